@@ -1,0 +1,39 @@
+"""`python -m ldm_lite`: the commands, the versions of what matters, and the devices."""
+
+import importlib.metadata
+import platform
+import sys
+
+import ldm_lite
+
+COMMANDS = {"txt2img": "text to image"}
+
+
+def main() -> int:
+    """Print what there is -> exit status 0."""
+    print(f"ldm_lite {ldm_lite.__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
+    for name, about in COMMANDS.items():
+        print(f"  python -m ldm_lite.{name:<10} {about} (--help)")
+    print(f"\nversions\n  python {platform.python_version()}")
+    for name in ("torch", "numpy", "pillow", "safetensors", "tokenizers", "huggingface_hub"):
+        print(f"  {name} {importlib.metadata.version(name)}")
+    print("\ndevices")
+    for line in _devices():
+        print(f"  {line}")
+    return 0
+
+
+def _devices() -> list[str]:
+    import torch
+
+    lines = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
+    if torch.backends.mps.is_available():
+        lines.append("mps: Apple GPU")
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        lines.append(f"cuda:{i}: {about.name}, {about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

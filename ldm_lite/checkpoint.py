@@ -1,0 +1,285 @@
+"""Read a checkpoint file safely: by its content, tensor by tensor, running nothing of it.
+
+open_checkpoint() tells safetensors, torch zip files and legacy torch pickles apart by their first bytes.  Pickles are
+read with weights_only=True; the classes that Lightning, OmegaConf and numpy leave in original files are replaced by
+inert stand-ins, and anything else in them is refused by name.
+"""
+
+import contextlib
+import logging
+import pickle
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ldm_lite.fingerprint import Shapes, foreign
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint: shapes of all its tensors by key, its metadata, and a way to read one tensor."""
+
+    path: Path
+    shapes: Shapes
+    metadata: Mapping[str, str]
+    read: Callable[[str], Tensor]  # key -> tensor on the CPU, memory-mapped where the format allows it
+
+
+# ---- opening --------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a .safetensors or torch file, whatever its extension.
+
+    Raises ValueError, one line, for a file that is no checkpoint, is damaged, or would run code.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder, wanted one .safetensors or .ckpt file in the original layout")
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(64)
+    if size == 0:
+        raise ValueError(f"{path}: is empty, wanted a checkpoint: download it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
+    if len(head) > 8 and head[8:9] == b"{":
+        return _open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))
+    if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
+        return _open_torch(path, is_zip=head[:1] == b"P")
+    raise ValueError(f"{path}: is no checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
+
+
+def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
+    if 8 + header > size:
+        raise ValueError(f"{path}: is truncated: {size} bytes, of which the header alone takes {8 + header}")
+    try:
+        file: Any = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        with open(path, "rb") as raw:
+            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)', raw.read(8 + header))
+        wanted = 8 + header + max(map(int, ends), default=0)
+        if size < wanted:
+            raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
+        raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
+    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    return Checkpoint(path, shapes, file.metadata() or {}, file.get_tensor)
+
+
+class _Inert:
+    """Stands for a class or function named in a pickle: takes any arguments and state, and does nothing."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> "_Inert":
+        return super().__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def __setstate__(self, state: object) -> None: ...
+
+
+# What the research repositories' training runs leave in a checkpoint beside its tensors: module -> names.
+STAND_INS = {
+    "pytorch_lightning.callbacks.model_checkpoint": ("ModelCheckpoint",),
+    "pytorch_lightning.callbacks.early_stopping": ("EarlyStopping",),
+    "pytorch_lightning.utilities.parsing": ("AttributeDict",),
+    "lightning.pytorch.callbacks.model_checkpoint": ("ModelCheckpoint",),
+    "lightning_fabric.utilities.data": ("AttributeDict",),
+    "omegaconf.dictconfig": ("DictConfig",),
+    "omegaconf.listconfig": ("ListConfig",),
+    "omegaconf.base": ("ContainerMetadata", "Metadata"),
+    "omegaconf.nodes": ("AnyNode", "ValueNode", "StringNode", "IntegerNode", "FloatNode", "BooleanNode"),
+    "typing": ("Any",),
+    "collections": ("defaultdict",),
+    "builtins": ("dict", "list", "int", "float", "bool", "str"),
+    "numpy": ("dtype", "ndarray"),
+    "numpy.core.multiarray": ("scalar", "_reconstruct"),
+    "numpy._core.multiarray": ("scalar", "_reconstruct"),
+    "numpy.dtypes": ("Float64DType", "Float32DType", "Int64DType", "BoolDType"),
+    "_codecs": ("encode",),
+}
+
+
+def _stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    return [
+        type(name, (_Inert,), {"__module__": module, "__qualname__": name})
+        for module, names in STAND_INS.items()
+        for name in names
+    ]
+
+
+_UNPICKLING = threading.Lock()  # torch keeps the list of allowed globals in the process
+
+
+def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
+    try:
+        with _UNPICKLING, torch.serialization.safe_globals(_stand_ins()):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+)|(?:function|class) (\S+)", str(error))
+        if refused is None:
+            raise ValueError(f"{path}: is a damaged checkpoint, or a pickle that is none: download it again") from error
+        name = refused[1] or refused[2]
+        raise ValueError(
+            f"{path}: refused, nothing of it was run: its pickle names {name}, which weights have no need of. "
+            "Take the .safetensors of this model, or convert it to safetensors where you trust it"
+        ) from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: is truncated or damaged ({reason}): download it again") from error
+    while isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
+    if not tensors:
+        raise ValueError(f"{path}: holds no tensors by name, wanted a checkpoint")
+    return Checkpoint(path, {str(k): tuple(v.shape) for k, v in tensors.items()}, {}, tensors.__getitem__)
+
+
+# ---- splitting ------------------------------------------------------------------------------------------------------
+
+# Per component: a key that it always has, and the prefixes under which it is found, the first match first.
+COMPONENTS = {
+    "unet": ("input_blocks.0.0.weight", ("model.diffusion_model.", "")),
+    "vae": ("decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
+    "text_encoder": (
+        "embeddings.token_embedding.weight",
+        ("cond_stage_model.transformer.text_model.", "cond_stage_model.transformer.", "text_model.", ""),
+    ),
+}
+# Keys that carry no weights of a component; they are dropped in silence.
+NO_WEIGHTS = re.compile(
+    r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
+    r"|global_step|loss\..*|embedding_manager\..*)$"
+    r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr)$"
+)
+EMA = "model_ema."
+
+
+@dataclass(frozen=True)
+class Component:
+    """The weights of one network in an open checkpoint: its own keys -> the file's."""
+
+    checkpoint: Checkpoint
+    keys: Mapping[str, str]
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes by the network's own keys, without prefix."""
+        return {key: self.checkpoint.shapes[stored] for key, stored in self.keys.items()}
+
+
+def split(checkpoint: Checkpoint) -> dict[str, Component]:
+    """The components that a file holds: any of "unet", "vae", "text_encoder".
+
+    Raises ValueError, one line, if there is none or the file is of a kind that ldm_lite does not read.
+    """
+    stored = {_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)}
+    if what := foreign(stored):
+        raise ValueError(
+            f"{checkpoint.path}: is {what}, wanted a Stable Diffusion 1.x checkpoint in the original layout"
+        )
+    components = {}
+    used: set[str] = set()
+    for name, (probe, prefixes) in COMPONENTS.items():
+        prefix = next((prefix for prefix in prefixes if prefix + probe in stored), None)
+        if prefix is None:
+            continue
+        keys = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix) and key not in used}
+        used |= set(keys.values())
+        weights = {key: stored[long] for key, long in keys.items() if not NO_WEIGHTS.search(key)}
+        components[name] = Component(checkpoint, weights)
+    if not components:
+        sample = ", ".join(sorted(stored)[:3])
+        raise ValueError(
+            f"{checkpoint.path}: holds no UNet, autoencoder or text encoder that is known here (has {sample})"
+        )
+    ignored = sorted(key for key in stored if key not in used and not NO_WEIGHTS.search(key))
+    if ignored:
+        log.warning("%s: ignored %d tensors of no use here: %s", checkpoint.path.name, len(ignored), _some(ignored))
+    return components
+
+
+def _plain(key: str) -> str:
+    """A key without what torch.compile and DataParallel add to it."""
+    return key.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def ema(unet: Component) -> Component | None:
+    """The EMA copy of a UNet in the same file, if it is complete; else None.
+
+    EMA names are "model_ema." and the name inside the Lightning module with every dot left out, which cannot be
+    split again, so they are built from the UNet's own keys.
+    """
+    shapes = unet.checkpoint.shapes
+    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet.keys}
+    if all(shapes.get(name) == shapes[unet.keys[key]] for key, name in names.items()):
+        return Component(unet.checkpoint, names)
+    return None
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Leaves out torch.nn.init: on the meta device it has no effect, but imports the compiler, over a second."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else None
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Networks made in this block have shapes and no memory, to be filled by load_weights."""
+    with torch.device("meta"), _WithoutInit():
+        yield
+
+
+def load_weights(
+    network: nn.Module, component: Component, title: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill a network built on the meta device, strictly, one tensor at a time straight to device and dtype.
+
+    Raises ValueError, one line with the first misfits, if names or shapes differ.
+    """
+    wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    got = component.shapes
+    missing, unexpected = sorted(set(wanted) - set(got)), sorted(set(got) - set(wanted))
+    misshapen = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
+    problems = [
+        f"{len(keys)} tensors {what} ({_some(keys)})"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if keys
+    ]
+    if problems:
+        raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
+    read = component.checkpoint.read
+    network.load_state_dict(
+        {key: read(stored).to(device=device, dtype=dtype) for key, stored in component.keys.items()}, assign=True
+    )
+    network.requires_grad_(False).eval()
+
+
+def _some(items: Iterable[str], most: int = 3) -> str:
+    items = list(items)
+    return ", ".join(items[:most]) + (", ..." if len(items) > most else "")
+
+
+def broken_weights(networks: Mapping[str, nn.Module]) -> str | None:
+    """Which weights are not finite, in words; None if all are.  For the message when a result is not finite."""
+    for title, network in networks.items():
+        bad = [key for key, value in network.state_dict().items() if not torch.isfinite(value).all()]
+        if bad:
+            return f"{len(bad)} of the {title}'s weights hold NaN or infinity ({_some(bad)}): the file is damaged"
+    return None

@@ -1,0 +1,301 @@
+"""What all commands share: dataclasses to flags, messages, progress, and files that are never overwritten.
+
+Printing and writing live here and in the commands' main().  Nothing here imports torch, so `--help` is instant.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+def option(default: T, help: str, *flags: str, positional: bool = False, choices: Sequence[str] | None = None) -> T:
+    """A dataclass field that is also a flag: --its-name, and any further spellings in `flags`."""
+    about = {"help": help, "flags": flags, "positional": positional, "choices": choices}
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to load, and onto what; the arguments of ldm_lite.load."""
+
+    ckpt: str | None = option(
+        None, "checkpoint: a path, or owner/repository/file on the hub (default: the bundled model)"
+    )
+    vae: str | None = option(None, "take the autoencoder from this file")
+    unet: str | None = option(None, "take the UNet from this file")
+    text_encoder: str | None = option(None, "take the text encoder from this file")
+    ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
+    prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
+    metadata: tuple[str, ...] = option((), "add KEY=VALUE to the file's metadata, for an unknown network; repeatable")
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
+    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
+
+    def arguments(self) -> dict[str, Any]:
+        """As ldm_lite.load takes them.  Raises ValueError for metadata without a "="."""
+        values = dataclasses.asdict(self)
+        values["source"] = values.pop("ckpt")
+        if bad := [item for item in self.metadata if "=" not in item]:
+            raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
+        values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
+        return values
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Where results go."""
+
+    out: str = option("outputs/txt2img-samples", "folder for the images, or the name of a .png", "--outdir")
+    skip_save: bool = option(False, "do not save single images")
+    skip_grid: bool = option(False, "do not save a grid of all images")
+    n_rows: int = option(0, "images in a row of the grid (default: the batch size)")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def parse(
+    argv: Sequence[str] | None,
+    command: str,
+    about: str,
+    groups: Sequence[type],
+    extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Flags -> one instance per dataclass of `groups`, and what else was given to flags that `extend` has added.
+
+    A flag that is not given keeps the dataclass's default, the only one there is.
+    """
+    parser = _Parser(
+        prog=f"python -m ldm_lite.{command}",
+        description=about,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
+    )
+    for group in groups:
+        section = parser.add_argument_group(group.__name__)
+        hints = typing.get_type_hints(group)
+        for each in dataclasses.fields(group):
+            _add(section, each, hints[each.name])
+    extend(parser)
+    given = vars(parser.parse_args(argv))
+    if (prompt := given.pop("prompt_argument", None)) is not None:
+        if "prompt" in given:
+            parser.error("got a prompt both as an argument and as --prompt")
+        given["prompt"] = prompt
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    made = [
+        group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given}) for group in groups
+    ]
+    return made, given
+
+
+def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
+    """One dataclass field as a flag, under all its spellings: with - and with _, as people remember either."""
+    if isinstance(hint, types.UnionType):
+        hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
+    names = dict.fromkeys(
+        variant
+        for name in (f"--{each.name}", *each.metadata["flags"])
+        for variant in (name, "--" + name[2:].replace("_", "-"), "--" + name[2:].replace("-", "_"))
+    )
+    shown = "" if each.default in (None, False, (), "") else f" (default: {each.default})"
+    kwargs: dict[str, Any] = {"dest": each.name, "help": each.metadata["help"] + shown}
+    if hint is bool:
+        kwargs["action"] = "store_true"
+    elif typing.get_origin(hint) is tuple:
+        kwargs |= {"action": "append", "metavar": "KEY=VALUE"}
+    else:
+        kwargs |= {"type": hint, "choices": each.metadata["choices"]}
+        if each.metadata["choices"] is None:
+            kwargs["metavar"] = {int: "N", float: "X"}.get(hint, "TEXT")
+    if each.metadata["positional"]:
+        section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
+    section.add_argument(*names, **kwargs)
+
+
+# ---- running a command ----------------------------------------------------------------------------------------------
+
+
+class _Messages(logging.Handler):
+    """Log records as single lines on stderr, beside a progress bar rather than through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        tqdm.write(prefix + record.getMessage(), file=sys.stderr)
+
+
+def run(body: Callable[[], None], debug: bool) -> int:
+    """Run a command's body; its exit status: 0, 1 (the machine failed), 2 (the user's input) or 130 (Ctrl-C).
+
+    What goes wrong is one line on stderr; with debug the traceback too.
+    """
+    log = logging.getLogger("ldm_lite")
+    log.handlers = [_Messages()]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        body()
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted: what is finished is saved", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if debug:
+            raise
+        message, status = _explain(error)
+        print(f"error: {message}", file=sys.stderr)
+        return status
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """An exception -> (one line, exit status)."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "out of memory: take a smaller --batch-size, a smaller size, or --dtype fp16", 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
+    line = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (ValueError, OSError)):
+        return line, 2
+    return f"{type(error).__name__}: {line} (this is a fault of ldm_lite: --debug shows where)", 1
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off Ctrl-C until the block has ended, so that a file being written is finished."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+class Progress:
+    """A progress bar per batch, in denoising steps; call it after every step."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._tqdm = tqdm
+        self._bar: Any = None
+        self.steps = 0
+        self.seconds = 0.0
+
+    def __call__(self, step: int, num_steps: int, latents: "Tensor") -> None:
+        """step counts from 1; the bar appears with the first and goes to its end with the last."""
+        if self._bar is None:
+            self._bar = self._tqdm(total=num_steps, desc=f"{len(latents)} image{'s' * (len(latents) > 1)}", unit="it")
+        self._bar.update()
+        self.steps += 1
+        if step == num_steps:
+            self._bar.close()
+            self._bar = None
+
+
+def memory() -> str:
+    """Peak memory of this process so far, and of CUDA if it was used, in words."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    parts = [f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of memory"]
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        parts.append(f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU")
+    return " and ".join(parts)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes images under the next free names: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
+
+    def __init__(self, options: SaveOptions) -> None:
+        """Raises ValueError if the folder cannot be written to; makes nothing yet."""
+        self.out = Path(options.out).expanduser()
+        self.single = self.out.suffix.lower() == ".png"
+        folder = self.out.parent if self.single else self.out
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"cannot write to {folder}: take another --out")
+
+    def sample(self, image: "Image", text: str) -> Path:
+        """Save one image with its parameters -> the path it got."""
+        if self.single:
+            return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, text)
+        folder = self.out / "samples"
+        return _save(lambda i: folder / f"{i:05}.png", image, text, _next_index(folder, ""))
+
+    def grid(self, image: "Image", text: str) -> Path:
+        """Save a grid -> the path it got."""
+        if self.single:
+            return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, text)
+        return _save(lambda i: self.out / f"grid-{i:04}.png", image, text, _next_index(self.out, "grid-"))
+
+
+def _next_index(folder: Path, prefix: str) -> int:
+    taken = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}[0-9]*.png"))
+    return max((int(number) + 1 for number in taken if number.isdigit()), default=0)
+
+
+def _save(name: Callable[[int], Path], image: "Image", text: str, start: int = 0) -> Path:
+    """Write a PNG whole under the first of name(start), name(start + 1), ... that is free, or not at all."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("parameters", text)
+    path = name(start)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with uninterrupted():
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".png")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                image.save(file, format="PNG", pnginfo=info)
+            os.chmod(temporary, 0o644)
+            while True:
+                try:
+                    os.link(temporary, path)  # unlike rename, fails if the name is taken
+                    return path
+                except FileExistsError:
+                    start += 1
+                    path = name(start)
+                except OSError:  # a file system without hard links: a race between two processes is possible
+                    if not path.exists():
+                        os.replace(temporary, path)
+                        return path
+                    start += 1
+                    path = name(start)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)

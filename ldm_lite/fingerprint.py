@@ -1,0 +1,129 @@
+"""What a file holds, read from its keys and shapes: the specs of its networks, or what else it is."""
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.unet import UNetSpec
+from ldm_lite.models.vae_kl import VAESpec
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# ---- what is not a latent diffusion checkpoint ----------------------------------------------------------------------
+
+FOREIGN = {  # a pattern among the keys -> what such a file is; the first match wins
+    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA",
+    r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
+    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding",
+    r"^control_model\.|^input_hint_block\.|^zero_convs\.|^controlnet_cond_embedding\.": "a ControlNet",
+    r"^(adapter\.)?body\.0\.(block1|body\.0)\.": "a T2I-Adapter",
+    r"^(encoder|decoder)\.layers\.\d+\.conv\.|^\d+\.conv\.0\.weight": "a TAESD autoencoder",
+    r"^encoder_pooling\.1\.": "a DeepFloyd IF stage",
+    r"SelfAttention\.relative_attention_bias": "a T5 text encoder",
+    r"joint_blocks\.": "Stable Diffusion 3",
+    r"double_blocks\.|^transformer_blocks\.": "Flux or another diffusion transformer",
+    r"time_stack|time_mixer": "Stable Video Diffusion",
+    r"motion_modules\.": "AnimateDiff",
+    r"^cond_stage_model\.roberta\.": "AltDiffusion",
+    r"^edm_(mean|std)$": "Playground 2.5",
+    r"^edm_vpred\.": "CosXL",
+    r"^(unet\.)?(down_blocks|up_blocks|mid_block)\.": "a UNet in the format of diffusers",
+    r"^quantize\.embedding\.|^first_stage_model\.quantize\.": "a VQ autoencoder, or a model on top of one",
+}
+
+
+def foreign(keys: Iterable[str]) -> str | None:
+    """What a file with these keys is, if it is none that ldm_lite reads; else None."""
+    text = "\n".join(keys)
+    return next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None)
+
+
+# ---- inference ------------------------------------------------------------------------------------------------------
+
+
+def _count(shapes: Shapes, pattern: str) -> int:
+    """How many indices stand where `pattern` has its group: 1 + the largest, 0 if there is none."""
+    return max((1 + int(m[1]) for key in shapes if (m := re.match(pattern, key))), default=0)
+
+
+def infer_unet(shapes: Shapes) -> UNetSpec:
+    """Shapes of an LDM UNet's weights, keys without prefix -> its spec, with num_heads and head_dim both None.
+
+    Raises KeyError if a key that every LDM UNet has is missing.
+    """
+    mc, in_channels = shapes["input_blocks.0.0.weight"][:2]
+    num_in, num_out = (_count(shapes, rf"{side}_blocks\.(\d+)\.") for side in ("input", "output"))
+
+    # levels: closed by strided convolutions, or else (reading from the deepest) by residual blocks that upsample
+    ends = [i for i in range(num_in) if f"input_blocks.{i}.0.op.weight" in shapes]
+    ups = [i for i in range(num_out) for j in (1, 2) if f"output_blocks.{i}.{j}.in_layers.0.weight" in shapes]
+    if ends:
+        bounds = [0, *ends, num_in]
+        num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))
+    else:
+        bounds = [-1, *ups, num_out - 1]
+        num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))[::-1]
+
+    # widths and attention: seen at the first residual block of each level
+    firsts = [1 + sum(num_res_blocks[:level]) + level for level in range(len(num_res_blocks))]
+    widths = [shapes[f"input_blocks.{i}.0.out_layers.0.weight"][0] for i in firsts]
+
+    def depth(block: str) -> int:
+        blocks = _count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
+        return blocks or int(f"{block}.1.qkv.weight" in shapes)
+
+    def cross_only(block: str) -> bool:
+        to_q, to_k = (shapes.get(f"{block}.1.transformer_blocks.0.attn1.{p}.weight", (0, 0)) for p in ("to_q", "to_k"))
+        return to_q[1] != to_k[1]
+
+    contexts = [shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")]
+    label, label_mlp = shapes.get("label_emb.weight"), shapes.get("label_emb.0.0.weight")
+    return UNetSpec(
+        in_channels=in_channels,
+        out_channels=shapes["out.2.weight"][0],
+        model_channels=mc,
+        channel_mult=tuple(width // mc for width in widths),
+        num_res_blocks=num_res_blocks,
+        transformer_depth=tuple(depth(f"input_blocks.{i}") for i in firsts),
+        middle_depth=depth("middle_block"),
+        num_heads=None,
+        head_dim=None,
+        context_dim=contexts[0] if contexts else None,
+        linear_proj=len(shapes.get("middle_block.1.proj_in.weight", ())) == 2,
+        cross_only=tuple(cross_only(f"input_blocks.{i}") for i in firsts),
+        vector_dim=label_mlp[1] if label_mlp else None,
+        num_classes=label[0] if label else None,
+        scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
+        resblock_updown=bool(ups),
+    )
+
+
+def infer_vae(shapes: Shapes) -> VAESpec:
+    """Shapes of a KL autoencoder's weights, keys without prefix -> its spec.  Raises KeyError if one is missing."""
+    channels = shapes["encoder.conv_in.weight"][0]
+    levels = range(_count(shapes, r"encoder\.down\.(\d+)\."))
+    widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels]
+    return VAESpec(
+        channels=channels,
+        channel_mult=tuple(width // channels for width in widths),
+        num_res_blocks=_count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
+        z_channels=shapes["decoder.conv_in.weight"][1],
+        embed_dim=shapes["post_quant_conv.weight"][1],
+        attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
+        mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
+    )
+
+
+def infer_text(shapes: Shapes, heads: int, activation: str) -> CLIPTextSpec:
+    """Shapes of a CLIP text encoder's weights, keys without prefix -> its spec.  Raises KeyError if one is missing."""
+    vocab_size, width = shapes["embeddings.token_embedding.weight"]
+    return CLIPTextSpec(
+        vocab_size=vocab_size,
+        length=shapes["embeddings.position_embedding.weight"][0],
+        width=width,
+        mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+        layers=_count(shapes, r"encoder\.layers\.(\d+)\."),
+        heads=heads,
+        activation=activation,
+    )

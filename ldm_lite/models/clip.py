@@ -1,0 +1,120 @@
+"""The CLIP text encoder with the key names of Hugging Face, as in Stable Diffusion 1.x files.
+
+Shape letters: B batch, T tokens (77), D width.
+Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import merge_heads, split_heads
+
+
+@dataclass(frozen=True)
+class CLIPTextSpec:
+    """The numbers of a CLIP text encoder."""
+
+    vocab_size: int
+    length: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int  # weights do not tell
+    activation: str  # "quick_gelu" (OpenAI) or "gelu"; weights do not tell
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x): the approximation that OpenAI's CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"quick_gelu": quick_gelu, "gelu": F.gelu}
+
+
+class Embeddings(nn.Module):
+    """Token ids (B,T) -> token plus position embedding (B,T,D)."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
+        self.position_embedding = nn.Embedding(spec.length, spec.width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        x: Tensor = self.token_embedding(token_ids)
+        return x + self.position_embedding.weight[: token_ids.shape[1]]
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention (B,T,D) -> (B,T,D)."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.k_proj = nn.Linear(spec.width, spec.width)
+        self.v_proj = nn.Linear(spec.width, spec.width)
+        self.q_proj = nn.Linear(spec.width, spec.width)
+        self.out_proj = nn.Linear(spec.width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B,H,T,D/H)
+        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+class MLP(nn.Module):
+    """Linear, activation, linear."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.fc1 = nn.Linear(spec.width, spec.mlp_width)
+        self.fc2 = nn.Linear(spec.mlp_width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and MLP, each on the normalised input and added to it."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(spec)
+        self.layer_norm1 = nn.LayerNorm(spec.width)
+        self.mlp = MLP(spec)
+        self.layer_norm2 = nn.LayerNorm(spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class Encoder(nn.Module):
+    """The stack of layers (B,T,D) -> (B,T,D)."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(spec) for _ in range(spec.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CLIPTextEncoder(nn.Module):
+    """Token ids -> one vector a token: the last layer's output, normalised."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embeddings = Embeddings(spec)
+        self.encoder = Encoder(spec)
+        self.final_layer_norm = nn.LayerNorm(spec.width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype."""
+        return self.final_layer_norm(self.encoder(self.embeddings(token_ids)))

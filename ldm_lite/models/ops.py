@@ -1,0 +1,56 @@
+"""What every network here is made of: attention, the timestep embedding, the gated feed-forward.
+
+Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of all heads.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D).
+
+    Every attention layer of a UNet or autoencoder calls its attribute `attention`, which is this function
+    unless replaced.  Vaswani et al. 2017, eq. 1.
+    """
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B,N,C) -> (B,H,N,C/H), a view: "b n (h d) -> b h n d"."""
+    return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B,H,N,D) -> (B,N,H*D): "b h n d -> b n (h d)"."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def timestep_embedding(t: Tensor, dim: int) -> Tensor:
+    """Timesteps (B,) in [0,1000), possibly fractional -> float32 sinusoids (B,dim), the cosines first.
+
+    Frequencies exp(-ln 10000 * i / (dim/2)); an odd dim ends in a zero.  Vaswani et al. 2017, sec. 3.5, in the
+    order of the original openaimodel.py.
+    """
+    half = dim // 2
+    freqs = torch.exp(torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(10000) / half))
+    angles = t.float()[:, None] * freqs  # (B, dim/2)
+    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, dim % 2))
+
+
+class GEGLU(nn.Module):
+    """Linear to twice the width; the first half times the exact GELU of the second.  Shazeer 2020."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_channels, 2 * out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.proj(x).chunk(2, dim=-1)
+        return value * F.gelu(gate)

@@ -1,0 +1,325 @@
+"""The LDM UNet: every latent diffusion UNet of CompVis and Stability, from a frozen spec.
+
+What is unusual about it:
+- attribute names are the checkpoint's keys, so an original file loads strictly with no renaming;
+- one class spans Stable Diffusion 1.x, 2.x, XL, inpainting, the x4 upscaler, class-, BERT- and
+  unconditional LDM: they differ only in the numbers of `UNetSpec`;
+- an upsampler goes to the size of the skip that it meets, so any latent size works;
+- tensors in, one tensor out: nothing that changes between steps is a Python number.
+
+Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
+Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import GEGLU, AttentionFn, attention, merge_heads, split_heads, timestep_embedding
+
+
+@dataclass(frozen=True)
+class UNetSpec:
+    """The numbers in which LDM UNets differ.  Tuples have one entry a level, the highest resolution first."""
+
+    in_channels: int
+    out_channels: int
+    model_channels: int
+    channel_mult: tuple[int, ...]
+    num_res_blocks: tuple[int, ...]
+    transformer_depth: tuple[int, ...]  # transformer blocks after each residual block; 0 = no attention
+    middle_depth: int
+    num_heads: int | None  # exactly one of num_heads and head_dim is given; weights do not tell
+    head_dim: int | None
+    context_dim: int | None  # None = unconditional: qkv attention blocks in place of transformers
+    linear_proj: bool  # proj_in and proj_out of a transformer are linears, not 1x1 convolutions
+    cross_only: tuple[bool, ...]  # attn1 reads the context as well (x4 upscaler)
+    vector_dim: int | None  # width of y for the label_emb MLP (SDXL, unCLIP)
+    num_classes: int | None  # size of the label_emb table (x4 upscaler: noise levels)
+    scale_shift: bool  # the timestep scales and shifts the normalised features, instead of being added
+    resblock_updown: bool  # resampling by residual blocks, instead of by convolutions
+
+    def heads(self, channels: int) -> int:
+        """Attention heads of a layer that is `channels` wide."""
+        if self.num_heads is not None:
+            return self.num_heads
+        assert self.head_dim is not None
+        return channels // self.head_dim
+
+
+class Downsample(nn.Module):
+    """(B,C,h,w) -> (B,C,ceil(h/2),ceil(w/2)) by a strided convolution with symmetric padding."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x)
+
+
+class Upsample(nn.Module):
+    """(B,C,h,w) -> (B,C,*size) by nearest neighbour, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        return self.conv(F.interpolate(x, size=size, mode="nearest"))
+
+
+class ResBlock(nn.Module):
+    """Two 3x3 convolutions, the timestep in between, and a skip; with `resample` it halves or follows `size`."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
+    ) -> None:
+        super().__init__()
+        self.scale_shift = scale_shift
+        self.resample = resample
+        self.in_layers = nn.Sequential(
+            nn.GroupNorm(32, in_channels), nn.SiLU(), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        )
+        # Slot 0 held a SiLU: UNet.forward applies it once for all blocks.  out_layers.2 held a Dropout.
+        self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, out_channels * (1 + scale_shift)))
+        conv = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(), nn.Identity(), conv)
+        same = in_channels == out_channels
+        self.skip_connection = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
+        # norm, activation, first convolution
+        h = self.in_layers[1](self.in_layers[0](x))
+        if self.resample == "down":
+            h, x = F.avg_pool2d(h, 2), F.avg_pool2d(x, 2)
+        elif self.resample == "up":
+            h, x = F.interpolate(h, size=size, mode="nearest"), F.interpolate(x, size=size, mode="nearest")
+        h = self.in_layers[2](h)
+
+        # the timestep, second convolution
+        emb = self.emb_layers(emb)[:, :, None, None]  # (B, C or 2C, 1, 1)
+        if self.scale_shift:
+            scale, shift = emb.chunk(2, dim=1)
+            h = self.out_layers[0](h) * (1 + scale) + shift
+            h = self.out_layers[3](self.out_layers[1](h))
+        else:
+            h = self.out_layers(h + emb)
+        return self.skip_connection(x) + h
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over all positions, in the unconditional families; a residual (B,C,h,w) -> (B,C,h,w).
+
+    The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., the original's "legacy" order.
+    """
+
+    def __init__(self, channels: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention: AttentionFn = attention
+        self.norm = nn.GroupNorm(32, channels)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, C, h, w = x.shape
+        qkv = self.qkv(self.norm(x).flatten(2))  # (B, 3C, N)
+        q, k, v = qkv.view(B, self.num_heads, 3, -1, h * w).transpose(3, 4).unbind(2)  # (B, H, N, D) each
+        out = self.attention(q, k, v).transpose(2, 3).reshape(B, C, h * w)  # "b h n d -> b (h d) n"
+        out = self.proj_out(out)
+        return x + out.view(B, C, h, w)
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of x (B,N,C) to context (B,T,D), or to itself; queries, keys, values without bias."""
+
+    def __init__(self, channels: int, context_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention: AttentionFn = attention
+        self.to_q = nn.Linear(channels, channels, bias=False)
+        self.to_k = nn.Linear(context_dim, channels, bias=False)
+        self.to_v = nn.Linear(context_dim, channels, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Identity())  # slot 1 held a Dropout
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q = split_heads(self.to_q(x), self.num_heads)  # (B, H, N, D)
+        k = split_heads(self.to_k(context), self.num_heads)  # (B, H, T, D)
+        v = split_heads(self.to_v(context), self.num_heads)
+        return self.to_out(merge_heads(self.attention(q, k, v)))
+
+
+class FeedForward(nn.Module):
+    """GEGLU to four times the width and back."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(GEGLU(channels, 4 * channels), nn.Identity(), nn.Linear(4 * channels, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class BasicTransformerBlock(nn.Module):
+    """Self-attention, cross-attention, feed-forward, each on the normalised input and added to it."""
+
+    def __init__(self, channels: int, context_dim: int, num_heads: int, cross_only: bool) -> None:
+        super().__init__()
+        self.cross_only = cross_only
+        self.attn1 = CrossAttention(channels, context_dim if cross_only else channels, num_heads)
+        self.ff = FeedForward(channels)
+        self.attn2 = CrossAttention(channels, context_dim, num_heads)
+        self.norm1 = nn.LayerNorm(channels)
+        self.norm2 = nn.LayerNorm(channels)
+        self.norm3 = nn.LayerNorm(channels)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        x = x + self.attn1(normed, context if self.cross_only else normed)
+        x = x + self.attn2(self.norm2(x), context)
+        return x + self.ff(self.norm3(x))
+
+
+class SpatialTransformer(nn.Module):
+    """Transformer blocks over the positions of a feature map; a residual (B,C,h,w) -> (B,C,h,w)."""
+
+    def __init__(
+        self, channels: int, context_dim: int, num_heads: int, depth: int, linear_proj: bool, cross_only: bool
+    ) -> None:
+        super().__init__()
+        self.linear_proj = linear_proj
+        self.norm = nn.GroupNorm(32, channels, eps=1e-6)
+        self.proj_in = nn.Linear(channels, channels) if linear_proj else nn.Conv2d(channels, channels, 1)
+        self.transformer_blocks = nn.ModuleList(
+            BasicTransformerBlock(channels, context_dim, num_heads, cross_only) for _ in range(depth)
+        )
+        self.proj_out = nn.Linear(channels, channels) if linear_proj else nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        size = x.shape[2:]
+        tokens = self.norm(x)
+        if self.linear_proj:
+            tokens = self.proj_in(tokens.flatten(2).transpose(1, 2))  # (B, N, C)
+        else:
+            tokens = self.proj_in(tokens).flatten(2).transpose(1, 2)  # (B, N, C)
+        for block in self.transformer_blocks:
+            tokens = block(tokens, context)
+        if self.linear_proj:
+            out = self.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
+        else:
+            out = self.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
+        return x + out
+
+
+class Block(nn.ModuleList):
+    """The layers at one index of input_blocks, middle_block or output_blocks, each given what it needs."""
+
+    def forward(self, x: Tensor, emb: Tensor, context: Tensor | None, size: tuple[int, int] | None) -> Tensor:
+        for layer in self:
+            if isinstance(layer, ResBlock):
+                x = layer(x, emb, size)
+            elif isinstance(layer, SpatialTransformer):
+                x = layer(x, context)
+            elif isinstance(layer, Upsample):
+                x = layer(x, size)
+            else:
+                x = layer(x)
+        return x
+
+
+class UNet(nn.Module):
+    """The denoising network of a latent diffusion model: noised latents and a timestep -> its prediction.
+
+    What the prediction means (eps, v or x0) is the schedule's business.  Rombach et al. 2022, sec. 3.2.
+    """
+
+    def __init__(self, spec: UNetSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        width = spec.model_channels
+        emb_channels = 4 * width
+
+        def mlp(in_channels: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(in_channels, emb_channels), nn.SiLU(), nn.Linear(emb_channels, emb_channels))
+
+        self.time_embed = mlp(width)
+        self.label_emb: nn.Module | None = None
+        if spec.num_classes is not None:
+            self.label_emb = nn.Embedding(spec.num_classes, emb_channels)
+        elif spec.vector_dim is not None:
+            self.label_emb = nn.Sequential(mlp(spec.vector_dim))
+
+        def res(in_channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
+            return ResBlock(in_channels, out_channels, emb_channels, spec.scale_shift, resample)
+
+        def attend(channels: int, depth: int, cross_only: bool) -> list[nn.Module]:
+            if depth == 0:
+                return []
+            if spec.context_dim is None:
+                return [AttentionBlock(channels, spec.heads(channels))]
+            heads = spec.heads(channels)
+            return [SpatialTransformer(channels, spec.context_dim, heads, depth, spec.linear_proj, cross_only)]
+
+        # down: the first convolution, then per level its residual blocks and a downsampler
+        self.input_blocks = nn.ModuleList([Block([nn.Conv2d(spec.in_channels, width, 3, padding=1)])])
+        channels, skips, last = width, [width], len(spec.channel_mult) - 1
+        for level, mult in enumerate(spec.channel_mult):
+            for _ in range(spec.num_res_blocks[level]):
+                layers: list[nn.Module] = [res(channels, mult * width)]
+                channels = mult * width
+                layers += attend(channels, spec.transformer_depth[level], spec.cross_only[level])
+                self.input_blocks.append(Block(layers))
+                skips.append(channels)
+            if level != last:
+                down = res(channels, channels, "down") if spec.resblock_updown else Downsample(channels)
+                self.input_blocks.append(Block([down]))
+                skips.append(channels)
+
+        # middle: always with attention
+        middle = attend(channels, spec.middle_depth, cross_only=False)
+        self.middle_block = Block([res(channels, channels), *middle, res(channels, channels)])
+
+        # up: one residual block more a level, each fed with the skip of its mirror image
+        self.output_blocks = nn.ModuleList()
+        for level, mult in reversed(list(enumerate(spec.channel_mult))):
+            for i in range(spec.num_res_blocks[level] + 1):
+                layers = [res(channels + skips.pop(), mult * width)]
+                channels = mult * width
+                layers += attend(channels, spec.transformer_depth[level], spec.cross_only[level])
+                if level and i == spec.num_res_blocks[level]:
+                    layers.append(res(channels, channels, "up") if spec.resblock_updown else Upsample(channels))
+                self.output_blocks.append(Block(layers))
+
+        self.out = nn.Sequential(
+            nn.GroupNorm(32, channels), nn.SiLU(), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
+        )
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+        """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> prediction (B,out_channels,h,w).
+
+        context (B,T,D) is the text (None for unconditional models); y is the vector (B,vector_dim) or the class
+        indices (B,) of models that have a label_emb.  x, context and y are in the weights' dtype; t in any.
+        """
+        # the timestep (and the label), through the SiLU with which every residual block begins
+        emb = self.time_embed(timestep_embedding(t, self.spec.model_channels).to(x.dtype))
+        if self.label_emb is not None:
+            emb = emb + self.label_emb(y)
+        emb = F.silu(emb)  # (B, E)
+
+        # down, keeping what the way up will need
+        skips = []
+        for block in self.input_blocks:
+            x = block(x, emb, context, None)
+            skips.append(x)
+
+        x = self.middle_block(x, emb, context, None)
+
+        # up, to the size of the skip that comes next
+        for block in self.output_blocks:
+            x = torch.cat([x, skips.pop()], dim=1)
+            size = skips[-1].shape[2:] if skips else None
+            x = block(x, emb, context, size)
+        return self.out(x)

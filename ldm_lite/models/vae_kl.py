@@ -1,0 +1,217 @@
+"""The KL autoencoder of latent diffusion: kl-f4, f8 (Stable Diffusion), f16 and f32, from a frozen spec.
+
+What is unusual about it:
+- attribute names are the checkpoint's keys; decoder.up.0 is the highest resolution and runs last;
+- a downsampler pads only right and bottom, unlike the UNet's;
+- latents here are unscaled: the caller multiplies and divides by the family's scale factor.
+
+Shape letters: B batch, C channels, H W image size, h w = H/f, W/f latent size, f = 2^(levels-1).
+Source: Rombach et al. 2022, sec. 3.1; CompVis autoencoder.py and diffusionmodules/model.py.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import AttentionFn, attention
+
+
+@dataclass(frozen=True)
+class VAESpec:
+    """The numbers in which KL autoencoders differ.  Levels are counted from the highest resolution."""
+
+    channels: int
+    channel_mult: tuple[int, ...]
+    num_res_blocks: int
+    z_channels: int  # channels that the encoder makes
+    embed_dim: int  # channels of a latent, after quant_conv
+    attn_levels: tuple[int, ...]
+    mid_attn: bool
+
+    @property
+    def factor(self) -> int:
+        """Pixels to a latent position, along each side."""
+        return int(2 ** (len(self.channel_mult) - 1))
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(32, channels, eps=1e-6)
+
+
+class ResnetBlock(nn.Module):
+    """Two 3x3 convolutions and a skip, without a timestep."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm2 = _norm(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        if in_channels != out_channels:
+            self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
+        self.shortcut = in_channels != out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return (self.nin_shortcut(x) if self.shortcut else x) + h
+
+
+class AttnBlock(nn.Module):
+    """Self-attention over all positions with a single head; a residual (B,C,h,w) -> (B,C,h,w)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.attention: AttentionFn = attention
+        self.norm = _norm(channels)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (conv(normed).flatten(2).transpose(1, 2)[:, None] for conv in (self.q, self.k, self.v))  # (B,1,hw,C)
+        out = self.attention(q, k, v)[:, 0].transpose(1, 2).view_as(x)  # (B, C, h, w)
+        return x + self.proj_out(out)
+
+
+class Downsample(nn.Module):
+    """(B,C,h,w) -> (B,C,h/2,w/2): a strided convolution, padded at the right and the bottom."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """(B,C,h,w) -> (B,C,2h,2w) by nearest neighbour, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """The blocks of one resolution, with attention after each where the spec says so, then a resampler or none."""
+
+    def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool, **resample: nn.Module) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(ResnetBlock(channels if i else in_channels, channels) for i in range(num_blocks))
+        self.attn = nn.ModuleList(AttnBlock(channels) for _ in range(num_blocks * attn))
+        self.resample = tuple(resample)  # "downsample", "upsample" or nothing: the attribute is the checkpoint's key
+        for name, module in resample.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.block):
+            x = block(x)
+            if self.attn:
+                x = self.attn[i](x)
+        for name in self.resample:
+            x = getattr(self, name)(x)
+        return x
+
+
+class Middle(nn.Module):
+    """Residual block, attention, residual block."""
+
+    def __init__(self, channels: int, attn: bool) -> None:
+        super().__init__()
+        self.block_1 = ResnetBlock(channels, channels)
+        self.attn_1: nn.Module = AttnBlock(channels) if attn else nn.Identity()
+        self.block_2 = ResnetBlock(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class Encoder(nn.Module):
+    """Pixels (B,3,H,W) -> features (B,out_channels,h,w)."""
+
+    def __init__(self, spec: VAESpec, out_channels: int) -> None:
+        super().__init__()
+        widths = [spec.channels * mult for mult in spec.channel_mult]
+        last = len(widths) - 1
+        self.conv_in = nn.Conv2d(3, spec.channels, 3, padding=1)
+        self.down = nn.ModuleList()
+        for level, width in enumerate(widths):
+            resample = {} if level == last else {"downsample": Downsample(width)}
+            before = widths[level - 1] if level else spec.channels
+            self.down.append(Level(before, width, spec.num_res_blocks, level in spec.attn_levels, **resample))
+        self.mid = Middle(widths[-1], spec.mid_attn)
+        self.norm_out = _norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for level in self.down:
+            x = level(x)
+        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
+
+
+class Decoder(nn.Module):
+    """Features (B,z_channels,h,w) -> pixels (B,3,H,W), about [-1,1], unclamped."""
+
+    def __init__(self, spec: VAESpec) -> None:
+        super().__init__()
+        widths = [spec.channels * mult for mult in spec.channel_mult]
+        self.conv_in = nn.Conv2d(spec.z_channels, widths[-1], 3, padding=1)
+        self.mid = Middle(widths[-1], spec.mid_attn)
+        self.up = nn.ModuleList()
+        for level, width in enumerate(widths):
+            resample = {"upsample": Upsample(width)} if level else {}
+            before = widths[min(level + 1, len(widths) - 1)]
+            self.up.append(Level(before, width, spec.num_res_blocks + 1, level in spec.attn_levels, **resample))
+        self.norm_out = _norm(widths[0])
+        self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.mid(self.conv_in(z))
+        for level in reversed(self.up):
+            x = level(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class AutoencoderKL(nn.Module):
+    """Pixels <-> latents, with a diagonal Gaussian over the latents.  Rombach et al. 2022, sec. 3.1."""
+
+    def __init__(self, spec: VAESpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.encoder = Encoder(spec, out_channels=2 * spec.z_channels)
+        self.decoder = Decoder(spec)
+        self.quant_conv = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1)
+        self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels (B,3,H,W) in [-1,1] -> mean and log variance of the latents, (B,embed_dim,h,w) each, unscaled.
+
+        A sample is mean + exp(logvar / 2) * noise.  Raises ValueError if x has not 3 channels or a side is no
+        multiple of the factor.
+        """
+        factor = self.spec.factor
+        if x.shape[1] != 3 or x.shape[2] % factor or x.shape[3] % factor:
+            raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of {factor}")
+        mean, logvar = self.quant_conv(self.encoder(x)).chunk(2, dim=1)
+        return mean, logvar.clamp(-30.0, 20.0)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Latents (B,embed_dim,h,w), already divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
+
+        Raises ValueError if z has not embed_dim channels.
+        """
+        if z.shape[1] != self.spec.embed_dim:
+            raise ValueError(f"got latents with {z.shape[1]} channels, wanted {self.spec.embed_dim}")
+        return self.decoder(self.post_quant_conv(z))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pixels (B,3,H,W) -> their reconstruction from the mean latent (B,3,H,W)."""
+        return self.decode(self.encode(x)[0])

@@ -1,0 +1,158 @@
+"""Pipeline: the networks, tokenizer and schedule of one checkpoint; load() makes it."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from ldm_lite import hub
+from ldm_lite.checkpoint import Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint import ema as ema_copy
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.families import Family, identify, parse_prediction
+from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.unet import UNet
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
+from ldm_lite.tokenizer import CLIPTokenizer
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything of one checkpoint that turns a prompt into an image.  Immutable: threads may share it.
+
+    Latents are in the UNet's scale: the autoencoder's times family.scale_factor.
+    """
+
+    name: str  # of the file, without its extension
+    family: Family
+    schedule: Schedule
+    tokenizer: CLIPTokenizer
+    unet: UNet
+    vae: AutoencoderKL
+    text_encoder: CLIPTextEncoder
+    description: str  # what was loaded, from where, in one line
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """The networks by what messages call them."""
+        return {"UNet": self.unet, "autoencoder": self.vae, "text encoder": self.text_encoder}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the UNet is."""
+        return next(self.unet.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the UNet computes in."""
+        return next(self.unet.parameters()).dtype
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Image size in pixels -> shape (C,h,w) of its latent.  Raises ValueError if a side is no multiple of 8 (f)."""
+        f = self.vae.spec.factor
+        if height <= 0 or width <= 0 or height % f or width % f:
+            legal = [max(f, round(side / f) * f) for side in (height, width)]
+            raise ValueError(f"got H {height} and W {width}, wanted multiples of {f}: take {legal[0]} and {legal[1]}")
+        return self.vae.spec.embed_dim, height // f, width // f
+
+
+def load(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    ema: str = "auto",
+    prediction: str | None = None,
+    vae: str | os.PathLike[str] | None = None,
+    unet: str | os.PathLike[str] | None = None,
+    text_encoder: str | os.PathLike[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Pipeline:
+    """Open a checkpoint: a path, "owner/repository/file" on the hub, or None for the bundled model.
+
+    vae, unet and text_encoder are other files (bare or whole) that a network is taken from instead.  ema is "auto"
+    (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v; metadata adds to the file's.
+    Raises FileNotFoundError or ValueError, one line that says what to do.
+    """
+    start = time.perf_counter()
+    path = hub.resolve(source)
+    torch_device, torch_dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
+    components = _components(path, {"unet": unet, "vae": vae, "text_encoder": text_encoder})
+    main = components["unet"].checkpoint
+    about = {**main.metadata, **(metadata or {})}
+    try:
+        family = identify(components["unet"].shapes, components["vae"].shapes, components["text_encoder"].shapes, about)
+    except ValueError as error:
+        raise ValueError(f"{main.path}: {error}") from error
+    if prediction is not None:
+        family = replace(family, prediction=parse_prediction(prediction))
+    schedule = _schedule(family, main)
+    components["unet"], weights = _with_ema(components["unet"], ema)
+
+    with on_meta():
+        networks = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
+    for name, network in zip(("unet", "vae", "text_encoder"), networks, strict=True):
+        load_weights(network, components[name], name.replace("_", " "), torch_device, torch_dtype)
+    parameters = sum(p.numel() for network in networks for p in network.parameters())
+    description = (
+        f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
+        f"parameters, {short_name(torch_dtype)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
+    )
+    log.info("%s", description)
+    tokenizer = CLIPTokenizer(family.text.length)
+    return Pipeline(path.stem, family, schedule, tokenizer, *networks, description)
+
+
+def _components(path: Path, others: Mapping[str, str | os.PathLike[str] | None]) -> dict[str, Component]:
+    """The three networks' weights: those of the main file, but for what other files are to give."""
+    components = split(open_checkpoint(path))
+    for name, source in others.items():
+        if source is None:
+            continue
+        given = split(open_checkpoint(hub.resolve(source)))
+        if name not in given:
+            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
+        components[name] = given[name]
+    lacks = [name for name in others if name not in components]
+    if lacks:
+        flags = " and ".join(f"--{name.replace('_', '-')} FILE" for name in lacks)
+        raise ValueError(f"{path}: holds only {', '.join(components)}: name what is missing with {flags}")
+    return components
+
+
+def _schedule(family: Family, checkpoint: Checkpoint) -> Schedule:
+    """The family's noise schedule, or the file's own where its `betas` buffer differs; that is said."""
+    betas = linear_betas(family.beta_start, family.beta_end)
+    if "betas" in checkpoint.shapes:
+        stored = checkpoint.read("betas").double().numpy()
+        # Half-precision merges have rounded this buffer too.
+        if stored.shape != betas.shape or not np.allclose(stored, betas, rtol=2e-3, atol=0):
+            log.warning("%s: takes the noise schedule from the file, not %s's", checkpoint.path.name, family.title)
+            betas = stored
+    schedule = Schedule.from_betas(betas, family.prediction)
+    if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
+        raise ValueError(f"{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try --prediction v")
+    return schedule
+
+
+def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:
+    """The UNet's weights to load and what to call them, by the choice "auto", "yes" or "no"."""
+    if ema not in ("auto", "yes", "no"):
+        raise ValueError(f"got ema {ema!r}, wanted auto, yes or no")
+    copy = ema_copy(unet)
+    if copy is None:
+        if ema == "yes":
+            raise ValueError(f"{unet.checkpoint.path}: has no complete EMA copy of the UNet: take --ema auto")
+        return unet, "main"
+    if ema == "no":
+        return unet, "main (not the file's EMA)"
+    return copy, "EMA (not the file's main)"

@@ -1,0 +1,48 @@
+"""Device and dtype, chosen once: what the user asked for, or what suits the machine."""
+
+import torch
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def pick_device(name: str | torch.device | None) -> torch.device:
+    """None -> CUDA if there is one, then Apple's GPU, then the CPU.
+
+    Raises ValueError for a device that this machine or this build of torch lacks.
+    """
+    if name is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:150]
+        raise ValueError(f"device {str(name)!r} is not available here ({reason}): leave it out, or take cpu") from error
+    if device.type == "meta":
+        raise ValueError("device 'meta' holds no weights: leave it out, or take cpu")
+    return device
+
+
+def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """None -> float16 on CUDA, float32 elsewhere.  Raises ValueError for an unknown name."""
+    if name is None:
+        return torch.float16 if device.type == "cuda" else torch.float32
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}: wanted one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """torch.float16 -> "fp16", as the command line spells it."""
+    return next((name for name, value in DTYPES.items() if value == dtype), str(dtype))
