@@ -33,7 +33,7 @@ class Checkpoint:
     path: Path
     shapes: Shapes
     metadata: Mapping[str, str]
-    read: Callable[[str], Tensor]  # key -> tensor on the CPU, memory-mapped where the format allows it
+    read: Callable[[str], Tensor]  # key -> its tensor on the CPU, memory-mapped or else handed out only once
 
 
 # ---- opening --------------------------------------------------------------------------------------------------------
@@ -122,11 +122,16 @@ _UNPICKLING = threading.Lock()  # torch keeps the list of allowed globals in the
 def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
     try:
         with _UNPICKLING, torch.serialization.safe_globals(_stand_ins()):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            # torch.load believes a name that ends in .safetensors, but not an open file, which it cannot map.
+            if path.suffix == ".safetensors":
+                with open(path, "rb") as file:
+                    content = torch.load(file, map_location="cpu", weights_only=True)
+            else:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|(?:function|class) (\S+)", str(error))
         if refused is None:
-            raise ValueError(f"{path}: is a damaged checkpoint, or a pickle that is none: download it again") from error
+            raise ValueError(f"{path}: is a pickle that is no checkpoint, or damaged; nothing of it was run") from error
         name = refused[1] or refused[2]
         raise ValueError(
             f"{path}: refused, nothing of it was run: its pickle names {name}, which weights have no need of. "
@@ -140,7 +145,8 @@ def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
     tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
     if not tensors:
         raise ValueError(f"{path}: holds no tensors by name, wanted a checkpoint")
-    return Checkpoint(path, {str(k): tuple(v.shape) for k, v in tensors.items()}, {}, tensors.__getitem__)
+    # Popped, so that what is cast or moved to a device does not stay in memory twice.
+    return Checkpoint(path, {str(k): tuple(v.shape) for k, v in tensors.items()}, {}, tensors.pop)
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------

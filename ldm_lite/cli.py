@@ -157,10 +157,9 @@ def run(body: Callable[[], None], debug: bool) -> int:
 
     What goes wrong is one line on stderr; with debug the traceback too.
     """
-    log = logging.getLogger("ldm_lite")
-    log.handlers = [_Messages()]
+    log, messages = logging.getLogger("ldm_lite"), _Messages()
+    log.addHandler(messages)
     log.setLevel(logging.INFO)
-    log.propagate = False
     try:
         body()
         return 0
@@ -173,6 +172,8 @@ def run(body: Callable[[], None], debug: bool) -> int:
         message, status = _explain(error)
         print(f"error: {message}", file=sys.stderr)
         return status
+    finally:
+        log.removeHandler(messages)
 
 
 def _explain(error: Exception) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 Shapes: B texts, T = `length` tokens (77 for every CLIP).
 The ids are those of transformers 5's CLIPTokenizer. The tokenizers of the original scripts first run ftfy, `str.split`
 and `str.lower` over the text, and so straighten typographic quotes, unescape HTML, fold full-width letters, repair
-mojibake, drop control characters and know the final sigma; here the text is taken as it is, and only texts with such
+mojibake, drop control characters and know the final sigma; here the text is taken as it is, so that texts with such
 characters get other ids. Which characters are letters is decided by the Unicode version of `tokenizers`.
 Sources: Radford et al. 2021, sec. 2.4; `clip/simple_tokenizer.py` of OpenAI CLIP (MIT), whose merges are
 `clip_merges.txt.gz` (made by `scripts/make_vocab.py`).
@@ -74,7 +74,7 @@ class CLIPTokenizer:
 def _encode(text: str) -> Encoding:
     """One text -> its tokens and their offsets in it, without start, end, truncation or padding.
 
-    One text at a time: encode_batch starts threads, after which a fork (a DataLoader's workers) prints a warning.
+    One text at a time: encode_batch starts threads, after which older `tokenizers` warn at a fork (a DataLoader's).
     """
     if not isinstance(text, str):
         raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,6 +131,8 @@ def check(options: Options) -> list[str]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"got {name} {value}, wanted 1 or more")
+    if options.scale is not None and not math.isfinite(options.scale):
+        raise ValueError(f"got scale {options.scale}, wanted a finite number")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"got seed {options.seed}, wanted 0 to 2^63 - 1")
     if options.from_file is not None:

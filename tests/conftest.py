@@ -1,0 +1,33 @@
+"""Fixtures that several tests share.  Everything runs offline: a test that opens a connection fails."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import random_checkpoint
+
+import ldm_lite
+from ldm_lite.pipeline import Pipeline
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a test tried to open a network connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Pipeline:
+    """The bundled model in float32 on the CPU."""
+    return ldm_lite.load(device="cpu")
+
+
+@pytest.fixture(scope="session")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A miniature Stable Diffusion 1.x with random weights, as .safetensors with its metadata."""
+    path = tmp_path_factory.mktemp("small") / "small.safetensors"
+    random_checkpoint.write(path, random_checkpoint.SMALL)
+    return path

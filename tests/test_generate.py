@@ -1,0 +1,142 @@
+"""The loop: noise by seed, batches equal to single runs, threads, shapes that do not fit, results never not finite."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import ldm_lite
+from ldm_lite.diffusion.samplers import SAMPLERS, make_plan
+from ldm_lite.generate import decode, denoise, encode_prompts, seeded_noise
+from ldm_lite.pipeline import Pipeline
+
+PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
+SHAPE = (16, 8, 8)
+
+
+def run(pipe: Pipeline, sampler: str, prompts: list[str], seeds: list[int], steps: int = 6) -> Tensor:
+    draw = seeded_noise(seeds, SHAPE)
+    context, uncond = encode_prompts(pipe, prompts), encode_prompts(pipe, [""] * len(prompts))
+    plan = make_plan(sampler, pipe.schedule, steps)
+    *_, latents = denoise(pipe, draw(), context, uncond, plan, scale=2.5, draw=draw)
+    return latents
+
+
+def test_noise_depends_on_the_seed_alone() -> None:
+    together, later = seeded_noise([5, 6, 7, 8], SHAPE), seeded_noise([7], SHAPE)
+    for _ in range(3):
+        assert torch.equal(together()[2], later()[0])
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler_a"])
+def test_a_batch_equals_single_runs(bundled: Pipeline, sampler: str) -> None:
+    """The noise bit for bit, the latents to what another order of float32 sums changes."""
+    batch = run(bundled, sampler, PROMPTS, [1, 2, 3, 4])
+    for i, prompt in enumerate(PROMPTS):
+        single = run(bundled, sampler, [prompt], [1 + i])[0]
+        assert (batch[i] - single).norm() / single.norm() < 1e-4
+
+
+def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
+    jobs = {"euler_a": ["a red apple"], "plms": ["rocket"]}
+    serial = {name: run(bundled, name, prompts, [3]) for name, prompts in jobs.items()}
+    parallel: dict[str, Tensor] = {}
+
+    def work(name: str) -> None:
+        parallel[name] = run(bundled, name, jobs[name], [3])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(serial[name], parallel[name]) for name in jobs)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -> None:
+    draw = seeded_noise([0], SHAPE)
+    context = encode_prompts(bundled, ["rocket"])
+    plan = make_plan(sampler, bundled.schedule, 3)
+    assert len(list(denoise(bundled, draw(), context, None, plan, scale=1.0, draw=draw))) == 3
+
+
+def test_the_loop_can_be_left(bundled: Pipeline) -> None:
+    context = encode_prompts(bundled, ["rocket"])
+    plan = make_plan("ddim", bundled.schedule, 1000)
+    steps = denoise(bundled, seeded_noise([0], SHAPE)(), context, None, plan, scale=1.0)
+    assert next(steps).shape == (1, *SHAPE)
+    steps.close()
+
+
+def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
+    calls = []
+    hook = bundled.unet.register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))
+    try:
+        context, uncond = encode_prompts(bundled, ["rocket"]), encode_prompts(bundled, ["cat"])
+        plan, noise = make_plan("ddim", bundled.schedule, 2), seeded_noise([0], SHAPE)()
+        *_, plain = denoise(bundled, noise, context, None, plan, scale=7.5)
+        *_, one = denoise(bundled, noise, context, uncond, plan, scale=1.0)
+        *_, guided = denoise(bundled, noise, context, uncond, plan, scale=2.0)
+    finally:
+        hook.remove()
+    assert calls == [1, 1, 1, 1, 2, 2]
+    assert torch.equal(plain, one)
+    assert not torch.equal(plain, guided)
+
+
+@pytest.mark.parametrize(
+    ("noise", "context", "uncond", "message"),
+    [
+        ((1, 4, 8, 8), (1, 77, 128), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
+        ((1, 16, 8, 8), (2, 77, 128), None, r"got context of shape \(2, 77, 128\), wanted \(1, T, 128\)"),
+        ((1, 16, 8, 8), (1, 77, 768), None, r"wanted \(1, T, 128\)"),
+        ((1, 16, 8, 8), (1, 77, 128), (1, 5, 128), "got uncond with 5 tokens and context with 77"),
+    ],
+)
+def test_shapes_that_do_not_fit(
+    bundled: Pipeline, noise: tuple[int, ...], context: tuple[int, ...], uncond: tuple[int, ...] | None, message: str
+) -> None:
+    plan = make_plan("ddim", bundled.schedule, 2)
+    empty = None if uncond is None else torch.zeros(uncond)
+    with pytest.raises(ValueError, match=message):
+        next(denoise(bundled, torch.zeros(noise), torch.zeros(context), empty, plan, scale=2.0))
+
+
+def test_a_stochastic_sampler_needs_noise(bundled: Pipeline) -> None:
+    plan = make_plan("euler_a", bundled.schedule, 2)
+    with pytest.raises(ValueError, match="this sampler adds noise at every step: pass draw"):
+        next(denoise(bundled, torch.zeros(1, *SHAPE), torch.zeros(1, 77, 128), None, plan, scale=1.0))
+
+
+def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
+    pipe = replace(bundled, family=replace(bundled.family, conditioning="inpaint"))
+    plan = make_plan("ddim", pipe.schedule, 2)
+    with pytest.raises(ValueError, match="reads an image beside the text"):
+        next(denoise(pipe, torch.zeros(1, *SHAPE), torch.zeros(1, 77, 128), None, plan, scale=1.0))
+
+
+def test_latents_that_are_not_finite_are_an_error(bundled: Pipeline) -> None:
+    latents = torch.zeros(1, *SHAPE)
+    latents[0, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the latents are not finite"):
+        next(decode(bundled, latents))
+
+
+def test_a_decoder_that_overflows_is_run_again_in_float32(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = ldm_lite.load(device="cpu", dtype="fp16")
+    latents = run(ldm_lite.load(device="cpu"), "ddim", ["rocket"], [0])
+    want = next(decode(pipe, latents))
+    # The same function, with a value in the middle that float16 cannot hold.
+    with torch.no_grad():
+        pipe.vae.decoder.conv_in.weight.mul_(4096)
+        pipe.vae.decoder.conv_in.bias.mul_(4096)
+        pipe.vae.decoder.mid.block_1.conv2.weight.mul_(4096)
+        pipe.vae.decoder.mid.block_1.conv2.bias.mul_(4096)
+    got = next(decode(pipe, latents * 2))
+    assert torch.isfinite(got).all()
+    assert got.shape == want.shape
+    assert "the autoencoder overflows in float16: decoding in float32" in caplog.text
+    assert pipe.vae.decoder.conv_in.weight.dtype == torch.float16

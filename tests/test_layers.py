@@ -1,0 +1,143 @@
+"""The import direction of docs/architecture.md, and what no module below the commands may do."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ldm_lite"
+COMMANDS = {"txt2img", "__main__"}
+# Left may import right, never back; names of one row may not import each other unless they say so below.
+LAYERS = [
+    COMMANDS,
+    {"cli"},
+    {"generate"},
+    {"pipeline"},
+    {"checkpoint", "runtime", "hub", "tokenizer", "image"},
+    {"families"},
+    {"fingerprint"},
+    {"models", "diffusion"},
+]
+LEAVES = {"cli", "hub", "image", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ldm_lite that a file imports anywhere, without "ldm_lite."."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ldm_lite":
+            base = node.module.removeprefix("ldm_lite").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                is_module = (PACKAGE / Path(*inner.split("."))).with_suffix(".py").exists() or (
+                    PACKAGE / Path(*inner.split("."))
+                ).is_dir()
+                found.add(inner if is_module else base)
+        elif isinstance(node, ast.Import):
+            found |= {
+                alias.name.removeprefix("ldm_lite").lstrip(".") for alias in node.names if "ldm_lite" in alias.name
+            }
+    return {name for name in found if name}
+
+
+def layer(name: str) -> int:
+    return next(i for i, names in enumerate(LAYERS) if name in names or name.split(".")[0] in names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_go_one_way(path: Path) -> None:
+    name = module(path)
+    if name == "__init__":
+        assert imports(path) == {"pipeline"}
+        return
+    if name.endswith("__init__"):
+        return
+    for other in imports(path):
+        same_folder = name.split(".")[0] == other.split(".")[0] and "." in name
+        assert same_folder or layer(name) < layer(other), f"{name} must not import {other}"
+    if name in LEAVES:
+        assert not imports(path), f"{name} is a leaf: it imports nothing of ldm_lite"
+    if name.startswith("models."):
+        assert imports(path) <= {"models.ops"}
+
+
+def test_every_module_has_a_layer() -> None:
+    for path in FILES:
+        name = module(path)
+        if not name.endswith("__init__"):
+            layer(name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_no_printing_environment_or_flags_below_the_commands(path: Path) -> None:
+    name = module(path)
+    if name in COMMANDS | {"cli"}:
+        return
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        assert not (isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"), f"{name} prints"
+    if name.split(".")[0] not in ("hub", "runtime"):
+        for forbidden in ("os.environ", "sys.argv", "torch.backends", "torch._inductor", "set_default_dtype"):
+            assert forbidden not in source, f"{name} touches {forbidden}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= 400
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 75, f"{node.name} is too long"
+            assert len(node.args.args) + len(node.args.kwonlyargs) <= 10, f"{node.name} has too many parameters"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_public_names_have_docstrings(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module(path)}.{node.name} has no docstring"
+
+
+FORBIDDEN = ("diffusers", "transformers", "einops", "omegaconf", "pytorch_lightning", "torchvision", "scipy")
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_importing_touches_nothing() -> None:
+    """`import ldm_lite` and --help do not import torch; nothing imports the peers, nor initialises CUDA."""
+    assert run("import sys, ldm_lite, ldm_lite.txt2img; print('torch' in sys.modules)").strip() == "False"
+    code = f"""
+import os, sys
+before = dict(os.environ)
+import ldm_lite, ldm_lite.txt2img, torch
+pipe = ldm_lite.load(device="cpu")
+from ldm_lite import generate
+print([m for m in {(*FORBIDDEN, "torch._dynamo")} if m in sys.modules])
+print(torch.cuda.is_initialized(), before == dict(os.environ))
+"""
+    assert run(code).split() == ["[]", "False", "True"]
+
+
+def test_help_is_fast_and_complete() -> None:
+    code = (
+        "import sys, ldm_lite.txt2img as c\n"
+        "try: c.main(['--help'])\n"
+        "except SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    )
+    text = run(code)
+    assert text.strip().endswith("0 False")
+    original = "prompt outdir skip_grid skip_save ddim_steps plms fixed_code ddim_eta n_iter H W C f n_samples n_rows"
+    original += " scale from-file config ckpt seed precision dpm_solver laion400m"
+    for name in [*original.split(), "compat", "batch-size", "negative-prompt", "sampler", "device", "dtype", "out"]:
+        assert f"--{name}" in text

@@ -1,0 +1,182 @@
+"""Loading: the bundled model computes what an independent implementation computed; every family is told apart."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_checkpoint
+import torch
+from random_checkpoint import SMALL
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import ldm_lite
+from ldm_lite import hub
+from ldm_lite.diffusion.samplers import make_plan
+from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, UNETS, identify
+from ldm_lite.generate import denoise, encode_prompts
+from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.unet import UNet
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.pipeline import Pipeline
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = dict(np.load(DATA / "emoji-prototype-golden.npz"))  # by the original sampler code on these weights, fp32
+
+
+def golden(name: str) -> Tensor:
+    return torch.from_numpy(GOLDEN[name])
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def test_tokens_and_text(bundled: Pipeline) -> None:
+    prompts = json.loads(str(GOLDEN["prompts"]))
+    assert torch.equal(bundled.tokenizer(prompts), golden("tokens").long())
+    assert relative(encode_prompts(bundled, prompts), golden("context")) < 1e-5
+    assert relative(encode_prompts(bundled, [""] * 6), golden("uncond")) < 1e-5
+
+
+@pytest.mark.parametrize("t", [981, 501, 1])
+def test_unet(bundled: Pipeline, t: int) -> None:
+    ours = bundled.unet(golden("noise"), torch.full((6,), t), golden("context"))
+    assert relative(ours, golden(f"eps_{t}")) < 1e-5
+
+
+@pytest.mark.parametrize("run", ["ddim_20_5.0", "ddim_50_7.5", "plms_50_5.0"])
+def test_whole_runs(bundled: Pipeline, run: str) -> None:
+    sampler, steps, scale = run.split("_")
+    plan = make_plan(sampler, bundled.schedule, int(steps))
+    *_, latents = denoise(bundled, golden("noise"), golden("context"), golden("uncond"), plan, scale=float(scale))
+    assert relative(latents, golden(run)) < 1e-4
+
+
+def test_autoencoder(bundled: Pipeline) -> None:
+    pixels = bundled.vae.decode(golden("ddim_20_5.0") / bundled.family.scale_factor)
+    assert relative(pixels, golden("pixels")) < 1e-5
+    assert relative(torch.cat(bundled.vae.encode(golden("image")), dim=1), golden("moments")) < 1e-5
+
+
+def test_the_description_says_what_was_loaded(bundled: Pipeline) -> None:
+    for word in ("emoji-prototype.safetensors", "eps prediction", "main weights", "19 M parameters", "fp32 on cpu"):
+        assert word in bundled.description
+
+
+def test_networks_are_ready_for_inference_and_for_training(bundled: Pipeline) -> None:
+    assert not any(p.requires_grad for network in bundled.networks.values() for p in network.parameters())
+    assert not bundled.unet.training
+    bundled.unet.requires_grad_(True)
+    try:
+        out = bundled.unet(golden("noise"), torch.full((6,), 500), golden("context"))
+        out.square().mean().backward()
+        assert all(p.grad is not None for p in bundled.unet.parameters())
+    finally:
+        bundled.unet.zero_grad()
+        bundled.unet.requires_grad_(False)
+
+
+# ---- families -------------------------------------------------------------------------------------------------------
+
+
+def shapes(network: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in network.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_every_known_unet_is_named(name: str) -> None:
+    with torch.device("meta"):
+        unet, vae, text = UNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextEncoder(CLIP_L)
+    arguments = shapes(unet), shapes(vae), shapes(text)
+    if name in FAMILIES:
+        assert identify(*arguments, {}) == FAMILIES[name]
+    else:
+        with pytest.raises(ValueError, match=f"a checkpoint of {name}, which is not supported yet"):
+            identify(*arguments, {})
+
+
+def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path, small_path: Path) -> None:
+    about = random_checkpoint.metadata(SMALL)
+    assert ldm_lite.load(small_path, device="cpu").schedule.prediction == "eps"
+    assert ldm_lite.load(small_path, device="cpu", prediction="v").schedule.prediction == "v"
+    save_file(
+        load_file(small_path), tmp_path / "v", metadata={**about, "modelspec.prediction_type": "v", "prediction": "v"}
+    )
+    assert ldm_lite.load(tmp_path / "v", device="cpu").schedule.prediction == "v"
+    assert ldm_lite.load(tmp_path / "v", device="cpu", prediction="eps").schedule.prediction == "eps"
+    with pytest.raises(ValueError, match="unknown prediction type 'w': wanted eps, v or x0"):
+        ldm_lite.load(small_path, device="cpu", prediction="w")
+
+
+def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:
+    save_file(load_file(small_path), tmp_path / "bare")
+    pipe = ldm_lite.load(tmp_path / "bare", device="cpu", metadata=random_checkpoint.metadata(SMALL))
+    assert pipe.family == replace(SMALL, title="small SD1")
+    wrong = {**random_checkpoint.metadata(SMALL), "unet_num_heads": "four"}
+    with pytest.raises(ValueError, match="the metadata does not describe a model"):
+        ldm_lite.load(tmp_path / "bare", device="cpu", metadata=wrong)
+
+
+def test_the_file_s_own_noise_schedule_is_used_and_said(
+    tmp_path: Path, small_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = load_file(small_path)
+    plain = ldm_lite.load(small_path, device="cpu").schedule.alpha_bar
+    tensors["betas"] = tensors["betas"].half()
+    save_file(tensors, tmp_path / "rounded", metadata=random_checkpoint.metadata(SMALL))
+    assert np.array_equal(ldm_lite.load(tmp_path / "rounded", device="cpu").schedule.alpha_bar, plain)
+    tensors["betas"] = torch.linspace(1e-4, 2e-2, 1000)
+    save_file(tensors, tmp_path / "other", metadata=random_checkpoint.metadata(SMALL))
+    other = ldm_lite.load(tmp_path / "other", device="cpu").schedule.alpha_bar
+    assert np.allclose(other, np.cumprod(1 - np.linspace(1e-4, 2e-2, 1000)), rtol=1e-5)
+    assert "takes the noise schedule from the file" in caplog.text
+    tensors["betas"][-1] = 1.0
+    save_file(tensors, tmp_path / "zero", metadata=random_checkpoint.metadata(SMALL))
+    with pytest.raises(ValueError, match="eps prediction is undefined at zero terminal SNR"):
+        ldm_lite.load(tmp_path / "zero", device="cpu")
+
+
+def test_ignored_tensors_are_said_once(tmp_path: Path, small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {
+        "mystery.weight": torch.zeros(1),
+        "loss.logvar": torch.zeros(1),
+        "cond_stage_model.logit_scale": torch.zeros(1),
+    }
+    save_file({**load_file(small_path), **extra}, tmp_path / "extra", metadata=random_checkpoint.metadata(SMALL))
+    ldm_lite.load(tmp_path / "extra", device="cpu")
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warnings == ["extra: ignored 1 tensors of no use here: mystery.weight"]
+
+
+def test_device_and_dtype() -> None:
+    pipe = ldm_lite.load(device="cpu", dtype="bf16")
+    assert (pipe.device.type, pipe.dtype) == ("cpu", torch.bfloat16)
+    assert all(p.dtype == torch.bfloat16 for network in pipe.networks.values() for p in network.parameters())
+    with pytest.raises(ValueError, match="unknown dtype 'int3': wanted one of fp32, fp16, bf16"):
+        ldm_lite.load(dtype="int3")
+    for name in ("nonsense", "meta", "cuda:99"):
+        with pytest.raises(ValueError, match=f"device '{name}'"):
+            ldm_lite.load(device=name)
+
+
+# ---- hub ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_files() -> None:
+    assert hub.resolve(None) == hub.bundled()
+    assert hub.resolve(DATA) == DATA
+    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            hub.resolve(name)
+
+
+def test_a_hub_name_without_a_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", os.fspath(tmp_path))
+    with pytest.raises(
+        FileNotFoundError, match=r"^owner/repo/file.ckpt: no such file, and the hub did not give it: [^\n]+$"
+    ):
+        hub.resolve("owner/repo/file.ckpt")

@@ -1,0 +1,281 @@
+"""The command and the function: what a user types, gets, and is told."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ldm_lite
+from ldm_lite import txt2img as command
+from ldm_lite.generate import encode_prompts
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.txt2img import Options, txt2img
+
+APPLE = "a red apple on a blue background"
+
+
+def border(array: np.ndarray) -> np.ndarray:
+    """The median colour of an image's outermost pixels."""
+    edge = np.concatenate([array[0], array[-1], array[:, 0], array[:, -1]])
+    return np.median(edge, axis=0)
+
+
+def test_the_background_is_the_one_asked_for(bundled: Pipeline) -> None:
+    """Meaning, not shapes: blue is the largest channel of the border, in at least 7 of 8 images."""
+    options = Options(prompt=APPLE, n_samples=4, n_iter=2, steps=20, sampler="dpmpp_2m")
+    blue = [border(result.array).argmax() == 2 for result in txt2img(bundled, options)]
+    assert len(blue) == 8
+    assert sum(blue) >= 7
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "plms", "euler", "euler_a", "dpmpp_2m karras"])
+def test_every_sampler_paints_the_background(bundled: Pipeline, sampler: str) -> None:
+    [result] = txt2img(bundled, Options(prompt="a cat on a yellow background", sampler=sampler, steps=20))
+    red, green, blue = border(result.array)
+    assert min(red, green) > blue + 60
+
+
+def test_a_result_is_pil_numpy_and_tensor(bundled: Pipeline) -> None:
+    [result] = txt2img(bundled, Options(prompt=APPLE, steps=2, seed=7))
+    assert isinstance(result.image, Image.Image)
+    assert result.image.size == (64, 64)
+    assert result.array.shape == (64, 64, 3)
+    assert result.array.dtype == np.uint8
+    assert result.pixels.shape == (3, 64, 64)
+    assert result.pixels.abs().max() <= 1
+    assert np.array_equal(np.asarray(result.image), result.array)
+    assert (result.seed, result.prompt) == (7, APPLE)
+
+
+def test_image_k_has_seed_plus_k_in_any_batch(bundled: Pipeline) -> None:
+    many = list(txt2img(bundled, Options(prompt=APPLE, steps=3, n_samples=2, n_iter=2, seed=10, sampler="euler_a")))
+    assert [result.seed for result in many] == [10, 11, 12, 13]
+    for result in many:
+        [single] = txt2img(bundled, Options(prompt=APPLE, steps=3, seed=result.seed, sampler="euler_a"))
+        assert (single.pixels - result.pixels).abs().max() < 1e-3
+
+
+def test_ready_embeddings(bundled: Pipeline) -> None:
+    context, uncond = encode_prompts(bundled, [APPLE, "rocket"]), encode_prompts(bundled, [""])
+    options = Options(steps=3, n_samples=2)
+    from_embeddings = list(txt2img(bundled, options, context=context, uncond=uncond))
+    for result, prompt, seed in zip(from_embeddings, [APPLE, "rocket"], [42, 43], strict=True):
+        [single] = txt2img(bundled, Options(prompt=prompt, steps=3, seed=seed))
+        assert (single.pixels - result.pixels).abs().max() < 1e-3
+
+
+def test_a_negative_prompt_and_the_scale_matter(bundled: Pipeline) -> None:
+    images = [
+        next(txt2img(bundled, Options(prompt=APPLE, steps=5, **extra))).array
+        for extra in ({}, {"negative_prompt": "blue background"}, {"scale": 1.0})
+    ]
+    assert not np.array_equal(images[0], images[1])
+    assert not np.array_equal(images[0], images[2])
+
+
+def test_sizes(bundled: Pipeline) -> None:
+    [result] = txt2img(bundled, Options(prompt=APPLE, steps=2, height=72, width=40))
+    assert result.image.size == (40, 72)
+    with pytest.raises(ValueError, match="got H 70 and W 41, wanted multiples of 8: take 72 and 40"):
+        txt2img(bundled, Options(prompt=APPLE, height=70, width=41))
+
+
+def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
+    results = list(txt2img(bundled, Options(prompt=APPLE, steps=2, n_samples=2, n_iter=2, fixed_code=True)))
+    assert [result.seed for result in results] == [42, 43, 42, 43]
+    assert np.array_equal(results[0].array, results[2].array)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(), "no prompt: give one"),
+        (Options(prompt="a", sampler="dpm3"), "unknown sampler 'dpm3': did you mean"),
+        (Options(prompt="a", steps=0), "got 0 steps, wanted 1 to 1000"),
+        (Options(prompt="a", steps=1001), "got 1001 steps, wanted 1 to 1000"),
+        (Options(prompt="a", n_samples=0), "got n_samples 0, wanted 1 or more"),
+        (Options(prompt="a", n_iter=-1), "got n_iter -1, wanted 1 or more"),
+        (Options(prompt="a", seed=-1), "got seed -1, wanted 0 to"),
+        (Options(prompt="a", eta=0.5, sampler="plms"), "got eta 0.5, but plms adds no noise"),
+        (Options(prompt="a", compat=True, sampler="euler"), "--compat knows the samplers of the original script"),
+        (Options(prompt="a", compat=True, steps=3), "the original scripts fail with 3 steps"),
+        (Options(prompt="a", from_file="x.txt"), "got a prompt and --from-file"),
+        (Options(prompt="a", scale=float("nan")), "got scale nan, wanted a finite number"),
+    ],
+)
+def test_options_that_do_not_fit(bundled: Pipeline, options: Options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        txt2img(bundled, options)
+
+
+# ---- compat ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sampler", "calls"), [("ddim", 4), ("plms", 5)])
+def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str, calls: int) -> None:
+    """One generator for the job: the first noise of a batch, then one draw a model call, even at eta 0."""
+    inputs: list[torch.Tensor] = []
+    hook = bundled.unet.register_forward_pre_hook(lambda module, args: inputs.append(args[0][:2].clone()))
+    try:
+        options = Options(prompt=APPLE, steps=4, sampler=sampler, compat=True, n_samples=2, n_iter=2, scale=2.0)
+        list(txt2img(bundled, options))
+    finally:
+        hook.remove()
+    generator = torch.Generator().manual_seed(42)
+    for batch in range(2):
+        assert torch.equal(inputs[batch * calls], torch.randn(2, 16, 8, 8, generator=generator))
+        for _ in range(calls):
+            torch.randn(2, 16, 8, 8, generator=generator)
+
+
+def test_compat_has_the_original_s_counts(bundled: Pipeline) -> None:
+    steps: list[int] = []
+    options = Options(prompt=APPLE, steps=30, compat=True)
+    count = sum(1 for _ in txt2img(bundled, options, on_step=lambda step, num_steps, latents: steps.append(num_steps)))
+    assert count == 6
+    assert set(steps) == {31}
+    assert len(list(txt2img(bundled, Options(prompt=APPLE, steps=30)))) == 1
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(arguments: list[str], out: Path) -> int:
+    return command.main([*arguments, "--out", os.fspath(out), "--device", "cpu"])
+
+
+def test_files_are_numbered_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert run([APPLE, "--steps", "2", "--n_samples", "2"], tmp_path) == 0
+    names = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png"))
+    assert names == ["grid-0000.png", "grid-0001.png", *(f"samples/0000{i}.png" for i in range(4))]
+    printed = capsys.readouterr().out.split()
+    assert sorted(Path(line).relative_to(tmp_path).as_posix() for line in printed) == names
+    assert not list(tmp_path.rglob(".*")), "temporary files were left"
+
+
+def test_a_file_name_as_out(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run([APPLE, "--steps", "2"], tmp_path / "apple.png") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["apple-1.png", "apple.png"]
+
+
+def test_the_png_says_how_it_was_made(tmp_path: Path) -> None:
+    arguments = ["été 🍎", "--negative-prompt", "blue", "--steps", "3", "--seed", "5", "--sampler", "DPM++ 2M Karras"]
+    assert run([*arguments, "--n_iter", "2", "--scale", "3.5"], tmp_path) == 0
+    with Image.open(tmp_path / "samples" / "00001.png") as image:
+        lines = image.info["parameters"].splitlines()
+    assert lines[0] == "été 🍎"
+    assert lines[1] == "Negative prompt: blue"
+    assert lines[2].startswith("Steps: 3, Sampler: DPM++ 2M Karras, CFG scale: 3.5, Seed: 6, Size: 64x64, Model: emoji")
+
+
+def test_the_original_s_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--plms --ddim_steps 4 --n_iter 1 --n_samples 2 --scale 5.0 --seed 3 --H 64 --W 64 --skip_grid --fixed_code"
+    arguments = ["--prompt", APPLE, *line.split(), "--precision", "full", "--C", "16", "--f", "8", "--n_rows", "2"]
+    assert run([*arguments, "--config", "configs/stable-diffusion/v1-inference.yaml"], tmp_path) == 0
+    assert len(list(tmp_path.rglob("*.png"))) == 2
+    assert "--config is not needed" in capsys.readouterr().err
+    assert run([*arguments, "--C", "4"], tmp_path) == 2
+    assert "got --C 4, but this checkpoint has 16" in capsys.readouterr().err
+    assert run([APPLE, "--laion400m"], tmp_path) == 2
+
+
+def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("\ufeffa red apple\n\nrocket\r\na cat\n", encoding="utf-8")
+    arguments = ["--from-file", os.fspath(tmp_path / "prompts.txt"), "--steps", "2", "--n_samples", "2", "--skip_grid"]
+    assert run(arguments, tmp_path / "out") == 0
+    prompts = []
+    for path in sorted((tmp_path / "out").rglob("*.png")):
+        with Image.open(path) as image:
+            prompts.append(image.info["parameters"].splitlines()[0])
+    assert prompts == ["a red apple", "rocket", "a cat"]
+    assert "3 prompts, 1 blank lines left out" in capsys.readouterr().err
+    for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not UTF-8 text")):
+        (tmp_path / "bad.txt").write_bytes(content)
+        assert run(["--from-file", os.fspath(tmp_path / "bad.txt")], tmp_path / "bad") == 2
+        assert message in capsys.readouterr().err
+    assert run(["--from-file", os.fspath(tmp_path / "none.txt")], tmp_path / "bad") == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_dropped_words_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["word " * 75 + "quite lost", "--steps", "1"], tmp_path) == 0
+    assert "warning: prompt is too long, dropped from it: quite lost" in capsys.readouterr().err
+
+
+def test_skip_save_and_skip_grid(tmp_path: Path) -> None:
+    assert run([APPLE, "--steps", "1", "--n_samples", "2", "--skip_save", "--skip_grid"], tmp_path / "none") == 0
+    assert not (tmp_path / "none").exists()
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run([APPLE, "--steps", "1"], tmp_path / "file" / "deeper") == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([APPLE, "--steps", "1"], tmp_path) == 0
+    limits = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    code = (
+        f"{limits}; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); import sys; from ldm_lite import txt2img;"
+        f"sys.exit(txt2img.main([{APPLE!r}, '--steps', '1', '--device', 'cpu', '--out', {os.fspath(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode in (1, 2)
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["00000.png"]
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    arguments = [APPLE, "--steps", "10", "--n_iter", "1000", "--device", "cpu", "--out", os.fspath(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ldm_lite.txt2img", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: what is finished is saved" in errors
+    assert "Traceback" not in errors
+    saved = sorted((tmp_path / "samples").iterdir())
+    assert len(saved) >= 2
+    for path in saved:
+        with Image.open(path) as image:
+            image.load()
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--no-such-flag"], [APPLE, "--prompt", "b"], [APPLE, "--steps", "many"], [APPLE, "--ema", "x"]):
+        with pytest.raises(SystemExit) as stop:
+            command.main(arguments)
+        assert stop.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert command.main([APPLE, "--metadata", "x"]) == 2
+
+
+def test_the_list_of_commands() -> None:
+    start = time.perf_counter()
+    text = subprocess.run([sys.executable, "-m", "ldm_lite"], capture_output=True, text=True, check=True).stdout
+    assert time.perf_counter() - start < 60
+    for word in (ldm_lite.__version__, "txt2img", torch.__version__, "cpu"):
+        assert word in text
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ValueError, match="no prompt"):
+        command.main(["--debug"])
