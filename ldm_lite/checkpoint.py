@@ -73,7 +73,31 @@ def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
             raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
         raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
     shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    return Checkpoint(path, shapes, file.metadata() or {}, file.get_tensor)
+    metadata = file.metadata() or {}
+    del file
+    return Checkpoint(path, shapes, metadata, _mapped(lambda: safe_open(path, framework="pt").get_tensor))
+
+
+MAPPED_AT_ONCE = 256 * 2**20  # bytes
+
+
+def _mapped(map_file: Callable[[], Callable[[str], Tensor]]) -> Callable[[str], Tensor]:
+    """-> a function that reads tensors from a memory-mapped file, which it maps anew now and then.
+
+    What was read stays in memory as long as its mapping, and that as long as one of its tensors: so tensors that are
+    cast or moved to a device leave no more than MAPPED_AT_ONCE behind.
+    """
+    get, read = map_file(), 0
+
+    def tensor(key: str) -> Tensor:
+        nonlocal get, read
+        if read > MAPPED_AT_ONCE:
+            get, read = map_file(), 0
+        value = get(key)
+        read += value.nbytes
+        return value
+
+    return tensor
 
 
 class _Inert:
@@ -120,14 +144,27 @@ _UNPICKLING = threading.Lock()  # torch keeps the list of allowed globals in the
 
 
 def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
+    tensors = _unpickle(path, is_zip)
+    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+    if _maps(path, is_zip):
+        return Checkpoint(path, shapes, {}, _mapped(lambda: _unpickle(path, is_zip).__getitem__))
+    # Popped, so that what is cast or moved to a device is not in memory twice.
+    return Checkpoint(path, shapes, {}, tensors.pop)
+
+
+def _maps(path: Path, is_zip: bool) -> bool:
+    """Whether torch can memory-map the file: it takes any name that ends in .safetensors at its word."""
+    return is_zip and path.suffix != ".safetensors"
+
+
+def _unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
+    """The tensors of a torch file by key, out of whatever wraps them.  Raises ValueError, having run nothing."""
     try:
-        with _UNPICKLING, torch.serialization.safe_globals(_stand_ins()):
-            # torch.load believes a name that ends in .safetensors, but not an open file, which it cannot map.
-            if path.suffix == ".safetensors":
-                with open(path, "rb") as file:
-                    content = torch.load(file, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file, _UNPICKLING, torch.serialization.safe_globals(_stand_ins()):
+            if _maps(path, is_zip):
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             else:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+                content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|(?:function|class) (\S+)", str(error))
         if refused is None:
@@ -142,11 +179,10 @@ def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
         raise ValueError(f"{path}: is truncated or damaged ({reason}): download it again") from error
     while isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
+    tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
     if not tensors:
         raise ValueError(f"{path}: holds no tensors by name, wanted a checkpoint")
-    # Popped, so that what is cast or moved to a device does not stay in memory twice.
-    return Checkpoint(path, {str(k): tuple(v.shape) for k, v in tensors.items()}, {}, tensors.pop)
+    return tensors
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
