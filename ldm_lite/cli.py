@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import logging
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -227,12 +226,16 @@ class Progress:
 
 
 def memory() -> str:
-    """Peak memory of this process so far, and of CUDA if it was used, in words."""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    parts = [f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of memory"]
+    """Peak memory of this process so far (not known on Windows), and of CUDA if it was used, in words."""
+    parts = []
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        parts.append(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of memory")
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         parts.append(f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU")
-    return " and ".join(parts)
+    return "peak " + " and ".join(parts) if parts else "peak memory not known"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
