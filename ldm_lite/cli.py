@@ -182,6 +182,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
     line = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        line = f"{error.filename}: {error.strerror}"
     if isinstance(error, (ValueError, OSError)):
         return line, 2
     return f"{type(error).__name__}: {line} (this is a fault of ldm_lite: --debug shows where)", 1
@@ -245,7 +247,9 @@ class Saver:
     """Writes images under the next free names: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions) -> None:
-        """Raises ValueError if the folder cannot be written to; makes nothing yet."""
+        """Raises ValueError for options that make no sense, or a folder that cannot be written to; makes nothing yet."""
+        if options.n_rows < 0:
+            raise ValueError(f"got n_rows {options.n_rows}, wanted 0 or more")
         self.out = Path(options.out).expanduser()
         self.single = self.out.suffix.lower() == ".png"
         folder = self.out.parent if self.single else self.out

@@ -301,7 +301,7 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
             in_grid.append(result.image)
     if in_grid:
         print(saver.grid(grid(in_grid, columns=save.n_rows or options.batch_size), result.parameters), flush=True)
-    log.info("%d images in %.1f s; %s", count, time.perf_counter() - start, cli.memory())
+    log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, cli.memory())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -103,6 +103,7 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
         (Options(prompt="a", n_samples=0), "got n_samples 0, wanted 1 or more"),
         (Options(prompt="a", n_iter=-1), "got n_iter -1, wanted 1 or more"),
         (Options(prompt="a", seed=-1), "got seed -1, wanted 0 to"),
+        (Options(prompt="a", eta=1.5), "got eta 1.5, wanted 0 to 1"),
         (Options(prompt="a", eta=0.5, sampler="plms"), "got eta 0.5, but plms adds no noise"),
         (Options(prompt="a", compat=True, sampler="euler"), "--compat knows the samplers of the original script"),
         (Options(prompt="a", compat=True, steps=3), "the original scripts fail with 3 steps"),

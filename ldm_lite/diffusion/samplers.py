@@ -223,6 +223,8 @@ def make_plan(
         raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
     arguments: dict[str, object] = {} if spacing is None else {"spacing": spacing}
     if eta is not None:
+        if not 0 <= eta <= 1:
+            raise ValueError(f"got eta {eta}, wanted 0 to 1")
         if "eta" in inspect.signature(SAMPLERS[key]).parameters:
             arguments["eta"] = eta
         elif eta != 0:
