@@ -247,7 +247,7 @@ class Saver:
     """Writes images under the next free names: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions) -> None:
-        """Raises ValueError for options that make no sense, or a folder that cannot be written to; makes nothing yet."""
+        """Raises ValueError for senseless options and a folder that cannot be written to; makes nothing yet."""
         if options.n_rows < 0:
             raise ValueError(f"got n_rows {options.n_rows}, wanted 0 or more")
         self.out = Path(options.out).expanduser()
