@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import broken_weights
-from ldm_lite.diffusion.samplers import NUM_REGISTERS, Plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.pipeline import Pipeline
 

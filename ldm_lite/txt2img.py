@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from ldm_lite.diffusion.samplers import Plan
+    from ldm_lite.diffusion.plan import Plan
     from ldm_lite.generate import Draw
     from ldm_lite.pipeline import Pipeline
 
@@ -103,7 +103,7 @@ def txt2img(
     context (N,T,D) are ready embeddings in place of N prompts, and uncond (1,T,D) or (N,T,D) those of the negative
     prompt.  on_step is called after every denoising step.  Raises ValueError, one line, for options that do not fit.
     """
-    from ldm_lite.diffusion.samplers import make_plan
+    from ldm_lite.diffusion.names import make_plan
 
     prompts = check(options) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
@@ -122,7 +122,7 @@ def txt2img(
 
 def check(options: Options) -> list[str]:
     """The prompts of one repetition.  Raises ValueError for options that are wrong whatever the checkpoint."""
-    from ldm_lite.diffusion.samplers import resolve
+    from ldm_lite.diffusion.names import resolve
 
     sampler, _ = resolve(options.sampler)
     if options.compat and sampler not in ("ddim", "plms"):
@@ -228,7 +228,7 @@ def _noise_source(pipe: "Pipeline", options: Options, job: _Job) -> "Callable[[l
 
 
 def _parameters(pipe: "Pipeline", options: Options, job: _Job, prompt: str, seed: int) -> str:
-    from ldm_lite.diffusion.samplers import label
+    from ldm_lite.diffusion.names import label
     from ldm_lite.image import parameters
 
     _, h, w = job.latent_shape

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.diffusion.samplers import make_plan
+from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import denoise, encode_prompts
 
 PROMPTS = ["a photo of an astronaut riding a horse on mars"]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.diffusion.samplers import SAMPLERS, make_plan
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, denoise, encode_prompts, seeded_noise
 from ldm_lite.pipeline import Pipeline
 

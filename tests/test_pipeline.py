@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import hub
-from ldm_lite.diffusion.samplers import make_plan
+from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, UNETS, identify
 from ldm_lite.generate import denoise, encode_prompts
 from ldm_lite.models.clip import CLIPTextEncoder

@@ -1,102 +1,46 @@
-"""Samplers as tables: one function per sampler writes a Plan, which diffusion.step runs row by row.
+"""Samplers: one function each, which writes its paper's update as the rows of a Plan.
 
-A row is one model call.  It replaces each register by a linear expression in the registers, the prediction H that the
-call made (eps or x0, as the plan keeps) and fresh NOISE.  X is the latent, in the variance-preserving scale.  A sampler
-written for the variance-exploding scale y = x0 + sigma eps uses y = x / a, and x = a y.
-
-To add a sampler: write the paper's update as such an expression, and add the function to SAMPLERS.
+Levels come from a spacing, the noisiest first.  Latents are X = a x0 + s eps; a sampler written for the
+variance-exploding scale y = x0 + sigma eps uses y = X / a, and X = a y.  H is eps or x0.
+To add a sampler: write such a function, and give it a name in SAMPLERS (names.py knows other spellings).
 """
 
-import difflib
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
 from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Schedule
 
-NUM_REGISTERS = 5
-# The basis of a row's expressions: the latent, the latent a two-call step started from, past predictions (the latest
-# first), this call's prediction, fresh noise.
-X, ANCHOR, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A sampler's table for N model calls: float64 coefficients, no state.
-
-    initial is the factor that turns unit noise into the first row's x.
-    """
-
-    t: Array  # (N,) the timestep given to the network, possibly fractional
-    to_prediction: Array  # (N, 2) (p, q): prediction H = p x + q out
-    mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
-    step: Array  # (N,) the user's step that the call belongs to
-    draws: NDArray[np.bool_]  # (N,) whether the row uses noise
-    initial: float
-
-    @property
-    def num_steps(self) -> int:
-        """Steps as the user counts them; model calls are len(plan.t)."""
-        return int(self.step[-1]) + 1
-
-
-@dataclass
-class Rows:
-    """A plan being written: call add() for each model call, then plan()."""
-
-    schedule: Schedule
-    keep: Literal["eps", "x0"]  # what H is
-    rows: list[tuple[Level, Array, int]] = field(default_factory=list)
-
-    def add(self, step: int, now: Level, x: Array, anchor: Array = X, remember: bool = True) -> None:
-        """One model call at level `now`: the latent becomes x; H joins the history if it is to be remembered."""
-        history = (H, H1, H2) if remember else (H1, H2, H3)
-        self.rows.append((now, np.stack([x, anchor, *history]), step))
-
-    def plan(self, initial: float = 1.0) -> Plan:
-        """The finished table."""
-        levels, mixes, steps = zip(*self.rows, strict=True)
-        mix = np.stack(mixes)
-        return Plan(
-            t=np.array([level.t for level in levels]),
-            to_prediction=np.array([self._to_prediction(level) for level in levels]),
-            mix=mix,
-            step=np.array(steps),
-            draws=np.any(mix[:, :, -1] != 0, axis=1),
-            initial=initial,
-        )
-
-    def _to_prediction(self, level: Level) -> tuple[float, float]:
-        """(p, q) with H = p x + q out.  Salimans and Ho 2022, sec. 4 for v = a eps - s x0."""
-        _, a, s = level
-        return {
-            ("eps", "eps"): lambda: (0.0, 1.0),
-            ("eps", "x0"): lambda: (1 / a, -s / a),
-            ("v", "eps"): lambda: (s, a),
-            ("v", "x0"): lambda: (a, -s),
-            ("x0", "eps"): lambda: (1 / s, -a / s),
-            ("x0", "x0"): lambda: (0.0, 1.0),
-        }[self.schedule.prediction, self.keep]()
+# ---- in the variance-preserving scale -------------------------------------------------------------------------------
 
 
 def _transfer(now: Level, after: Level, eps: Array, x: Array = X, sigma: float = 0.0) -> Array:
     """x at one level -> the next, by DDIM's update with a given eps.  Song et al. 2021, eq. 12."""
-    x0 = (x - now.s * eps) / now.a
+    with np.errstate(divide="ignore", invalid="ignore"):  # at zero SNR; Rows.plan reports it
+        x0 = (x - now.s * eps) / now.a
     return after.a * x0 + np.sqrt(after.s**2 - sigma**2) * eps + sigma * NOISE
 
 
 def ddim(schedule: Schedule, steps: int, spacing: str = "leading", eta: float = 0.0) -> Plan:
     """DDIM; eta 1 is DDPM's variance.  Song et al. 2021, eqs. 12 and 16."""
-    rows = Rows(schedule, keep="eps")
-    for i, (now, after) in enumerate(pairwise(SPACINGS[spacing](schedule, steps))):
+    # From x0 where the network does not predict eps: then zero terminal SNR is defined.
+    rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
+    levels = SPACINGS[spacing](schedule, steps)
+    for i, (now, after) in enumerate(pairwise(levels)):
         sigma = eta * (after.s / now.s) * np.sqrt(1 - (now.a / after.a) ** 2)
-        rows.add(i, now, _transfer(now, after, H, sigma=sigma))
-    return rows.plan()
+        if rows.keep == "eps":
+            x = _transfer(now, after, H, sigma=sigma)
+        else:
+            x = after.a * H + np.sqrt(after.s**2 - sigma**2) * (X - now.a * H) / now.s + sigma * NOISE
+        rows.add(i, now, x)
+    return rows.plan(end=levels[-1])
+
+
+def ddpm(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
+    """Ancestral sampling with the posterior's variance, which is DDIM with eta 1.  Ho et al. 2020, eq. 7."""
+    return ddim(schedule, steps, spacing, eta=1.0)
 
 
 def plms(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
@@ -105,128 +49,327 @@ def plms(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
     The first step makes two calls (pseudo improved Euler), so there is one call more than steps.
     """
     rows = Rows(schedule, keep="eps")
-    for i, (now, after) in enumerate(pairwise(SPACINGS[spacing](schedule, steps))):
+    levels = SPACINGS[spacing](schedule, steps)
+    for i, (now, after) in enumerate(pairwise(levels)):
         if i == 0:
-            rows.add(i, now, _transfer(now, after, H))
+            rows.add(i, now, _transfer(now, after, H), aside=X)
             # The original asks at the next timestep, of which a single step has none.
             ahead = after if steps > 1 else after._replace(t=now.t)
-            rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ANCHOR), remember=False)
+            rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:
             rows.add(i, now, _transfer(now, after, (3 * H - H1) / 2))
         elif i == 2:
             rows.add(i, now, _transfer(now, after, (23 * H - 16 * H1 + 5 * H2) / 12))
         else:
             rows.add(i, now, _transfer(now, after, (55 * H - 59 * H1 + 37 * H2 - 9 * H3) / 24))
-    return rows.plan()
+    return rows.plan(end=levels[-1])
 
 
-def euler(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
-    """Euler's method on dy/dsigma = (y - x0) / sigma.  Karras et al. 2022, alg. 1 without the second half."""
+def lcm(schedule: Schedule, steps: int, spacing: str = "lcm") -> Plan:
+    """Latent consistency: jump to x0, noise it to the next level.  Luo et al. 2023, alg. 3."""
     rows = Rows(schedule, keep="x0")
     levels = SPACINGS[spacing](schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
+        scaled = 10.0 * now.t
+        x0 = 0.25 / (scaled**2 + 0.25) * X + scaled / np.sqrt(scaled**2 + 0.25) * H
+        rows.add(i, now, after.a * x0 + after.s * NOISE)
+    return rows.plan(end=levels[-1])
+
+
+# ---- in the variance-exploding scale --------------------------------------------------------------------------------
+
+
+def _levels(schedule: Schedule, steps: int, spacing: str) -> list[Level]:
+    """The spacing's levels, with sigma at most 4096 where it is infinite (zero terminal SNR), as diffusers has it."""
+    levels = SPACINGS[spacing](schedule, steps)
+    return [level if level.a > 0 else level._replace(a=2.0**-12) for level in levels]
+
+
+def _slope(y: Array, x0: Array, sigma: float) -> Array:
+    """dy/dsigma of the probability-flow ODE.  Karras et al. 2022, eq. 4 with sigma(t) = t."""
+    return (y - x0) / sigma
+
+
+def _ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
+    """sigma -> (the sigma to step down to, the noise to add then) for the next level.  As in k-diffusion."""
+    up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
+    return float(np.sqrt(after**2 - up**2)), float(up)
+
+
+def _churned(schedule: Schedule, levels: list[Level], churn: float) -> list[Level]:
+    """The levels that the model sees: each raised by its share of churn.  Karras et al. 2022, alg. 2, all sigmas."""
+    gamma = min(churn / (len(levels) - 1), np.sqrt(2) - 1)
+    return (
+        levels if gamma == 0 else [schedule.at_sigma(level.sigma * (1 + gamma)) for level in levels[:-1]] + levels[-1:]
+    )
+
+
+def euler(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float = 0.0) -> Plan:
+    """Euler's method on dy/dsigma = (y - x0) / sigma.  Karras et al. 2022, alg. 2 without the second half.
+
+    Churn adds noise before a call: here at the end of the row before.
+    """
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    hats = _churned(schedule, levels, churn)
+    for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         y = X / now.a
-        y = y + (y - H) / now.sigma * (after.sigma - now.sigma)
-        rows.add(i, now, after.a * y)
-    return rows.plan(initial=levels[0].s)
+        y = y + _slope(y, H, now.sigma) * (after.sigma - now.sigma)
+        rows.add(i, now, hat.a * (y + _extra(after, hat) * NOISE))
+    return rows.plan(end=levels[-1], initial=hats[0].s)
+
+
+def _extra(level: Level, hat: Level) -> float:
+    """The noise that raises y from a level to its churned one."""
+    return float(np.sqrt(max(0.0, hat.sigma**2 - level.sigma**2)))
 
 
 def euler_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
     """Euler ancestral: a step to below the next level, then noise up to it.  k-diffusion sample_euler_ancestral."""
     rows = Rows(schedule, keep="x0")
-    levels = SPACINGS[spacing](schedule, steps)
+    levels = _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
-        variance = after.sigma**2 * (now.sigma**2 - after.sigma**2) / now.sigma**2
-        up = min(after.sigma, eta * np.sqrt(variance))
-        down = np.sqrt(after.sigma**2 - up**2)
+        down, up = _ancestral(now.sigma, after.sigma, eta)
         y = X / now.a
-        y = y + (y - H) / now.sigma * (down - now.sigma) + up * NOISE
+        y = y + _slope(y, H, now.sigma) * (down - now.sigma) + up * NOISE
         rows.add(i, now, after.a * y)
-    return rows.plan(initial=levels[0].s)
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def heun(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float = 0.0) -> Plan:
+    """Heun's method: Euler, then the mean of the slopes at both ends.  Karras et al. 2022, alg. 2.
+
+    Two calls a step but in the last, which ends at sigma 0.
+    """
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    hats = _churned(schedule, levels, churn)
+    for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
+        y, h = X / now.a, after.sigma - now.sigma
+        ahead = y + _slope(y, H, now.sigma) * h
+        if after.sigma == 0:
+            rows.add(i, now, after.a * ahead)
+            continue
+        rows.add(i, now, after.a * ahead, aside=X)
+        y, ahead = ASIDE / now.a, X / after.a
+        y = y + (_slope(y, H1, now.sigma) + _slope(ahead, H, after.sigma)) / 2 * h
+        rows.add(i, after, hat.a * (y + _extra(after, hat) * NOISE))
+    return rows.plan(end=levels[-1], initial=hats[0].s)
+
+
+def dpm2(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float = 0.0) -> Plan:
+    """DPM-Solver-2: the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    hats = _churned(schedule, levels, churn)
+    for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
+        y = X / now.a
+        if after.sigma == 0:
+            rows.add(i, now, after.a * H)
+            continue
+        mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
+        rows.add(i, now, mid.a * (y + _slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
+        y = ASIDE / now.a + _slope(X / mid.a, H, mid.sigma) * (after.sigma - now.sigma)
+        rows.add(i, mid, hat.a * (y + _extra(after, hat) * NOISE))
+    return rows.plan(end=levels[-1], initial=hats[0].s)
+
+
+def dpm2_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver-2 to below the next level, then noise up to it.  k-diffusion sample_dpm_2_ancestral."""
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        down, up = _ancestral(now.sigma, after.sigma, eta)
+        y = X / now.a
+        if down == 0:
+            rows.add(i, now, after.a * (H + up * NOISE))
+            continue
+        mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
+        rows.add(i, now, mid.a * (y + _slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
+        y = ASIDE / now.a + _slope(X / mid.a, H, mid.sigma) * (down - now.sigma)
+        rows.add(i, mid, after.a * (y + up * NOISE))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def _interpolation_integrals(points: Array, low: float, high: float, log: bool) -> Array:
+    """Integral over sigma from low to high of each Lagrange polynomial through `points`, in sigma or in log sigma."""
+    nodes, weights = np.polynomial.legendre.leggauss(32)
+    sigma = (high + low) / 2 + (high - low) / 2 * nodes
+    u, v = (np.log(sigma), np.log(points)) if log else (sigma, points)
+    integrals = []
+    for j in range(len(v)):
+        others = [k for k in range(len(v)) if k != j]
+        basis = np.prod([(u - v[k]) / (v[j] - v[k]) for k in others] + [np.ones_like(u)], axis=0)
+        integrals.append((high - low) / 2 * (weights * basis).sum())
+    return np.array(integrals)
+
+
+def _adams(schedule: Schedule, steps: int, spacing: str, order: int, log: bool) -> Plan:
+    """Adams-Bashforth with exact coefficients for uneven steps: the slope eps interpolated in sigma or log sigma."""
+    rows = Rows(schedule, keep="eps")
+    levels = _levels(schedule, steps, spacing)
+    sigmas = np.array([level.sigma for level in levels])
+    for i, (now, after) in enumerate(pairwise(levels)):
+        past = 1 if log and after.sigma == 0 else min(order, i + 1)  # log 0 has no interpolation
+        points = sigmas[i - past + 1 : i + 1][::-1]
+        weights = _interpolation_integrals(points, now.sigma, after.sigma, log)
+        y = X / now.a + sum(w * h for w, h in zip(weights, (H, H1, H2, H3), strict=False))
+        rows.add(i, now, after.a * y)
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def lms(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+    """Linear multistep of order 4 in sigma.  k-diffusion sample_lms."""
+    return _adams(schedule, steps, spacing, order=4, log=False)
+
+
+def deis(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+    """DEIS: linear multistep of order 3 in log sigma ("log-rho AB").  Zhang and Chen 2023, sec. 4."""
+    return _adams(schedule, steps, spacing, order=3, log=True)
+
+
+# ---- DPM-Solver++: x0, in lambda = -log sigma -----------------------------------------------------------------------
 
 
 def dpmpp_2m(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
-    """DPM-Solver++ (2M): x0 extrapolated in the log-SNR lambda = -log sigma.  Lu et al. 2022b, alg. 2.
+    """DPM-Solver++ (2M): x0 extrapolated in lambda.  Lu et al. 2022b, alg. 2.
 
     First order at the first step, and at the last, whose lambda is infinite.
     """
     rows = Rows(schedule, keep="x0")
-    levels = SPACINGS[spacing](schedule, steps)
+    levels = _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         x0 = H
         if i > 0 and after.sigma > 0:
-            h = np.log(now.sigma / after.sigma)
-            r = np.log(levels[i - 1].sigma / now.sigma) / h
-            x0 = (1 + 1 / (2 * r)) * H - 1 / (2 * r) * H1
+            r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
+            x0 = H + (H - H1) / (2 * r)
         ratio = after.sigma / now.sigma  # exp(-h)
         rows.add(i, now, after.a * (ratio * X / now.a + (1 - ratio) * x0))
-    return rows.plan(initial=levels[0].s)
+    return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
+def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (2S) to below the next level, then noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        down, up = _ancestral(now.sigma, after.sigma, eta)
+        if down == 0:
+            rows.add(i, now, after.a * (H + up * NOISE))
+            continue
+        mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
+        ratio = mid.sigma / now.sigma
+        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H), aside=X)
+        ratio = down / now.sigma
+        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * NOISE))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
 
-Sampler = Callable[..., Plan]  # (schedule, steps, spacing=..., and eta=... where it has one)
+
+def dpmpp_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (SDE), two stages, r = 1/2.  Lu et al. 2022b, sec. 5; k-diffusion sample_dpmpp_sde.
+
+    The noises of both stages are those of one Brownian motion in sigma, as there: the second contains the first.
+    """
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if after.sigma == 0:
+            rows.add(i, now, after.a * H)
+            continue
+        mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
+        # To the middle.  The second stage starts at X / now.a again, which is recovered from what is put aside.
+        down, up = _ancestral(now.sigma, mid.sigma, eta)
+        ratio = down / now.sigma
+        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H + up * NOISE), aside=X)
+        # The first stage's noise is what its latent holds beside its mean.
+        first = (X / mid.a - ratio * ASIDE / now.a - (1 - ratio) * H1) / up if up > 0 else 0 * NOISE
+        shared = np.sqrt((now.sigma - mid.sigma) / (now.sigma - after.sigma))
+        noise = shared * first + np.sqrt(1 - shared**2) * NOISE
+        down, up = _ancestral(now.sigma, after.sigma, eta)
+        ratio = down / now.sigma
+        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * noise))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def dpmpp_2m_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (2M SDE), midpoint.  Lu et al. 2022b, eq. 18; k-diffusion sample_dpmpp_2m_sde."""
+    return _multistep_sde(schedule, steps, spacing, eta, order=2)
+
+
+def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (3M SDE).  k-diffusion sample_dpmpp_3m_sde."""
+    return _multistep_sde(schedule, steps, spacing, eta, order=3)
+
+
+def _multistep_sde(schedule: Schedule, steps: int, spacing: str, eta: float, order: int) -> Plan:
+    """x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    hs = [np.log(now.sigma / after.sigma) for now, after in pairwise(levels) if after.sigma > 0]
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if after.sigma == 0:
+            rows.add(i, now, after.a * H)
+            continue
+        h = hs[i] * (1 + eta)
+        decay, phi1 = np.exp(-h), -np.expm1(-h)
+        phi2 = 1 - phi1 / h
+        y = decay * X / now.a + phi1 * H
+        if order == 2 and i >= 1:
+            y = y + phi1 / 2 * (H - H1) * hs[i] / hs[i - 1]
+        elif order == 3 and i == 1:
+            y = y + phi2 * (H - H1) * hs[i] / hs[i - 1]
+        elif order == 3 and i >= 2:
+            r0, r1 = hs[i - 1] / hs[i], hs[i - 2] / hs[i]
+            d0, d1 = (H - H1) / r0, (H1 - H2) / r1
+            y = y + phi2 * (d0 + (d0 - d1) * r0 / (r0 + r1)) - (phi2 / h - 0.5) * (d0 - d1) / (r0 + r1)
+        noise = after.sigma * np.sqrt(-np.expm1(-2 * eta * hs[i]))
+        rows.add(i, now, after.a * (y + noise * NOISE))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def unipc(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+    """UniPC-2 (B2): DPM-Solver++ (2M) predicts, the next call's answer corrects before it predicts in turn.
+
+    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, lower at both ends.  ASIDE is the last corrected y.
+    """
+    rows = Rows(schedule, keep="x0")
+    levels = _levels(schedule, steps, spacing)
+    lambdas = [-np.log(level.sigma) if level.sigma > 0 else np.inf for level in levels]
+
+    y = X / levels[0].a
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if i > 0:  # correct: from the last corrected y, with H at its predicted one
+            y = _unipc_correct(levels[i - 1], now, lambdas[i - 2] if i > 1 else None, lambdas[i - 1], lambdas[i])
+        ratio, x0 = after.sigma / now.sigma, H
+        if i > 0 and after.sigma > 0:
+            r = (lambdas[i] - lambdas[i - 1]) / (lambdas[i + 1] - lambdas[i])
+            x0 = H + (H - H1) / (2 * r)
+        rows.add(i, now, after.a * (ratio * y + (1 - ratio) * x0), aside=y)
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def _unipc_correct(before: Level, now: Level, oldest: float | None, last: float, this: float) -> Array:
+    """y at `now` from y at `before` (ASIDE), x0 there (H1), x0 before it (H2), and x0 at the predicted y (H).
+
+    Solves Zhao et al. 2023, eq. 11 for the weights of (H2 - H1) / r and (H - H1): p = 2 nodes, or 1 at the start.
+    """
+    h = this - last
+    phi1 = -np.expm1(-h)  # 1 - e^-h
+    y = now.sigma / before.sigma * ASIDE + phi1 * H1
+    if oldest is None:
+        return y + phi1 / 2 * (H - H1)
+    r = (oldest - last) / h
+    b = np.expm1(-h)
+    phi = np.array([b / -h - 1, (b / -h - 1) / -h - 0.5])
+    weights = np.linalg.solve([[1.0, 1.0], [r, 1.0]], phi * [1, 2] / b)
+    return y + phi1 * (weights[0] * (H2 - H1) / r + weights[1] * (H - H1))
+
+
+Sampler = Callable[..., Plan]  # (schedule, steps, spacing=..., and eta=... or churn=... where it has one)
 SAMPLERS: dict[str, Sampler] = {
-    "ddim": ddim,
-    "plms": plms,
-    "euler": euler,
-    "euler_a": euler_a,
-    "dpmpp_2m": dpmpp_2m,
-}
-ALIASES = {
-    "pndm": "plms",
-    "k_euler": "euler",
-    "k_euler_a": "euler_a",
-    "euler_ancestral": "euler_a",
-    "k_euler_ancestral": "euler_a",
-    "dpm++_2m": "dpmpp_2m",
-    "k_dpmpp_2m": "dpmpp_2m",
-}
-
-
-LABELS = {"ddim": "DDIM", "plms": "PLMS", "euler": "Euler", "euler_a": "Euler a", "dpmpp_2m": "DPM++ 2M"}
-
-
-def label(name: str) -> str:
-    """A sampler's name as AUTOMATIC1111's web UI writes it."""
-    key, spacing = resolve(name)
-    return LABELS[key] + (" Karras" if spacing == "karras" else "")
-
-
-def resolve(name: str) -> tuple[str, str | None]:
-    """A sampler's name as users write it ("DPM++ 2M Karras") -> (key of SAMPLERS, spacing that the name asks for).
-
-    Raises ValueError for an unknown name, with the nearest ones.
-    """
-    key = name.strip().lower().replace(" ", "_").replace("-", "_")
-    spacing = "karras" if key.endswith("_karras") else None
-    key = key.removesuffix("_karras")
-    key = ALIASES.get(key, key)
-    if key not in SAMPLERS:
-        near = difflib.get_close_matches(key, [*SAMPLERS, *ALIASES], n=3, cutoff=0.4) or list(SAMPLERS)
-        raise ValueError(f"unknown sampler {name!r}: did you mean {' or '.join(near)}? (all: {', '.join(SAMPLERS)})")
-    return key, spacing
-
-
-def make_plan(
-    name: str, schedule: Schedule, steps: int, *, eta: float | None = None, spacing: str | None = None
-) -> Plan:
-    """The plan of a sampler by any of its names; eta and spacing None = the sampler's own.
-
-    Raises ValueError for an unknown name or spacing, for steps outside 1..1000, and for an eta that the sampler lacks.
-    """
-    key, named_spacing = resolve(name)
-    spacing = named_spacing if spacing is None else spacing
-    if not 1 <= steps <= len(schedule.alpha_bar):
-        raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
-    if spacing is not None and spacing not in SPACINGS:
-        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
-    arguments: dict[str, object] = {} if spacing is None else {"spacing": spacing}
-    if eta is not None:
-        if not 0 <= eta <= 1:
-            raise ValueError(f"got eta {eta}, wanted 0 to 1")
-        if "eta" in inspect.signature(SAMPLERS[key]).parameters:
-            arguments["eta"] = eta
-        elif eta != 0:
-            raise ValueError(f"got eta {eta}, but {key} adds no noise: leave it out, or take ddim or euler_a")
-    return SAMPLERS[key](schedule, steps, **arguments)
+    each.__name__: each
+    for each in (
+        ddim, plms, ddpm, euler, euler_a, heun, dpm2, dpm2_a, lms, dpmpp_2m, dpmpp_2m_sde, dpmpp_3m_sde, dpmpp_sde,
+        dpmpp_2s_a, unipc, deis, lcm,
+    )
+}  # fmt: skip

@@ -45,8 +45,18 @@ class Schedule:
 
     @property
     def sigmas(self) -> Array:
-        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending."""
-        return np.sqrt((1.0 - self.alpha_bar) / self.alpha_bar)
+        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (zero terminal SNR has infinity)."""
+        return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))
+
+    def zero_terminal_snr(self) -> "Schedule":
+        """The same with sqrt(alpha_bar) shifted and scaled to end at exactly 0.  Lin et al. 2024, alg. 1.
+
+        Raises ValueError for eps prediction, which says nothing about x0 there.
+        """
+        if self.prediction == "eps":
+            raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
+        a = np.sqrt(self.alpha_bar)
+        return Schedule(((a - a[-1]) * a[0] / (a[0] - a[-1])) ** 2, self.prediction)
 
     def at(self, t: int) -> Level:
         """The level of the integer timestep t in [0,1000)."""
@@ -100,10 +110,47 @@ def original(schedule: Schedule, steps: int) -> list[Level]:
     return [*(schedule.at(t) for t in reversed(ts)), schedule.at(0)]
 
 
+def trailing(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps 999, ... counted down by 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3."""
+    num = len(schedule.alpha_bar)
+    ts = [int(np.floor(num - i * num / steps + 0.5)) - 1 for i in range(steps)]
+    return [*(schedule.at(t) for t in ts), CLEAN]
+
+
+def lcm(schedule: Schedule, steps: int) -> list[Level]:
+    """A choice of the 50 timesteps 999, 979, ... that LCMs were distilled at; more steps than those: trailing."""
+    if steps > 50:
+        return trailing(schedule, steps)
+    stride = len(schedule.alpha_bar) // 50
+    chosen = np.floor(np.linspace(0, 50, steps, endpoint=False)).astype(int)
+    return [*(schedule.at(int(t)) for t in (50 - chosen) * stride - 1), CLEAN]
+
+
 def linspace(schedule: Schedule, steps: int) -> list[Level]:
     """Fractional timesteps linspace(999, 0, steps), then clean: k-diffusion's default."""
     ts = np.linspace(len(schedule.alpha_bar) - 1, 0, steps)
     return [*(schedule.between(float(t)) for t in ts), CLEAN]
+
+
+def sgm_uniform(schedule: Schedule, steps: int) -> list[Level]:
+    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: as sgm does."""
+    ts = np.linspace(len(schedule.alpha_bar) - 1, 0, steps + 1)[:-1]
+    return [*(schedule.between(float(t)) for t in ts), CLEAN]
+
+
+def beta(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps dense at both ends: quantiles of the Beta(0.6, 0.6) distribution, then clean.  Lee et al. 2024.
+
+    Fractional where ComfyUI rounds, so that no two coincide.
+    """
+    # The distribution function by the trapezoid rule over u = x^0.6, in which the density is smooth up to 1/2.
+    u = np.linspace(0, 0.5**0.6, 20001)
+    x = u ** (1 / 0.6)
+    density = (1 - x) ** -0.4
+    mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    x, mass = np.concatenate([x, 1 - x[-2::-1]]), np.concatenate([mass, 2 * mass[-1] - mass[-2::-1]]) / (2 * mass[-1])
+    quantiles = np.interp(1 - np.linspace(0, 1, steps, endpoint=False), mass, x)
+    return [*(schedule.between(float(q * (len(schedule.alpha_bar) - 1))) for q in quantiles), CLEAN]
 
 
 def karras(schedule: Schedule, steps: int, rho: float = 7.0) -> list[Level]:
@@ -113,5 +160,13 @@ def karras(schedule: Schedule, steps: int, rho: float = 7.0) -> list[Level]:
     return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
 
 
+def exponential(schedule: Schedule, steps: int) -> list[Level]:
+    """Sigmas evenly spaced in log sigma over the schedule's range, then clean.  k-diffusion."""
+    sigmas = np.exp(np.linspace(np.log(schedule.sigmas[-1]), np.log(schedule.sigmas[0]), steps))
+    return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
+
+
 Spacing = Callable[[Schedule, int], list[Level]]
-SPACINGS: dict[str, Spacing] = {"leading": leading, "original": original, "linspace": linspace, "karras": karras}
+SPACINGS: dict[str, Spacing] = {
+    each.__name__: each for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original)
+}

@@ -1,0 +1,89 @@
+"""Plan: a sampler as a table of coefficients; and Rows, in which a sampler writes its table.
+
+A row is one model call.  It replaces each register by a linear expression in the registers, the prediction H that the
+call made (eps or x0, as the plan keeps) and fresh NOISE.  X is the latent, in the variance-preserving scale.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ldm_lite.diffusion.schedule import Array, Level, Schedule
+
+NUM_REGISTERS = 5
+# The basis of a row's expressions: the latent, a latent (or noise) put aside by an earlier call, past predictions (the
+# latest first), this call's prediction, fresh noise.
+X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A sampler's table for N model calls: float64 coefficients, no state.
+
+    initial is the factor that turns unit noise into the first row's x.
+    """
+
+    t: Array  # (N,) the timestep given to the network, possibly fractional
+    level: Array  # (N, 2) (a, s) of the latent that the call sees: x = a x0 + s eps
+    to_prediction: Array  # (N, 2) (p, q): prediction H = p x + q out
+    to_x0: Array  # (N, 2) the same for x0, for what guidance does to it; NaN where it is undefined
+    mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
+    step: Array  # (N,) the user's step that the call belongs to
+    draws: NDArray[np.bool_]  # (N,) whether the row uses noise
+    initial: float
+    end: Level  # where the last row leaves the latent
+
+    @property
+    def num_steps(self) -> int:
+        """Steps as the user counts them; model calls are len(plan.t)."""
+        return int(self.step[-1]) + 1
+
+
+def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
+    """(p, q) with kept = p x + q out, for a network that predicts eps, v = a eps - s x0, or x0.
+
+    NaN where it is undefined: x0 from eps at zero SNR.  Salimans and Ho 2022, sec. 4.
+    """
+    _, a, s = level
+    if prediction == keep:
+        return 0.0, 1.0
+    if prediction == "v":
+        return (s, a) if keep == "eps" else (a, -s)
+    if prediction == "eps":
+        return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
+    return (1 / s, -a / s) if s > 0 else (np.nan, np.nan)
+
+
+@dataclass
+class Rows:
+    """A plan being written: add() for each model call, then plan()."""
+
+    schedule: Schedule
+    keep: Literal["eps", "x0"]  # what H is
+    rows: list[tuple[Level, Array, int]] = field(default_factory=list)
+
+    def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
+        """One model call at level `now`: the latent becomes x; H joins the history if it is to be remembered."""
+        history = (H, H1, H2) if remember else (H1, H2, H3)
+        self.rows.append((now, np.stack([x, aside, *history]), step))
+
+    def plan(self, end: Level, initial: float = 1.0) -> Plan:
+        """The finished table.  Raises ValueError if a coefficient is undefined, as for eps at zero SNR."""
+        levels, mixes, steps = zip(*self.rows, strict=True)
+        prediction = self.schedule.prediction
+        plan = Plan(
+            t=np.array([level.t for level in levels]),
+            level=np.array([[level.a, level.s] for level in levels]),
+            to_prediction=np.array([to_kept(prediction, self.keep, level) for level in levels]),
+            to_x0=np.array([to_kept(prediction, "x0", level) for level in levels]),
+            mix=np.stack(mixes),
+            step=np.array(steps),
+            draws=np.any(np.stack(mixes)[:, :, -1] != 0, axis=1),
+            initial=initial,
+            end=end,
+        )
+        if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_prediction).all()):
+            raise ValueError("this sampler is undefined at zero terminal SNR: take v prediction, and ddim or euler")
+        return plan
