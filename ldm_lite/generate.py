@@ -6,15 +6,17 @@ noise, whatever the batch size or the device.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import broken_weights
+from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
-from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.prompt import chunks, weighted
 
 log = logging.getLogger("ldm_lite")
 
@@ -32,13 +34,32 @@ def shared_noise(generator: torch.Generator, batch: int, shape: tuple[int, int, 
     return lambda: torch.randn((batch, *shape), generator=generator, device=generator.device)
 
 
+def count_chunks(pipe: Pipeline, prompts: Iterable[str], syntax: str = "plain") -> int:
+    """The most chunks that one of the prompts takes: what encode_prompts must be told for all of a job to be alike."""
+    return max(len(chunks(pipe.tokenizer, prompt, syntax).ids) for prompt in prompts)
+
+
 @torch.no_grad()
-def encode_prompts(pipe: Pipeline, prompts: Sequence[str]) -> Tensor:
-    """Prompts, B of them -> context (B,T,D).  What does not fit into the encoder is said, once a prompt."""
-    for prompt in dict.fromkeys(prompts):
-        if dropped := pipe.tokenizer.dropped(prompt):
-            log.warning("prompt is too long, dropped from it: %s", dropped)
-    return pipe.text_encoder(pipe.tokenizer(prompts).to(pipe.device))
+def encode_prompts(
+    pipe: Pipeline, prompts: Sequence[str], *, syntax: str = "plain", clip_skip: int = 1, num_chunks: int = 1
+) -> Tensor:
+    """Prompts, B of them -> context (B,T,D), of num_chunks (or more) chunks of 77 tokens each, the last ones empty.
+
+    syntax is one of prompt.SYNTAXES.  What does not fit into the encoder is said, once a prompt.
+    """
+    if syntax == "plain":
+        for prompt in dict.fromkeys(prompts):
+            if dropped := pipe.tokenizer.dropped(prompt):
+                log.warning("prompt is too long, dropped from it: %s", dropped)
+    parts = [chunks(pipe.tokenizer, prompt, syntax) for prompt in prompts]
+    num_chunks = max(num_chunks, *(len(part.ids) for part in parts))
+    empty = chunks(pipe.tokenizer, "")
+    ids, weights = (
+        torch.cat([torch.cat([value(part), *[value(empty)] * (num_chunks - len(part.ids))]) for part in parts])
+        for value in (lambda part: part.ids, lambda part: part.weights)
+    )  # (B * num_chunks, 77) each
+    context = weighted(pipe.text_encoder(ids.to(pipe.device), clip_skip), weights)
+    return context.unflatten(0, (len(parts), num_chunks)).flatten(1, 2)
 
 
 @torch.no_grad()
@@ -50,28 +71,33 @@ def denoise(
     plan: Plan,
     *,
     scale: float,
+    rescale: float = 0.0,
+    percentile: float | None = None,
     draw: Draw | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
     noise is unit noise (B,C,h,w); context (B,T,D) and uncond (B,T,D) are embeddings of the prompts and the negative
-    prompts, uncond None (or scale 1) for no guidance.  draw gives the noise of stochastic samplers.  Raises ValueError
-    for shapes that do not fit the model, and if the plan needs a draw.
+    prompts, uncond None (or scale 1) for no guidance; rescale in [0,1] and percentile in (0,1) as in guidance.py.
+    draw gives the noise of stochastic samplers.  Raises ValueError for shapes that do not fit the model, and if the
+    plan needs a draw.
     """
     _check(pipe, noise, context, uncond)
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass draw, for instance generate.seeded_noise(...)")
     device, guided = pipe.device, uncond is not None and scale != 1
     context = (torch.cat([uncond, context]) if uncond is not None and guided else context).to(device, pipe.dtype)
-    scale_tensor = torch.tensor(scale, dtype=torch.float32, device=device) if guided else None
-    rows = [torch.tensor(table, dtype=torch.float32, device=device) for table in (plan.t, plan.to_prediction, plan.mix)]
 
+    def tensor(value: float | None) -> Tensor | None:
+        return None if value is None else torch.tensor(value, dtype=torch.float32, device=device)
+
+    guidance = Guidance(tensor(scale if guided else None), tensor(rescale or None), tensor(percentile))
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
     silence = torch.zeros_like(x)
-    for i, (t, to_prediction, mix) in enumerate(zip(*rows, strict=True)):
+    for i, row in enumerate(rows(plan, device)):
         fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
-        registers = denoise_step(pipe.unet, registers, t, to_prediction, mix, fresh, context, scale_tensor)
+        registers = denoise_step(pipe.unet, registers, row, fresh, context, guidance)
         if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
             yield registers[0]
 

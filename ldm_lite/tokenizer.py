@@ -56,6 +56,10 @@ class CLIPTokenizer:
             row[: len(tokens)] = torch.tensor(tokens)
         return ids
 
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens alone: no start, end, truncation or padding.  Raises ValueError as a call does."""
+        return list(_encode(text).ids)
+
     def dropped(self, text: str) -> str:
         """The end of the text, as it was written, that does not fit into `length` tokens; '' if all of it fits.
 

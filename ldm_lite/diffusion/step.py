@@ -4,37 +4,46 @@ The row enters as tensors, so one compiled step serves every sampler, step count
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.guidance import Guidance, guide
+from ldm_lite.diffusion.plan import Plan
 
 Model = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Row(NamedTuple):
+    """One row of a Plan as float32 tensors on the device; the columns of the table under their names."""
+
+    t: Tensor  # ()
+    to_prediction: Tensor  # (2,)
+    to_x0: Tensor  # (2,)
+    mix: Tensor  # (R, R+2)
+
+
+def rows(plan: Plan, device: torch.device) -> list[Row]:
+    """The rows of a plan on a device, copied there at once."""
+    columns = (plan.t, plan.to_prediction, plan.to_x0, plan.mix)
+    tensors = [torch.tensor(column, dtype=torch.float32, device=device) for column in columns]
+    return [Row(*row) for row in zip(*tensors, strict=True)]
+
+
 def denoise_step(
-    model: Model,
-    registers: Tensor,
-    t: Tensor,
-    to_prediction: Tensor,
-    mix: Tensor,
-    noise: Tensor,
-    context: Tensor,
-    scale: Tensor | None,
+    model: Model, registers: Tensor, row: Row, noise: Tensor, context: Tensor, guidance: Guidance
 ) -> Tensor:
     """One row: registers (R,B,C,h,w) float32, of which the first is the latent -> the same after one model call.
 
-    t () is the network's timestep; to_prediction (2,) and mix (R,R+2) are the row; noise (B,C,h,w) is unit noise or
-    zeros.  context is (B,T,D) with scale None, or with a scale () (2B,T,D), the unconditional half first.  The model
-    is called as model(x, t, context) in the dtype of context; all else is float32.
+    noise (B,C,h,w) is unit noise or zeros.  context is (B,T,D), or with a guidance scale (2B,T,D), the unconditional
+    half first.  The model is called as model(x, t, context) in the dtype of context; all else is float32.
     """
     x = registers[0]
-    batch = x if scale is None else torch.cat([x, x])
-    out = model(batch.to(context.dtype), t.expand(batch.shape[0]), context).float()
-    if scale is not None:
-        out = classifier_free(out, scale)
-    prediction = to_prediction[0] * x + to_prediction[1] * out
+    batch = x if guidance.scale is None else torch.cat([x, x])
+    out = model(batch.to(context.dtype), row.t.expand(batch.shape[0]), context).float()
+    out = guide(guidance, out, x, row.to_x0)
+    prediction = row.to_prediction[0] * x + row.to_prediction[1] * out
     # Multiply and add, not matmul: the sampler's arithmetic stays float32 where matmuls are TF32.
     terms = torch.cat([registers, prediction[None], noise[None]])
-    return (mix[:, :, None, None, None, None] * terms).sum(dim=1)
+    return (row.mix[:, :, None, None, None, None] * terms).sum(dim=1)

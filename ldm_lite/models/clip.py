@@ -99,8 +99,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(EncoderLayer(spec) for _ in range(spec.layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def forward(self, x: Tensor, num_layers: int) -> Tensor:
+        for layer in self.layers[:num_layers]:
             x = layer(x)
         return x
 
@@ -115,6 +115,13 @@ class CLIPTextEncoder(nn.Module):
         self.encoder = Encoder(spec)
         self.final_layer_norm = nn.LayerNorm(spec.width)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype."""
-        return self.final_layer_norm(self.encoder(self.embeddings(token_ids)))
+    def forward(self, token_ids: Tensor, clip_skip: int = 1) -> Tensor:
+        """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
+
+        clip_skip 1 is the last layer's output, 2 that of the one before, and so on; the final norm follows.  Raises
+        ValueError if there are not so many.
+        """
+        if not 1 <= clip_skip <= self.spec.layers:
+            raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {self.spec.layers}")
+        x = self.encoder(self.embeddings(token_ids), num_layers=self.spec.layers + 1 - clip_skip)
+        return self.final_layer_norm(x)
