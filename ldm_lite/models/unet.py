@@ -125,12 +125,12 @@ class AttentionBlock(nn.Module):
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, C, h, w = x.shape
-        qkv = self.qkv(self.norm(x).flatten(2))  # (B, 3C, N)
-        q, k, v = qkv.view(B, self.num_heads, 3, -1, h * w).transpose(3, 4).unbind(2)  # (B, H, N, D) each
-        out = self.attention(q, k, v).transpose(2, 3).reshape(B, C, h * w)  # "b h n d -> b (h d) n"
-        out = self.proj_out(out)
-        return x + out.view(B, C, h, w)
+        # As linears over tokens (B, N, C): attention kernels want the channels of a head next to each other.
+        tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
+        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # (B, N, 3C)
+        q, k, v = qkv.view(*qkv.shape[:2], self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # (B, H, N, D) each
+        out = F.linear(merge_heads(self.attention(q, k, v)), self.proj_out.weight[:, :, 0], self.proj_out.bias)
+        return x + out.transpose(1, 2).view_as(x)
 
 
 class CrossAttention(nn.Module):

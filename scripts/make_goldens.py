@@ -1,0 +1,341 @@
+"""Make tests/data/networks.npz and tests/data/samplers.npz: what independent implementations compute.
+
+    pip install diffusers transformers einops omegaconf
+    git clone https://github.com/CompVis/stable-diffusion && git clone https://github.com/crowsonkb/k-diffusion
+    git clone https://github.com/Stability-AI/stablediffusion && git clone https://github.com/Stability-AI/generative-models
+    python scripts/make_goldens.py --originals .
+
+The folder holds the repositories under these names, a checkout each; nothing of them is copied.
+The networks are the originals' own classes, and diffusers' and transformers', filled with toy.fill's weights, in
+float32.  The samplers are CompVis' DDIMSampler and PLMSSampler and k-diffusion's functions, on toy.denoiser in
+float64: with float64 as torch's default dtype, and alphas_cumprod in float64, all their arithmetic is in it (their
+float32 buffers are not used in sampling).  What is changed in them: the samplers of CompVis keep their tables on the
+CPU, noise comes from toy.noises, and imports that are not needed are replaced by empty modules.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import diffusers
+import numpy as np
+import peers
+import torch
+import toy
+import transformers
+from random_checkpoint import SMALL, random_tensor, state_dict
+from torch import Tensor, nn
+
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+Arrays = dict[str, Any]
+
+
+@contextlib.contextmanager
+def repository(path: Path, packages: tuple[str, ...] = (), stubs: tuple[str, ...] = ()) -> Iterator[None]:
+    """Import from a repository, then forget its modules: two of them have a package `ldm`.
+
+    The __init__ of the packages is not run; stubs are modules that importing needs, but what is used of it does not.
+    """
+    before = set(sys.modules)
+    sys.path.insert(0, str(path))
+    for name in packages:
+        package = ModuleType(name)
+        package.__path__ = [str(path / name.replace(".", "/"))]
+        sys.modules[name] = package
+    for name in stubs:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = MagicMock()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+    sys.path.remove(str(path))
+    roots = {"ldm", *(name.split(".")[0] for name in (*packages, *stubs))}
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in roots:
+            del sys.modules[name]
+
+
+# ---- networks -------------------------------------------------------------------------------------------------------
+
+# The arguments of the originals' UNetModel, as its configuration files give them, in toy.UNETS' sizes.
+COMPVIS = {
+    "image_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 32,
+    "channel_mult": [1, 2, 2],
+    "num_res_blocks": 2,
+    "attention_resolutions": [1, 2],
+    "num_heads": 4,
+    "use_spatial_transformer": True,
+    "transformer_depth": 1,
+    "context_dim": 48,
+    "use_checkpoint": False,
+    "legacy": False,
+}
+LDM = {
+    "image_size": 8,
+    "in_channels": 3,
+    "out_channels": 3,
+    "model_channels": 32,
+    "channel_mult": [1, 2, 3],
+    "num_res_blocks": 1,
+    "attention_resolutions": [4, 2],
+    "num_head_channels": 16,
+    "use_spatial_transformer": True,
+    "context_dim": 40,
+}
+UNCONDITIONAL = {k: v for k, v in LDM.items() if k not in ("use_spatial_transformer", "context_dim")}
+QKV = {k: v for k, v in UNCONDITIONAL.items() if k != "num_head_channels"} | {"num_heads": 4, "resblock_updown": True}
+STABILITY = {k: v for k, v in COMPVIS.items() if k != "num_heads"} | {
+    "num_head_channels": 16,
+    "use_linear_in_transformer": True,
+}
+SGM = {k: v for k, v in STABILITY.items() if k not in ("image_size", "use_spatial_transformer", "legacy")}
+ORIGINAL_UNETS: dict[str, dict[str, dict[str, Any]]] = {
+    "stable-diffusion": {
+        "sd1": COMPVIS,
+        "sd1_inpaint": COMPVIS | {"in_channels": 9},
+        "ldm_text2img256": LDM,
+        "ldm_layout2img": LDM | {"channel_mult": [1, 2], "attention_resolutions": [2], "transformer_depth": 3},
+        "ldm_celeba_ffhq_beds256": UNCONDITIONAL,
+        "ldm_lsun_churches256": QKV
+        | {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_res_blocks": 2,
+            "attention_resolutions": [1, 2],
+            "use_scale_shift_norm": True,
+        },
+        "ldm_inpainting_big": QKV | {"in_channels": 7},
+    },
+    "stablediffusion": {
+        "sd2": STABILITY,
+        "sd2_unclip_h": STABILITY | {"num_classes": "sequential", "adm_in_channels": 24},
+        "x4": {k: v for k, v in STABILITY.items() if k != "num_head_channels"}
+        | {
+            "in_channels": 7,
+            "num_heads": 4,
+            "attention_resolutions": [2, 4],
+            "num_classes": 50,
+            "disable_self_attentions": [True, True, False],
+        },
+    },
+    "generative-models": {
+        "sdxl_base": SGM
+        | {
+            "attention_resolutions": [4, 2],
+            "transformer_depth": [0, 1, 2],
+            "num_classes": "sequential",
+            "adm_in_channels": 24,
+        },
+    },
+}
+
+
+def unets(originals: Path) -> Arrays:
+    """Every miniature UNet by its original, and one at an odd size (which the originals cannot) by diffusers."""
+    arrays: Arrays = {}
+    for name, variants in ORIGINAL_UNETS.items():
+        package, packages = ("ldm", ())
+        if name == "generative-models":
+            package, packages = ("sgm", ("sgm", "sgm.modules", "sgm.modules.diffusionmodules"))
+        with repository(originals / name, packages):
+            model = importlib.import_module(f"{package}.modules.diffusionmodules.openaimodel").UNetModel
+            for variant, arguments in variants.items():
+                network = toy.fill(model(**arguments))
+                x, context, y = toy.unet_inputs(toy.UNETS[variant])
+                label = {} if y is None else {"y": y}
+                arrays[f"unet.{variant}"] = network(x, toy.T, context=context, **label)
+                if variant == "sd1":
+                    arrays["unet_fractional.sd1"] = network(x, toy.T_FRACTIONAL, context=context)
+    assert {f"unet.{variant}" for variant in toy.UNETS} <= set(arrays)
+
+    prefix = "model.diffusion_model."
+    with repository(originals / "stable-diffusion"):
+        model = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel(**COMPVIS)
+    shapes = {prefix + key: tuple(value.shape) for key, value in model.state_dict().items()}
+    weights = {key: random_tensor(key, shape) for key, shape in shapes.items()}
+    x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
+    network = peers.unet(replace(SMALL, unet=toy.SD1), weights)
+    arrays["unet_odd.sd1"] = network(x, toy.T, encoder_hidden_states=context).sample
+    return arrays
+
+
+class OriginalKL(nn.Module):
+    """CompVis' encoder, decoder and distribution, put together as in its autoencoder.py (which needs Lightning)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = importlib.import_module("ldm.modules.diffusionmodules.model")
+        self._distribution = importlib.import_module("ldm.modules.distributions.distributions")
+        config = {
+            "double_z": True,
+            "z_channels": 8,
+            "resolution": 64,
+            "in_channels": 3,
+            "out_ch": 3,
+            "ch": 32,
+            "ch_mult": [1, 1, 2],
+            "num_res_blocks": 1,
+            "attn_resolutions": [16],
+        }
+        self.encoder, self.decoder = blocks.Encoder(**config), blocks.Decoder(**config)
+        self.quant_conv, self.post_quant_conv = nn.Conv2d(16, 12, 1), nn.Conv2d(6, 8, 1)
+
+    def encode(self, x: Tensor) -> Any:
+        """Pixels -> the distribution of latents."""
+        return self._distribution.DiagonalGaussianDistribution(self.quant_conv(self.encoder(x)))
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Latents -> pixels."""
+        return self.decoder(self.post_quant_conv(z))
+
+
+def autoencoders_and_text(originals: Path) -> Arrays:
+    """The original autoencoder with attention levels; diffusers' and transformers' networks of the small SD1."""
+    arrays: Arrays = {}
+    with repository(originals / "stable-diffusion"):
+        original = toy.fill(OriginalKL())
+        moments = original.encode(toy.normal(7, 2, 3, 16, 24))
+        arrays |= {"vae_f16.mean": moments.mean, "vae_f16.logvar": moments.logvar}
+        arrays["vae_f16.decode"] = original.decode(toy.normal(8, 2, 6, 4, 6))
+
+    weights = dict(state_dict(SMALL))
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    arrays["small.unet"] = peers.unet(SMALL, weights)(x, toy.T, encoder_hidden_states=context).sample
+    vae = peers.vae(SMALL, weights)
+    posterior = vae.encode(toy.normal(7, 2, 3, 32, 48)).latent_dist
+    arrays |= {"small.vae.mean": posterior.mean, "small.vae.logvar": posterior.logvar}
+    arrays["small.vae.decode"] = vae.decode(toy.normal(8, 1, 4, 4, 6)).sample
+    ids = toy.token_ids(SMALL.text.vocab_size, SMALL.text.length)
+    for activation in ("quick_gelu", "gelu"):
+        text = peers.text_encoder(replace(SMALL, text=replace(SMALL.text, activation=activation)), weights)
+        arrays[f"small.clip.{activation}"] = text(ids).last_hidden_state
+    return arrays
+
+
+# ---- samplers -------------------------------------------------------------------------------------------------------
+
+
+def compvis_sampler(module: ModuleType, name: str, alpha_bar: Tensor, run: toy.Run) -> Arrays:
+    """DDIMSampler or PLMSSampler: the latents (N+1, B,C,h,w), the first of which is noise."""
+    fresh = iter(torch.from_numpy(toy.noises(40)))
+    start = next(fresh)
+    module.noise_like = lambda *_: next(fresh)
+    model = SimpleNamespace(
+        num_timesteps=len(alpha_bar),
+        device=torch.device("cpu"),
+        alphas_cumprod=alpha_bar,
+        alphas_cumprod_prev=torch.cat([torch.ones(1), alpha_bar[:-1]]),
+        betas=torch.zeros(len(alpha_bar)),  # only its device is used
+        apply_model=toy.denoiser,
+        parameterization="eps",
+    )
+    sampler = getattr(module, name)(model)
+    sampler.register_buffer = lambda name, value: setattr(sampler, name, value)  # not on CUDA
+    uncond, cond = map(torch.from_numpy, toy.contexts())
+    guidance = {"unconditional_guidance_scale": run.scale, "unconditional_conditioning": uncond} if run.scale else {}
+    _, seen = sampler.sample(
+        run.steps,
+        batch_size=toy.SHAPE[0],
+        shape=toy.SHAPE[1:],
+        conditioning=cond if run.scale else None,
+        x_T=start,
+        eta=run.eta or 0.0,
+        log_every_t=1,
+        verbose=False,
+        **guidance,
+    )
+    return {"x": torch.stack(seen["x_inter"])}
+
+
+def k_sampler(sampling: ModuleType, external: ModuleType, alpha_bar: Tensor, run: toy.Run) -> Arrays:
+    """A sampler of k-diffusion: y = x0 + sigma eps (N+1, B,C,h,w), the first of which is noise, and sigma (N+1,)."""
+    wrapper = {"eps": external.DiscreteEpsDDPMDenoiser, "v": external.DiscreteVDDPMDenoiser}[run.prediction]
+    model = wrapper(toy.denoiser, alpha_bar, quantize=False)
+    if run.spacing == "karras":
+        sigmas = sampling.get_sigmas_karras(run.steps, float(model.sigma_min), float(model.sigma_max))
+    else:
+        sigmas = model.get_sigmas(run.steps)
+    fresh = iter(torch.from_numpy(toy.noises(40)))
+    ys: list[Tensor] = []
+    sampler: Callable[..., Tensor] = getattr(
+        sampling, "sample_" + {"euler_a": "euler_ancestral"}.get(run.sampler, run.sampler)
+    )
+    source: dict[str, Any] = {"noise_sampler": lambda *_: next(fresh)} if run.sampler == "euler_a" else {}
+    if run.eta is not None:
+        source["eta"] = run.eta
+    last = sampler(model, next(fresh) * sigmas[0], sigmas, callback=lambda now: ys.append(now["x"]), **source)
+    return {"y": torch.stack([*ys, last]), "sigma": sigmas}
+
+
+def samplers(originals: Path) -> Arrays:
+    """The trajectory of every run of toy.RUNS."""
+    arrays: Arrays = {}
+    with repository(originals / "stable-diffusion"):
+        util = importlib.import_module("ldm.modules.diffusionmodules.util")
+        betas = torch.from_numpy(util.make_beta_schedule("linear", 1000, 0.00085, 0.012))
+        alpha_bar = torch.cumprod(1 - betas, dim=0)
+        for name, run in toy.RUNS.items():
+            if run.sampler in ("ddim", "plms"):
+                module = importlib.import_module(f"ldm.models.diffusion.{run.sampler}")
+                made = compvis_sampler(module, f"{run.sampler.upper()}Sampler", alpha_bar, run)
+                arrays |= {f"{name}.{key}": value for key, value in made.items()}
+    stubs = ("scipy", "torchdiffeq", "torchsde", "torchvision.transforms", "torchvision")
+    with repository(originals / "k-diffusion", ("k_diffusion",), stubs):
+        sampling, external = (importlib.import_module(f"k_diffusion.{name}") for name in ("sampling", "external"))
+        for name, run in toy.RUNS.items():
+            if run.sampler not in ("ddim", "plms"):
+                made = k_sampler(sampling, external, alpha_bar, run)
+                arrays |= {f"{name}.{key}": value for key, value in made.items()}
+    return arrays
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def made_with(originals: Path) -> str:
+    """Versions and commits, as JSON."""
+    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    for name in (*ORIGINAL_UNETS, "k-diffusion"):
+        git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
+        versions[name] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return json.dumps(versions)
+
+
+def write(path: Path, arrays: Arrays, dtype: torch.dtype, about: str) -> None:
+    """Write the arrays and what they were made with, and say how large the file is."""
+    for name, value in arrays.items():
+        assert value.dtype == dtype, f"{name} is {value.dtype}, wanted {dtype}"
+        assert torch.isfinite(value).all(), f"{name} is not finite"
+    np.savez_compressed(path, made_with=np.array(about), **{name: value.numpy() for name, value in arrays.items()})
+    print(f"{path}: {len(arrays)} arrays, {path.stat().st_size} bytes")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
+    originals = parser.parse_args().originals.resolve()
+    about = made_with(originals)
+    with torch.no_grad():
+        networks = unets(originals) | autoencoders_and_text(originals)
+        write(DATA / "networks.npz", networks, torch.float32, about)
+        torch.set_default_dtype(torch.float64)
+        write(DATA / "samplers.npz", samplers(originals), torch.float64, about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Make tests/data/manifests.json.gz: the keys, shapes and parameter counts of the original networks.
+
+    python scripts/make_manifests.py DIR
+
+DIR holds one JSON file per network, {name, params, n_keys, shapes: {key: [dims]}}, read off the original classes on the
+meta device; keys are without the prefix of the whole file.  Those of the networks that ldm_lite has are kept.
+"""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "manifests.json.gz"
+KEPT = ("unet_", "vae_kl_", "text_clip_l")
+LEFT_OUT = ("unet_if_",)
+
+
+def main() -> None:
+    """Write the manifests and say how many."""
+    manifests = {}
+    for path in sorted(Path(sys.argv[1]).glob("*.json")):
+        if path.stem.startswith(KEPT) and not path.stem.startswith(LEFT_OUT):
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            assert manifest["n_keys"] == len(manifest["shapes"]), path
+            manifests[path.stem] = {key: manifest[key] for key in ("name", "params", "shapes")}
+    content = json.dumps(manifests, separators=(",", ":")).encode("utf-8")
+    with open(TARGET, "wb") as file, gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as zipped:
+        zipped.write(content)
+    print(f"{TARGET}: {len(manifests)} networks, {TARGET.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

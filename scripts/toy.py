@@ -1,0 +1,185 @@
+"""What make_goldens.py and the tests share: a toy denoiser, networks in miniature, and their inputs.
+
+Weights and inputs are rebuilt from keys and seeds (numpy's PCG64), so that only the outputs of the independent
+implementations need to be stored.  Needs nothing beyond ldm_lite's own dependencies.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from random_checkpoint import SMALL, random_tensor
+from torch import Tensor, nn
+
+from ldm_lite.models.unet import UNetSpec
+from ldm_lite.models.vae_kl import VAESpec
+
+# ---- networks -------------------------------------------------------------------------------------------------------
+
+SD1 = replace(
+    SMALL.unet,
+    channel_mult=(1, 2, 2),
+    num_res_blocks=(2, 2, 2),
+    transformer_depth=(1, 1, 0),
+    cross_only=(False, False, False),
+    context_dim=48,
+)
+LDM = replace(  # ldm_text2img256
+    SD1,
+    in_channels=3,
+    out_channels=3,
+    channel_mult=(1, 2, 3),
+    num_res_blocks=(1, 1, 1),
+    transformer_depth=(0, 1, 1),
+    num_heads=None,
+    head_dim=16,
+    context_dim=40,
+)
+UNCONDITIONAL = replace(LDM, context_dim=None)
+SD2 = replace(SD1, num_heads=None, head_dim=16, linear_proj=True)
+
+# Every kind of LDM UNet, by the name of a family of that kind in ldm_lite.families.UNETS.
+UNETS: dict[str, UNetSpec] = {
+    "sd1": SD1,
+    "sd1_inpaint": replace(SD1, in_channels=9),
+    "ldm_text2img256": LDM,
+    "ldm_layout2img": replace(
+        LDM,
+        channel_mult=(1, 2),
+        num_res_blocks=(1, 1),
+        transformer_depth=(0, 3),
+        middle_depth=3,
+        cross_only=(False, False),
+    ),
+    "ldm_celeba_ffhq_beds256": UNCONDITIONAL,
+    "ldm_lsun_churches256": replace(
+        UNCONDITIONAL,
+        in_channels=4,
+        out_channels=4,
+        num_res_blocks=(2, 2, 2),
+        transformer_depth=(1, 1, 0),
+        num_heads=4,
+        head_dim=None,
+        scale_shift=True,
+        resblock_updown=True,
+    ),
+    "ldm_inpainting_big": replace(UNCONDITIONAL, in_channels=7, num_heads=4, head_dim=None, resblock_updown=True),
+    "sd2": SD2,
+    "sd2_unclip_h": replace(SD2, vector_dim=24),
+    "x4": replace(
+        SD2,
+        in_channels=7,
+        transformer_depth=(0, 1, 1),
+        num_heads=4,
+        head_dim=None,
+        cross_only=(False, True, False),
+        num_classes=50,
+    ),
+    "sdxl_base": replace(SD2, transformer_depth=(0, 1, 2), middle_depth=2, vector_dim=24),
+}
+
+# kl-f16 with its attention level; z_channels and embed_dim differ, as in no released autoencoder.
+KL_F16 = VAESpec(
+    channels=32, channel_mult=(1, 1, 2), num_res_blocks=1, z_channels=8, embed_dim=6, attn_levels=(2,), mid_attn=True
+)
+
+T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
+T_FRACTIONAL = torch.tensor([437.25, 999.0])
+
+
+def relative_error(ours: Tensor | NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
+    """|ours - theirs| / |theirs|, computed in float64."""
+    ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    assert ours.shape == theirs.shape, f"got {ours.shape}, wanted {theirs.shape}"
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def fill(network: nn.Module, prefix: str = "") -> nn.Module:
+    """The network with weights that depend on its own keys (after the prefix) and their shapes alone."""
+    shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    network.load_state_dict({key: random_tensor(prefix + key, shape) for key, shape in shapes.items()}, strict=True)
+    return network.eval().requires_grad_(False)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Unit noise, float32."""
+    return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, dtype=np.float32))
+
+
+def unet_inputs(spec: UNetSpec, h: int = 8, w: int = 12) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (2,in_channels,h,w), and context (2,5,context_dim) and y (vector or classes), or None."""
+    context = None if spec.context_dim is None else normal(2, 2, 5, spec.context_dim)
+    y = None if spec.vector_dim is None else normal(3, 2, spec.vector_dim)
+    if spec.num_classes is not None:
+        y = torch.tensor([20, spec.num_classes - 1])
+    return normal(1, 2, spec.in_channels, h, w), context, y
+
+
+def token_ids(vocab_size: int, length: int) -> Tensor:
+    """Two prompts (2,length): start, 9 or 20 random tokens, and the end repeated, as CLIP's tokenizer pads."""
+    ids = np.random.Generator(np.random.PCG64(4)).integers(0, vocab_size - 2, (2, length))
+    ids[:, 0], ids[0, 10:], ids[1, 21:] = vocab_size - 2, vocab_size - 1, vocab_size - 1
+    return torch.from_numpy(ids)
+
+
+# ---- samplers -------------------------------------------------------------------------------------------------------
+
+SHAPE = (2, 2, 3, 3)  # of a toy latent (B,C,h,w)
+
+
+def denoiser(x: Tensor, t: Tensor, context: Tensor | None = None) -> Tensor:
+    """A smooth nonlinear network: latents x (B,C,h,w), timesteps t (B,), context (B,T,D) -> prediction (B,C,h,w).
+
+    What is predicted (eps or v) is the caller's choice.  As of a real eps, most of it is x at high noise, so that
+    trajectories stay of order 1; the sine never saturates, so that every call, and its timestep, matters.
+    """
+    phase = t.to(x.dtype) / 100
+    if context is not None:
+        phase = phase + context.mean(dim=(1, 2))
+    return 0.9 * x + 0.3 * torch.sin(2 * x - x.roll(1, dims=-1) + phase[:, None, None, None])
+
+
+def noises(num: int) -> NDArray[np.float64]:
+    """(num, *SHAPE) unit noise: the first starts a run, the others are drawn in order."""
+    return np.random.Generator(np.random.PCG64(5)).standard_normal((num, *SHAPE))
+
+
+def contexts() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The unconditional and the conditional context of guided runs, (B,4,3) each."""
+    values = np.random.Generator(np.random.PCG64(6)).standard_normal((2, SHAPE[0], 4, 3))
+    return values[0], values[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A sampler's run on the toy denoiser, whose trajectory is stored."""
+
+    sampler: str
+    steps: int
+    spacing: str
+    eta: float | None = None
+    prediction: str = "eps"
+    scale: float | None = None  # of guidance
+
+
+# Of 13 linspace steps every timestep is a multiple of 1/4: k-diffusion rounds them to float32, which then is exact.
+RUNS = {
+    "ddim": Run("ddim", 20, "leading", eta=0.0),
+    "ddim.eta1": Run("ddim", 20, "leading", eta=1.0),
+    "ddim.eta0.3": Run("ddim", 20, "leading", eta=0.3),
+    "ddim.guided": Run("ddim", 20, "leading", eta=0.0, scale=7.5),
+    "plms": Run("plms", 20, "leading"),
+    "plms.guided": Run("plms", 20, "leading", scale=7.5),
+    "ddim.original": Run("ddim", 30, "original", eta=0.0),
+    "plms.original": Run("plms", 30, "original"),
+    "euler.linspace": Run("euler", 13, "linspace"),
+    "euler.karras": Run("euler", 20, "karras"),
+    "euler_a.linspace": Run("euler_a", 13, "linspace"),
+    "euler_a.karras": Run("euler_a", 20, "karras"),
+    "euler_a.karras.eta0.3": Run("euler_a", 20, "karras", eta=0.3),
+    "dpmpp_2m.linspace": Run("dpmpp_2m", 13, "linspace"),
+    "dpmpp_2m.karras": Run("dpmpp_2m", 20, "karras"),
+    "dpmpp_2m.karras.v": Run("dpmpp_2m", 20, "karras", prediction="v"),
+    "euler_a.linspace.v": Run("euler_a", 13, "linspace", prediction="v"),
+}

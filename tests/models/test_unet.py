@@ -1,0 +1,187 @@
+"""The UNet against the originals' and diffusers' (the goldens), the keys of every released one, and its contract."""
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+from torch._dynamo.testing import CompileCounter
+
+from ldm_lite.families import UNETS
+from ldm_lite.fingerprint import infer_unet
+from ldm_lite.models.unet import AttentionBlock, UNet, UNetSpec
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "networks.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+WITHOUT_MANIFEST = {"instruct_pix2pix"}
+PREFIX = "model.diffusion_model."
+
+
+def shapes_of(spec: UNetSpec) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
+
+
+# ---- against the originals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", toy.UNETS)
+def test_equals_the_original(name: str) -> None:
+    x, context, y = toy.unet_inputs(toy.UNETS[name])
+    out = toy.fill(UNet(toy.UNETS[name]))(x, toy.T, context, y)
+    assert toy.relative_error(out, GOLDEN[f"unet.{name}"]) < 1e-5
+
+
+def test_equals_the_original_at_fractional_timesteps() -> None:
+    x, context, _ = toy.unet_inputs(toy.SD1)
+    out = toy.fill(UNet(toy.SD1))(x, toy.T_FRACTIONAL, context)
+    assert toy.relative_error(out, GOLDEN["unet_fractional.sd1"]) < 1e-5
+
+
+def test_equals_diffusers() -> None:
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    out = toy.fill(UNet(SMALL.unet), PREFIX)(x, toy.T, context)
+    assert toy.relative_error(out, GOLDEN["small.unet"]) < 1e-5
+
+
+def test_equals_diffusers_at_an_odd_latent_size() -> None:
+    x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
+    out = toy.fill(UNet(toy.SD1), PREFIX)(x, toy.T, context)
+    assert toy.relative_error(out, GOLDEN["unet_odd.sd1"]) < 1e-5
+
+
+def test_rows_of_qkv_are_ordered_head_by_head() -> None:
+    channels, heads = 64, 4
+    width = channels // heads
+    block = toy.fill(AttentionBlock(channels, heads))
+    x = toy.normal(0, 2, channels, 3, 5)
+
+    rows = torch.einsum("oc,bcn->bon", block.qkv.weight[:, :, 0], block.norm(x).flatten(2)) + block.qkv.bias[:, None]
+    outs = []
+    for head in range(heads):
+        q, k, v = rows[:, 3 * width * head : 3 * width * (head + 1)].split(width, dim=1)  # (B, D, N)
+        weights = torch.softmax(torch.einsum("bdn,bdm->bnm", q, k) * width**-0.5, dim=-1)
+        outs.append(torch.einsum("bnm,bdm->bdn", weights, v))
+    out = torch.einsum("oc,bcn->bon", block.proj_out.weight[:, :, 0], torch.cat(outs, dim=1))
+    wanted = x + (out + block.proj_out.bias[:, None]).view_as(x)
+    torch.testing.assert_close(block(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+# ---- every released UNet --------------------------------------------------------------------------------------------
+
+
+def test_every_released_unet_is_known() -> None:
+    assert {name.removeprefix("unet_") for name in MANIFESTS if name.startswith("unet_")} == set(
+        UNETS
+    ) - WITHOUT_MANIFEST
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
+    if name in WITHOUT_MANIFEST:
+        manifest = {**MANIFESTS["unet_sd1"], "params": 859_532_484}
+        manifest["shapes"] = {**manifest["shapes"], "input_blocks.0.0.weight": [320, 8, 3, 3]}
+    else:
+        manifest = MANIFESTS[f"unet_{name}"]
+    with torch.device("meta"):
+        network = UNet(UNETS[name])
+    assert {key: list(value.shape) for key, value in network.state_dict().items()} == manifest["shapes"]
+    assert sum(p.numel() for p in network.parameters()) == manifest["params"]
+
+
+@pytest.mark.parametrize("name", sorted(set(UNETS) - WITHOUT_MANIFEST))
+def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
+    items = [(key, tuple(shape)) for key, shape in MANIFESTS[f"unet_{name}"]["shapes"].items()]
+    for seed in range(3):
+        random.Random(seed).shuffle(items)
+        assert infer_unet(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
+
+
+@pytest.mark.parametrize("name", toy.UNETS)
+def test_miniatures_are_inferred_too(name: str) -> None:
+    spec = toy.UNETS[name]
+    assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+
+
+def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
+    for name in ("sd1", "ldm_lsun_churches256"):
+        spec = replace(toy.UNETS[name], num_res_blocks=(1, 2, 3))
+        assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+
+
+# ---- the contract ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("h", "w"), [(1, 1), (1, 6), (2, 3), (5, 5), (7, 9), (16, 8)])
+def test_any_latent_size(h: int, w: int) -> None:
+    x, context, _ = toy.unet_inputs(SMALL.unet, h=h, w=w)
+    out = toy.fill(UNet(SMALL.unet))(x, toy.T, context)
+    assert out.shape == x.shape
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", toy.UNETS)
+def test_odd_sizes_work_for_every_kind(name: str) -> None:
+    spec = toy.UNETS[name]
+    x, context, y = toy.unet_inputs(spec, h=9, w=7)
+    out = toy.fill(UNet(spec))(x, toy.T, context, y)
+    assert out.shape == (2, spec.out_channels, 9, 7)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", ["sd1", "x4", "ldm_lsun_churches256"])
+def test_images_of_a_batch_are_independent(name: str) -> None:
+    x, context, y = toy.unet_inputs(toy.UNETS[name])
+    network = toy.fill(UNet(toy.UNETS[name]))
+    both = network(x, toy.T, context, y)
+    for i in range(2):
+        one = [None if value is None else value[i : i + 1] for value in (context, y)]
+        torch.testing.assert_close(network(x[i : i + 1], toy.T[i : i + 1], *one), both[i : i + 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", toy.UNETS)
+def test_reads_no_value_back_from_the_device(name: str) -> None:
+    """On the meta device there are no values: .item(), or a branch on a tensor, raises."""
+    spec = toy.UNETS[name]
+    inputs = [None if value is None else value.to("meta") for value in toy.unet_inputs(spec)]
+    with torch.device("meta"):
+        network = UNet(spec)
+    assert network(inputs[0], toy.T.to("meta"), *inputs[1:]).shape == (2, spec.out_channels, 8, 12)
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    """No compiled code before or after, and an error where something would be compiled again."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["sd1", "x4", "sdxl_base", "ldm_lsun_churches256"])
+def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
+    network, counter = toy.fill(UNet(toy.UNETS[name])), CompileCounter()
+    compiled = torch.compile(network, fullgraph=True, backend=counter)
+    x, context, y = toy.unet_inputs(toy.UNETS[name])
+    for t in (toy.T, toy.T_FRACTIONAL, torch.tensor([0.0, 0.0])):
+        torch.testing.assert_close(compiled(x, t, context, y), network(x, t, context, y))
+        x, context = x + 1, None if context is None else 2 * context
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiles_through_autograd() -> None:
+    network = toy.fill(UNet(SMALL.unet))
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    for t in (toy.T, toy.T_FRACTIONAL):
+        torch.testing.assert_close(compiled(x, t, context), network(x, t, context), rtol=1e-4, atol=1e-5)

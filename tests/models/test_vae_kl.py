@@ -1,0 +1,124 @@
+"""The KL autoencoder against CompVis' and diffusers' (the goldens), the keys of the released ones, and its contract."""
+
+import gzip
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+
+from ldm_lite.families import KL_F8
+from ldm_lite.fingerprint import infer_vae
+from ldm_lite.models.vae_kl import AutoencoderKL, Downsample, VAESpec
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "networks.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+KL_F4 = replace(KL_F8, channel_mult=(1, 2, 4), z_channels=3, embed_dim=3)
+RELEASED = {
+    "vae_kl_f4": KL_F4,
+    "vae_kl_f4_x4upscaler": replace(KL_F4, z_channels=4, embed_dim=4),
+    "vae_kl_f8_sd": KL_F8,
+    "vae_kl_f16": replace(KL_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=16, embed_dim=16, attn_levels=(4,)),
+    "vae_kl_f32": replace(KL_F8, channel_mult=(1, 1, 2, 2, 4, 4), z_channels=64, embed_dim=64, attn_levels=(4, 5)),
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> AutoencoderKL:
+    return toy.fill(AutoencoderKL(SMALL.vae), "first_stage_model.")
+
+
+def test_equals_diffusers(small: AutoencoderKL) -> None:
+    mean, logvar = small.encode(toy.normal(7, 2, 3, 32, 48))
+    assert toy.relative_error(mean, GOLDEN["small.vae.mean"]) < 1e-5
+    assert toy.relative_error(logvar, GOLDEN["small.vae.logvar"]) < 1e-5
+    assert toy.relative_error(small.decode(toy.normal(8, 1, 4, 4, 6)), GOLDEN["small.vae.decode"]) < 1e-5
+
+
+def test_with_attention_levels_equals_the_original() -> None:
+    network = toy.fill(AutoencoderKL(toy.KL_F16))
+    mean, logvar = network.encode(toy.normal(7, 2, 3, 16, 24))
+    assert toy.relative_error(mean, GOLDEN["vae_f16.mean"]) < 1e-5
+    assert toy.relative_error(logvar, GOLDEN["vae_f16.logvar"]) < 1e-5
+    assert toy.relative_error(network.decode(toy.normal(8, 2, 6, 4, 6)), GOLDEN["vae_f16.decode"]) < 1e-5
+
+
+def test_every_released_autoencoder_is_known() -> None:
+    assert set(RELEASED) == {name for name in MANIFESTS if name.startswith("vae_")}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
+    with torch.device("meta"):
+        network = AutoencoderKL(RELEASED[name])
+    shapes = {key: list(value.shape) for key, value in network.state_dict().items()}
+    assert shapes == MANIFESTS[name]["shapes"]
+    assert sum(p.numel() for p in network.parameters()) == MANIFESTS[name]["params"]
+    assert RELEASED[name].factor == int(name.split("_")[2].removeprefix("f"))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
+    items = [(key, tuple(shape)) for key, shape in MANIFESTS[name]["shapes"].items()]
+    random.Random(0).shuffle(items)
+    assert infer_vae(dict(items)) == RELEASED[name]
+
+
+@pytest.mark.parametrize("spec", [toy.KL_F16, SMALL.vae, replace(SMALL.vae, mid_attn=False)])
+def test_miniatures_are_inferred_too(spec: VAESpec) -> None:
+    with torch.device("meta"):
+        network = AutoencoderKL(spec)
+    assert infer_vae({key: tuple(value.shape) for key, value in network.state_dict().items()}) == spec
+
+
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("column", range(4))
+def test_downsampling_pads_only_right_and_bottom(row: int, column: int) -> None:
+    """An impulse at (row, column) reaches output (i, j) through the kernel's entry (row - 2i, column - 2j)."""
+    layer = Downsample(1)
+    kernel = torch.arange(1.0, 10.0).reshape(3, 3)
+    layer.load_state_dict({"conv.weight": kernel[None, None], "conv.bias": torch.zeros(1)})
+    impulse = torch.zeros(1, 1, 4, 4)
+    impulse[0, 0, row, column] = 1
+    wanted = torch.zeros(2, 2)
+    for i in range(2):
+        for j in range(2):
+            if 0 <= row - 2 * i < 3 and 0 <= column - 2 * j < 3:
+                wanted[i, j] = kernel[row - 2 * i, column - 2 * j]
+    assert torch.equal(layer(impulse)[0, 0], wanted)
+
+
+def test_log_variance_is_clamped(small: AutoencoderKL) -> None:
+    network = AutoencoderKL(SMALL.vae)
+    weights = dict(small.state_dict())
+    weights["quant_conv.bias"] = torch.tensor([0.0] * 4 + [1000.0, 1000.0, -1000.0, -1000.0])
+    network.load_state_dict(weights)
+    _, logvar = network.encode(torch.zeros(1, 3, 8, 8))
+    assert logvar.flatten().tolist() == [20, 20, -30, -30]
+
+
+@pytest.mark.parametrize(("h", "w"), [(1, 1), (3, 5), (7, 2)])
+def test_any_latent_size(small: AutoencoderKL, h: int, w: int) -> None:
+    pixels = small.decode(toy.normal(0, 1, 4, h, w))
+    assert pixels.shape == (1, 3, 8 * h, 8 * w)
+    mean, logvar = small.encode(pixels)
+    assert mean.shape == logvar.shape == (1, 4, h, w)
+    assert small(pixels).shape == pixels.shape
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 16, 16), (1, 1, 16, 16), (1, 3, 17, 16), (1, 3, 16, 12)])
+def test_encode_says_which_pixels_it_wants(small: AutoencoderKL, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"wanted \(B, 3, H, W\) with H and W multiples of 8") as error:
+        small.encode(torch.zeros(shape))
+    assert str(shape) in str(error.value)
+
+
+def test_decode_says_how_many_channels_it_wants(small: AutoencoderKL) -> None:
+    with pytest.raises(ValueError, match="got latents with 3 channels, wanted 4"):
+        small.decode(torch.zeros(1, 3, 8, 8))
