@@ -6,7 +6,7 @@ import sys
 
 import ldm_lite
 
-COMMANDS = {"txt2img": "text to image"}
+COMMANDS = {"txt2img": "text to image", "samplers": "compare samplers: a table and a picture"}
 
 
 def main() -> int:

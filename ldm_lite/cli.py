@@ -45,6 +45,7 @@ class LoadOptions:
     text_encoder: str | None = option(None, "take the text encoder from this file")
     ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
+    zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
     metadata: tuple[str, ...] = option((), "add KEY=VALUE to the file's metadata, for an unknown network; repeatable")
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
     dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")

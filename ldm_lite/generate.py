@@ -54,12 +54,10 @@ def encode_prompts(
     parts = [chunks(pipe.tokenizer, prompt, syntax) for prompt in prompts]
     num_chunks = max(num_chunks, *(len(part.ids) for part in parts))
     empty = chunks(pipe.tokenizer, "")
-    ids, weights = (
-        torch.cat([torch.cat([value(part), *[value(empty)] * (num_chunks - len(part.ids))]) for part in parts])
-        for value in (lambda part: part.ids, lambda part: part.weights)
-    )  # (B * num_chunks, 77) each
-    context = weighted(pipe.text_encoder(ids.to(pipe.device), clip_skip), weights)
-    return context.unflatten(0, (len(parts), num_chunks)).flatten(1, 2)
+    padded = [part for prompt in parts for part in (prompt, *[empty] * (num_chunks - len(prompt.ids)))]
+    ids, weights = torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded])
+    context = weighted(pipe.text_encoder(ids.to(pipe.device), clip_skip), weights)  # (B * num_chunks, 77, D)
+    return context.reshape(len(parts), -1, context.shape[2])
 
 
 @torch.no_grad()

@@ -76,11 +76,13 @@ def load(
     unet: str | os.PathLike[str] | None = None,
     text_encoder: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
+    zero_snr: bool = False,
 ) -> Pipeline:
     """Open a checkpoint: a path, "owner/repository/file" on the hub, or None for the bundled model.
 
     vae, unet and text_encoder are other files (bare or whole) that a network is taken from instead.  ema is "auto"
-    (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v; metadata adds to the file's.
+    (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v; metadata adds to the file's;
+    zero_snr shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
@@ -95,7 +97,7 @@ def load(
         raise ValueError(f"{main.path}: {error}") from error
     if prediction is not None:
         family = replace(family, prediction=parse_prediction(prediction))
-    schedule = _schedule(family, main)
+    schedule = _schedule(family, main, zero_snr)
     components["unet"], weights = _with_ema(components["unet"], ema)
 
     with on_meta():
@@ -129,7 +131,7 @@ def _components(path: Path, others: Mapping[str, str | os.PathLike[str] | None])
     return components
 
 
-def _schedule(family: Family, checkpoint: Checkpoint) -> Schedule:
+def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:
     """The family's noise schedule, or the file's own where its `betas` buffer differs; that is said."""
     betas = linear_betas(family.beta_start, family.beta_end)
     if "betas" in checkpoint.shapes:
@@ -141,7 +143,10 @@ def _schedule(family: Family, checkpoint: Checkpoint) -> Schedule:
     schedule = Schedule.from_betas(betas, family.prediction)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
         raise ValueError(f"{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try --prediction v")
-    return schedule
+    if "ztsnr" in checkpoint.shapes:
+        log.info("%s: asks for zero terminal SNR", checkpoint.path.name)
+        zero_snr = True
+    return schedule.zero_terminal_snr() if zero_snr else schedule
 
 
 def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:

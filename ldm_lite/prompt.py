@@ -20,7 +20,7 @@ COMMA = 267  # ",</w>"
 MOST_BACK = 20  # tokens from a comma to the end of a chunk
 
 _TOKENS = re.compile(
-    r"\\(?P<escaped>[\\()\[\]])|(?P<open>[(\[])|:\s*(?P<weight>[+-]?(\d+\.?\d*|\.\d+))\s*\)|(?P<close>[)\]])"
+    r"(?P<escaped>\\[\\()\[\]])|(?P<open>[(\[])|:\s*(?P<weight>[+-]?(\d+\.?\d*|\.\d+))\s*\)|(?P<close>[)\]])"
     r"|\s*\b(?P<stop>BREAK)\b\s*|(?P<text>[^\\()\[\]:B]+|.)",
     re.DOTALL,
 )
@@ -32,25 +32,29 @@ def parse(text: str) -> list[tuple[str, float]]:
     A bracket that is never closed counts to the end, as there; one that was never opened is text.
     """
     pieces: list[tuple[str, float]] = []
-    opened: list[tuple[str, int]] = []  # (bracket, the first piece inside it)
+    opened: dict[str, list[int]] = {"(": [], "[": []}  # where each open bracket's first piece is
 
     def multiply(first: int, factor: float) -> None:
         pieces[first:] = [(piece, weight if piece == BREAK else weight * factor) for piece, weight in pieces[first:]]
 
     for match in _TOKENS.finditer(text):
-        kind = match.lastgroup
+        token, kind = match[0], match.lastgroup
         if kind == "open":
-            opened.append((match[0], len(pieces)))
-        elif match["weight"] is not None and opened and opened[-1][0] == "(":
-            multiply(opened.pop()[1], float(match["weight"]))
-        elif kind == "close" and opened and opened[-1][0] == {")": "(", "]": "["}[match[0]]:
-            multiply(opened.pop()[1], 1.1 if match[0] == ")" else 1 / 1.1)
+            opened[token].append(len(pieces))
+        elif match["weight"] is not None and opened["("]:
+            multiply(opened["("].pop(), float(match["weight"]))
+        elif token == ")" and opened["("]:
+            multiply(opened["("].pop(), 1.1)
+        elif token == "]" and opened["["]:
+            multiply(opened["["].pop(), 1 / 1.1)
         elif kind == "stop":
             pieces.append((BREAK, -1.0))
-        else:
-            pieces.append((match["escaped"] or match[0], 1.0))
-    for bracket, first in opened:
-        multiply(first, 1.1 if bracket == "(" else 1 / 1.1)
+        else:  # a backslash that escapes nothing is left out, as there
+            pieces.append((token.removeprefix("\\"), 1.0))
+    for first in opened["("]:
+        multiply(first, 1.1)
+    for first in opened["["]:
+        multiply(first, 1 / 1.1)
     return _merged(pieces) or [("", 1.0)]
 
 
@@ -87,8 +91,10 @@ def chunks(tokenizer: CLIPTokenizer, text: str, syntax: str = "plain") -> Chunks
             continue
         for token in tokenizer.encode(piece):
             if len(full[-1]) == room:
-                full.append(_carried(full[-1]))
+                full.append([] if token == COMMA else _carried(full[-1]))
             full[-1].append((token, weight))
+    if not full[-1] and len(full) > 1:
+        full.pop()  # nothing came after the last BREAK
     rows = [[(SOT, 1.0), *row, *[(EOT, 1.0)], *[(tokenizer.pad_id, 1.0)] * (room - len(row))] for row in full]
     ids = torch.tensor([[token for token, _ in row] for row in rows])
     return Chunks(ids, torch.tensor([[weight for _, weight in row] for row in rows]))
@@ -97,7 +103,7 @@ def chunks(tokenizer: CLIPTokenizer, text: str, syntax: str = "plain") -> Chunks
 def _carried(chunk: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """What a full chunk hands to the next: all after its last comma, if that is near its end."""
     commas = [i for i, (token, _) in enumerate(chunk) if token == COMMA]
-    if not commas or len(chunk) - 1 - commas[-1] > MOST_BACK or commas[-1] + 1 == len(chunk):
+    if not commas or len(chunk) - commas[-1] > MOST_BACK:
         return []
     carried = chunk[commas[-1] + 1 :]
     del chunk[commas[-1] + 1 :]

@@ -41,10 +41,14 @@ class Options:
     prompt: str | None = option(None, "what to make an image of", positional=True)
     negative_prompt: str = option("", "what to keep away from")
     from_file: str | None = option(None, "a text file with a prompt in each line, in place of a prompt")
-    prompt_syntax: str = option("plain", "a1111: (more), [less], (this much:1.3), BREAK, any length", choices=SYNTAXES)
+    prompt_syntax: str = option("plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length")
     clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the last")
     sampler: str = option("ddim", "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all")
-    spacing: str | None = option(None, "how the steps are spaced (default: the sampler's own)", choices=SPACING_NAMES)
+    spacing: str | None = option(
+        None,
+        "leading, trailing, linspace, karras, exponential, sgm_uniform, beta or lcm (default: the sampler's own)",
+        "--scheduler",
+    )
     steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps")
     scale: float | None = option(None, "classifier-free guidance; 1 is none, and twice as fast")
     guidance_rescale: float = option(0.0, "share of guidance's excess contrast taken back, 0 to 1")
@@ -116,10 +120,11 @@ def txt2img(
     height = family.resolution if options.height is None else options.height
     width = family.resolution if options.width is None else options.width
     steps = family.steps if options.steps is None else options.steps
-    spacing = "original" if options.compat else None
+    spacing = "original" if options.compat else options.spacing
+    plan = make_plan(options.sampler, pipe.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing)
     job = _Job(
         prompts=prompts,
-        plan=make_plan(options.sampler, pipe.schedule, steps, eta=options.eta, spacing=spacing),
+        plan=plan,
         scale=family.scale if options.scale is None else options.scale,
         latent_shape=pipe.latent_shape(height, width),
     )
@@ -133,6 +138,10 @@ def check(options: Options) -> list[str]:
     sampler, _ = resolve(options.sampler)
     if options.compat and sampler not in ("ddim", "plms"):
         raise ValueError(f"--compat knows the samplers of the original script, ddim and plms, not {sampler}")
+    for name in ("guidance_rescale", "dynamic_threshold"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"got {name} {value}, wanted 0 to 1")
     for name in ("n_samples", "n_iter"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -183,8 +192,16 @@ def _images(
 ) -> Iterator[Result]:
     from ldm_lite import generate
 
+    def encode(prompts: list[str], num_chunks: int) -> "Tensor":
+        return generate.encode_prompts(
+            pipe, prompts, syntax=options.prompt_syntax, clip_skip=options.clip_skip, num_chunks=num_chunks
+        )
+
+    # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
+    texts = {options.negative_prompt, *(job.prompts if context is None else ())}
+    num_chunks = generate.count_chunks(pipe, texts, options.prompt_syntax)
     if uncond is None and job.scale != 1:
-        uncond = generate.encode_prompts(pipe, [options.negative_prompt])
+        uncond = encode([options.negative_prompt], num_chunks)
     plan, noise_source = job.plan, _noise_source(pipe, options, job)
     if options.compat:  # the original draws noise at every call, if only to multiply it by zero
         plan = dataclasses.replace(plan, draws=plan.draws | True)
@@ -193,7 +210,7 @@ def _images(
     for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
         rows = range(first, min(first + options.batch_size, count))
         prompts = [job.prompts[row] for row in rows]
-        embeddings = generate.encode_prompts(pipe, prompts) if context is None else context[rows.start : rows.stop]
+        embeddings = encode(prompts, num_chunks) if context is None else context[rows.start : rows.stop]
         negative = None
         if uncond is not None:
             negative = uncond.expand(len(rows), -1, -1) if len(uncond) == 1 else uncond[rows.start : rows.stop]
@@ -201,7 +218,17 @@ def _images(
         noise, draw = noise_source(seeds)
 
         latents = noise
-        steps = generate.denoise(pipe, noise, embeddings, negative, plan, scale=job.scale, draw=draw)
+        steps = generate.denoise(
+            pipe,
+            noise,
+            embeddings,
+            negative,
+            plan,
+            scale=job.scale,
+            rescale=options.guidance_rescale,
+            percentile=options.dynamic_threshold,
+            draw=draw,
+        )
         for step, latents in enumerate(steps, start=1):
             if on_step is not None:
                 on_step(step, plan.num_steps, latents)
@@ -247,8 +274,16 @@ def _parameters(pipe: "Pipeline", options: Options, job: _Job, prompt: str, seed
         "Size": f"{w * factor}x{h * factor}",
         "Model": pipe.name,
     }
-    if options.eta is not None:
-        settings["Eta"] = options.eta
+    stated = {
+        "Schedule type": options.spacing,
+        "Eta": options.eta,
+        "Sigma churn": options.churn,
+        "Clip skip": options.clip_skip if options.clip_skip > 1 else None,
+        "Guidance rescale": options.guidance_rescale or None,
+        "Dynamic threshold": options.dynamic_threshold,
+        "Prompt syntax": options.prompt_syntax if options.prompt_syntax != "plain" else None,
+    }
+    settings |= {key: value for key, value in stated.items() if value is not None}
     if options.compat:
         settings["Noise"] = f"original script, image {seed - options.seed}"
     settings["Version"] = f"ldm_lite {ldm_lite.__version__}"

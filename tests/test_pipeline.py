@@ -140,6 +140,17 @@ def test_the_file_s_own_noise_schedule_is_used_and_said(
         ldm_lite.load(tmp_path / "zero", device="cpu")
 
 
+def test_zero_terminal_snr(tmp_path: Path, small_path: Path) -> None:
+    about = {**random_checkpoint.metadata(SMALL), "prediction": "v"}
+    save_file(load_file(small_path), tmp_path / "v", metadata=about)
+    assert ldm_lite.load(tmp_path / "v", device="cpu").schedule.alpha_bar[-1] > 0
+    assert ldm_lite.load(tmp_path / "v", device="cpu", zero_snr=True).schedule.alpha_bar[-1] == 0
+    save_file({**load_file(small_path), "ztsnr": torch.zeros(0)}, tmp_path / "marked", metadata=about)
+    assert ldm_lite.load(tmp_path / "marked", device="cpu").schedule.alpha_bar[-1] == 0
+    with pytest.raises(ValueError, match="eps prediction is undefined at zero terminal SNR"):
+        ldm_lite.load(small_path, device="cpu", zero_snr=True)
+
+
 def test_ignored_tensors_are_said_once(tmp_path: Path, small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     extra = {
         "mystery.weight": torch.zeros(1),

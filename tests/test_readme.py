@@ -2,8 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+from ldm_lite.diffusion.samplers import SAMPLERS
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,3 +38,27 @@ def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     exec(code)
     assert (tmp_path / "astronaut.png").exists()
+
+
+def test_the_sampler_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worked example runs, is of second order, and takes fewer than 20 lines."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "samplers.md").read_text(), re.DOTALL)
+    body = code[code.index("def ralston") : code.index("SAMPLERS[")].strip()
+    assert len(body.splitlines()) < 20
+    monkeypatch.setattr("ldm_lite.diffusion.samplers.SAMPLERS", dict(SAMPLERS))
+    monkeypatch.setattr("ldm_lite.diffusion.names.SAMPLERS", SAMPLERS | {})
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "x0")
+    errors = []
+    for steps in (50, 100):
+        plan = scope["ralston"](schedule, steps)
+        x = plan.level[0, 0] * 0.3 + plan.level[0, 1] * 1.7
+        registers = np.array([x, 0, 0, 0, 0])
+        for (a, s), mix in zip(plan.level[:-1], plan.mix[:-1], strict=True):  # data N(0, 1/4): x0 = a x / (a^2 + 4 s^2)
+            prediction = a * registers[0] / (a**2 + 4 * s**2)
+            registers = mix @ [*registers, prediction, 0]
+        a, s = plan.level[-1]
+        exact = x * np.hypot(a / 2, s) / np.hypot(plan.level[0, 0] / 2, plan.level[0, 1])
+        errors.append(abs(registers[0] - exact))
+    assert np.log2(errors[0] / errors[1]) > 1.9

@@ -80,6 +80,28 @@ def test_a_negative_prompt_and_the_scale_matter(bundled: Pipeline) -> None:
     assert not np.array_equal(images[0], images[2])
 
 
+def test_guidance_rescale_and_dynamic_threshold_matter(bundled: Pipeline) -> None:
+    plain, rescaled, clamped = (
+        next(txt2img(bundled, Options(prompt=APPLE, steps=5, scale=7.5, **extra))).array
+        for extra in ({}, {"guidance_rescale": 0.7}, {"dynamic_threshold": 0.9})
+    )
+    assert not np.array_equal(plain, rescaled)
+    assert not np.array_equal(plain, clamped)
+
+
+def test_a1111_syntax_and_long_prompts(bundled: Pipeline) -> None:
+    long = APPLE + ", " + "very good " * 60
+    results = [
+        next(txt2img(bundled, Options(prompt=prompt, steps=4, prompt_syntax=syntax))).array
+        for prompt, syntax in ((APPLE, "plain"), (APPLE, "a1111"), ("a (red:1.5) apple on a blue background", "a1111"))
+    ]
+    assert np.array_equal(results[0], results[1])
+    assert not np.array_equal(results[1], results[2])
+    [result] = txt2img(bundled, Options(prompt=long, steps=4, prompt_syntax="a1111", clip_skip=2))
+    assert "Clip skip: 2" in result.parameters
+    assert "Prompt syntax: a1111" in result.parameters
+
+
 def test_sizes(bundled: Pipeline) -> None:
     [result] = txt2img(bundled, Options(prompt=APPLE, steps=2, height=72, width=40))
     assert result.image.size == (40, 72)
@@ -104,7 +126,17 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
         (Options(prompt="a", n_iter=-1), "got n_iter -1, wanted 1 or more"),
         (Options(prompt="a", seed=-1), "got seed -1, wanted 0 to"),
         (Options(prompt="a", eta=1.5), "got eta 1.5, wanted 0 to 1"),
-        (Options(prompt="a", eta=0.5, sampler="plms"), "got eta 0.5, but plms adds no noise"),
+        (
+            Options(prompt="a", eta=0.5, sampler="plms"),
+            "got eta 0.5, but plms has none: leave it out, or take one of ddim",
+        ),
+        (
+            Options(prompt="a", churn=1.0),
+            "got churn 1.0, but ddim has none: leave it out, or take one of euler, heun, dpm2",
+        ),
+        (Options(prompt="a", spacing="x"), "unknown spacing 'x': wanted one of leading"),
+        (Options(prompt="a", guidance_rescale=2.0), "got guidance_rescale 2.0, wanted 0 to 1"),
+        (Options(prompt="a", dynamic_threshold=-1.0), "got dynamic_threshold -1.0, wanted 0 to 1"),
         (Options(prompt="a", compat=True, sampler="euler"), "--compat knows the samplers of the original script"),
         (Options(prompt="a", compat=True, steps=3), "the original scripts fail with 3 steps"),
         (Options(prompt="a", from_file="x.txt"), "got a prompt and --from-file"),

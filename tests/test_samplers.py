@@ -1,0 +1,53 @@
+"""The comparison of samplers, on the bundled model."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ldm_lite import samplers as command
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.samplers import Options, compare, table
+
+FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=100)
+
+
+def test_more_steps_and_higher_order_come_nearer(bundled: Pipeline) -> None:
+    rows = {row.name: row for row in compare(bundled, FEW)}
+    for name in ("ddim", "dpmpp_2m", "heun"):
+        errors = rows[name].errors
+        assert errors[5] > errors[10] > errors[20]
+    assert rows["dpmpp_2m"].errors[20] < rows["ddim"].errors[20] / 3
+    assert rows["heun"].calls == 39
+    assert rows["euler_a"].noise
+    assert not rows["euler_a"].errors
+    lines = table(list(rows.values()), [5, 10, 20]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert "err@20" in lines[0]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--samplers", "ddim", "--steps", "2,3", "--reference", "5", "--device", "cpu"]
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command.main([*arguments, "--out", os.fspath(tmp_path / "s.png")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1].startswith("ddim")
+    assert "no picture without matplotlib: pip install matplotlib" in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--samplers", "ddim", "--steps", "2,3", "--reference", "5", "--device", "cpu"]
+    assert command.main([*arguments, "--out", os.fspath(tmp_path / "s.png")]) == 0
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "a"], ["--samplers", "x"], ["--spacing", "x"], ["--steps", "0"], ["--reference", "2000"]]
+)
+def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*arguments, "--device", "cpu"]) == 2
+    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]) == 1
