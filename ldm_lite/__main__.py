@@ -6,7 +6,11 @@ import sys
 
 import ldm_lite
 
-COMMANDS = {"txt2img": "text to image", "samplers": "compare samplers: a table and a picture"}
+COMMANDS = {
+    "txt2img": "text to image",
+    "samplers": "compare samplers: a table and a picture",
+    "train": "train or fine-tune",
+}
 
 
 def main() -> int:

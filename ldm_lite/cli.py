@@ -228,6 +228,24 @@ class Progress:
             self._bar = None
 
 
+class TrainingBar:
+    """A progress bar over the steps of a training run, with its loss; call it after every step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._bar: Any = None
+
+    def __call__(self, step: int, loss: float | None) -> None:
+        """step counts from 1, or on from where the run was left; the bar appears with the first call."""
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=self._steps, initial=step - 1, unit="step")
+        self._bar.update()
+        if loss is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}")
+
+
 def memory() -> str:
     """Peak memory of this process so far (not known on Windows), and of CUDA if it was used, in words."""
     parts = []

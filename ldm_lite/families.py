@@ -290,6 +290,26 @@ def _described(unet: UNetSpec, vae: VAESpec, text: CLIPTextSpec, shapes: Shapes,
         raise ValueError(f"the metadata does not describe a model: {error}") from error
 
 
+def describe(family: Family) -> dict[str, str]:
+    """The metadata that identify() needs to know a family again that no row describes."""
+    about = {
+        "title": family.title,
+        "prediction": family.prediction,
+        "scale_factor": family.scale_factor,
+        "beta_start": family.beta_start,
+        "beta_end": family.beta_end,
+        "beta_schedule": "scaled_linear",
+        "num_timesteps": 1000,
+        "resolution": family.resolution,
+        "steps": family.steps,
+        "guidance": family.scale,
+        "unet_num_heads": family.unet.num_heads,
+        "text_num_heads": family.text.heads,
+        "text_activation": family.text.activation,
+    }
+    return {key: str(value) for key, value in about.items()}
+
+
 def nearest(shapes: Shapes) -> tuple[str, str]:
     """(name of the known UNet that shares most tensors with these shapes, the first key that differs)."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ldm_lite.checkpoint import EMA, on_meta
 from ldm_lite.diffusion.schedule import linear_betas
 from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, SD1, SD1_UNET, Family
+from ldm_lite.families import describe as metadata
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
@@ -70,21 +71,6 @@ def state_dict(family: Family, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     yield "alphas_cumprod", torch.from_numpy(np.cumprod(1 - betas)).float()
     length = torch.arange(family.text.length)[None]
     yield "cond_stage_model.transformer.text_model.embeddings.position_ids", length
-
-
-def metadata(family: Family) -> dict[str, str]:
-    """What the keys and shapes of an unknown network do not tell, as ldm_lite reads it."""
-    return {
-        "title": family.title,
-        "prediction": family.prediction,
-        "resolution": str(family.resolution),
-        "scale_factor": str(family.scale_factor),
-        "beta_start": str(family.beta_start),
-        "beta_end": str(family.beta_end),
-        "unet_num_heads": str(family.unet.num_heads),
-        "text_num_heads": str(family.text.heads),
-        "text_activation": family.text.activation,
-    }
 
 
 def lightning(weights: dict[str, Tensor]) -> dict[str, object]:

@@ -1,0 +1,266 @@
+"""Train a latent diffusion model: `python -m ldm_lite.train --stage autoencoder`, then `--stage diffusion --vae ...`.
+
+From nothing (--preset) or from a checkpoint (--ckpt), on a folder of captioned images (--data) or on what a Python
+file draws (--renderer).  Writes checkpoints in the original layout, whose main weights are the averages.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ldm_lite
+from ldm_lite import cli
+from ldm_lite.cli import LoadOptions, option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.training.data import Source
+    from ldm_lite.training.loop import Run
+    from ldm_lite.training.tasks import Task
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train, on what, and how."""
+
+    stage: str = option("diffusion", "what is trained", choices=("autoencoder", "diffusion"))
+    preset: str | None = option(None, "a small model to train from nothing: emoji64, emoji128")
+    data: str | None = option(None, "folder of images with captions: NAME.txt beside each, or a .jsonl")
+    renderer: str | None = option(None, "Python file whose scenes(resolution, ...) draws captioned images")
+    renderer_options: str = option("{}", "arguments of scenes(), as JSON")
+    scenes: int | None = option(None, "draw so many scenes once, and keep their latents (default: always new ones)")
+    out: str = option("outputs/train", "folder of the run")
+    resume: bool = option(False, "go on with the run in that folder")
+    steps: int = option(10_000, "optimiser steps of the whole run")
+    minutes: float | None = option(None, "stop after so many minutes; --resume goes on")
+    batch: int = option(64, "images at a time")
+    accumulate: int = option(1, "batches to an optimiser step")
+    lr: float = option(1e-3, "learning rate, after a warm-up and before a cosine down to 0")
+    warmup: int = option(200, "steps of the warm-up")
+    weight_decay: float = option(0.01, "AdamW's weight decay")
+    average: float = option(0.999, "share of the running average of the weights kept at every step", "--ema-decay")
+    clip: float = option(1.0, "most norm of the gradient")
+    freeze_text: bool = option(False, "leave the text encoder as it is")
+    caption_dropout: float = option(0.1, "share of captions left empty, for guidance")
+    min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)")
+    tokens: int = option(77, "tokens of a caption")
+    seed: int = option(0, "of weights, noise and order")
+    save_every: int = option(1000, "steps between checkpoints")
+    samples: str = option(
+        "a red apple on a blue background|rocket|cat|red heart", "prompts of the sample grid, | between"
+    )
+    workers: int = option(2, "processes that draw or read images")
+    compile: bool = option(False, "compile the network that is trained")
+    checkpointing: bool = option(False, "recompute activations in the backward pass, to save memory")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+def train(
+    options: Options, load: LoadOptions, on_step: "Callable[[int, float | None], None]" = lambda step, loss: None
+) -> Path:
+    """Run, or go on with, a training run -> the path of its checkpoint.  Raises ValueError, one line.
+
+    on_step gets the number of steps done, and now and then their mean loss.
+    """
+    import torch
+
+    from ldm_lite.training.loop import STATE, Recipe, Run
+
+    folder = Path(options.out)
+    if (folder / STATE).exists() and not options.resume:
+        raise ValueError(f"{folder}: holds a run already: go on with --resume, or take another --out")
+    torch.manual_seed(options.seed)
+    pipe = _start(options, load)
+    source = _source(options, pipe.family.resolution)
+    folder.mkdir(parents=True, exist_ok=True)
+    pipe, task, source = _task(options, pipe, source)
+    if options.checkpointing:
+        _checkpoint_activations(pipe.unet)
+    for weight in (p for network in task.networks.values() for p in network.parameters() if p.ndim == 4):
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    recipe = Recipe(
+        steps=options.steps,
+        batch=options.batch,
+        accumulate=options.accumulate,
+        lr=options.lr,
+        warmup=options.warmup,
+        weight_decay=options.weight_decay,
+        ema=options.average,
+        clip=options.clip,
+        seed=options.seed,
+        minutes=options.minutes,
+        save_every=options.save_every,
+        workers=options.workers,
+        bf16=pipe.device.type == "cuda" and torch.cuda.is_bf16_supported(),
+    )
+    run = Run(task, recipe, folder)
+    if options.resume and (folder / STATE).exists():
+        run.resume()
+        log.info("going on at step %d", run.step)
+    for network in task.networks.values() if options.compile else ():
+        network.compile()
+    run.fit(
+        source,
+        on_step=on_step,
+        on_save=lambda step: _save(options, pipe, run),
+    )
+    return folder / "model.safetensors"
+
+
+def _source(options: Options, resolution: int) -> "Source":
+    from ldm_lite.training.data import Drawn, open_folder, open_renderer
+
+    if (options.data is None) == (options.renderer is None):
+        raise ValueError("wanted either --data FOLDER or --renderer FILE.py")
+    if options.data is not None:
+        return open_folder(Path(options.data), resolution)
+    try:
+        arguments = json.loads(options.renderer_options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"got renderer options {options.renderer_options!r}, wanted JSON: {error}") from error
+    drawn = open_renderer(Path(str(options.renderer)), resolution, arguments)
+    return Drawn(drawn.draw, options.scenes)
+
+
+def _start(options: Options, load: LoadOptions) -> "Pipeline":
+    """The networks to begin with, float32: a checkpoint's, or a preset's with fresh weights (and --vae's)."""
+    import torch
+
+    from ldm_lite import checkpoint, fingerprint, hub, pipeline
+    from ldm_lite.diffusion.schedule import Schedule, linear_betas
+    from ldm_lite.families import parse_prediction
+    from ldm_lite.models.clip import CLIPTextEncoder
+    from ldm_lite.models.unet import UNet
+    from ldm_lite.models.vae_kl import AutoencoderKL
+    from ldm_lite.runtime.precision import pick_device
+    from ldm_lite.tokenizer import CLIPTokenizer
+    from ldm_lite.training.presets import PRESETS, initialise, initialise_text
+
+    if options.preset is None:
+        return ldm_lite.load(**{**load.arguments(), "dtype": "fp32"})
+    if options.preset not in PRESETS:
+        raise ValueError(f"unknown preset {options.preset!r}: wanted one of {', '.join(PRESETS)}")
+    device, family = pick_device(load.device), PRESETS[options.preset]
+    if load.prediction is not None:
+        family = replace(family, prediction=parse_prediction(load.prediction))
+    found = None
+    if load.vae is not None:
+        found = checkpoint.split(checkpoint.open_checkpoint(hub.resolve(load.vae))).get("vae")
+        if found is None:
+            raise ValueError(f"{load.vae}: holds no autoencoder")
+        family = replace(family, vae=fingerprint.infer_vae(found.shapes))
+    elif options.stage == "diffusion":
+        raise ValueError(
+            "a new diffusion model needs an autoencoder: train one with --stage autoencoder, and name it with --vae"
+        )
+    with torch.device(device):
+        unet, vae, text = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
+    initialise(unet)
+    initialise_text(text)
+    if found is not None:
+        checkpoint.load_weights(vae, found, "vae", device, torch.float32)
+    schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+    tokenizer = CLIPTokenizer(family.text.length)
+    return pipeline.Pipeline("model", family, schedule, tokenizer, unet, vae, text, f"{family.title}, fresh weights")
+
+
+def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, Task, Source]":
+    """What is trained; the pipeline with its measured scale factor; and the source, encoded if it comes to an end."""
+    import torch
+
+    from ldm_lite.training.data import encode, order
+    from ldm_lite.training.tasks import AutoencoderTask, DiffusionTask, measure_scale
+
+    if options.stage == "autoencoder":
+        return pipe, AutoencoderTask(pipe.vae), source
+    pipe.vae.requires_grad_(False).eval()
+    if options.preset is not None:
+        pixels = torch.stack(
+            [source.example(i)[0] for i in order(source, options.seed, 0, min(512, source.size or 512))]
+        )
+        pipe = replace(pipe, family=replace(pipe.family, scale_factor=measure_scale(pipe.vae, pixels)))
+        log.info("scale factor %.4f", pipe.family.scale_factor)
+    if source.size is not None:
+        log.info("encoding %d images", source.size)
+        source = encode(source, pipe.vae, options.batch, options.workers)
+    task = DiffusionTask(
+        pipe.unet,
+        pipe.text_encoder,
+        pipe.vae,
+        pipe.schedule,
+        pipe.family.scale_factor,
+        train_text=not options.freeze_text,
+        caption_dropout=options.caption_dropout,
+        min_snr=options.min_snr,
+        tokens=options.tokens,
+    )
+    return pipe, task, source
+
+
+def _checkpoint_activations(unet: "nn.Module") -> None:
+    """Recompute each block in the backward pass.  Chen et al. 2016."""
+    import functools
+
+    from torch.utils.checkpoint import checkpoint
+
+    from ldm_lite.models.unet import Block
+
+    for module in unet.modules():
+        if isinstance(module, Block):
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
+    """Write the checkpoint with the averages as its weights, and a grid of samples beside it."""
+    import torch
+    from safetensors.torch import save_file
+
+    from ldm_lite.families import describe
+    from ldm_lite.image import grid
+    from ldm_lite.training.loop import write_whole
+    from ldm_lite.txt2img import Options as Txt2Img
+    from ldm_lite.txt2img import txt2img
+
+    average = replace(pipe, **run.average)  # type: ignore[arg-type]
+    prefixes = {
+        "vae": "first_stage_model.",
+        "unet": "model.diffusion_model.",
+        "text_encoder": "cond_stage_model.transformer.text_model.",
+    }
+    kept = ["vae"] if options.stage == "autoencoder" else list(prefixes)
+    tensors = {
+        prefixes[name] + key: value.to("cpu", torch.float16).contiguous()
+        for name in kept
+        for key, value in getattr(average, name).state_dict().items()
+    }
+    about = describe(average.family) if options.stage == "diffusion" else {"step": str(run.step)}
+    about["step"] = str(run.step)
+    write_whole(run.folder / "model.safetensors", lambda path: save_file(tensors, path, metadata=about))
+    if options.stage == "diffusion":
+        prompts = options.samples.split("|")
+        images = [
+            result.image
+            for prompt in prompts
+            for result in txt2img(average, Txt2Img(prompt=prompt, sampler="dpmpp_2m", steps=20, n_samples=4))
+        ]
+        sheet = grid(images, columns=4)
+        write_whole(run.folder / f"samples-{run.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line -> its exit status."""
+    about = __doc__.splitlines()[0]
+    (options, load), _ = cli.parse(argv, "train", about, (Options, LoadOptions))
+    return cli.run(lambda: print(train(options, load, cli.TrainingBar(options.steps))), debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Training runs, on a miniature checkpoint: they learn, resume exactly, and end in one line when something is wrong."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import ldm_lite
+from ldm_lite import train as command
+from ldm_lite.cli import LoadOptions
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.train import Options, train
+from ldm_lite.training import loop
+from ldm_lite.txt2img import Options as Txt2Img
+from ldm_lite.txt2img import txt2img
+
+
+@pytest.fixture(autouse=True)
+def _log_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "CHECK_EVERY", 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six captioned images."""
+    path = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for i in range(6):
+        Image.fromarray(random.integers(0, 255, (70, 90, 3), dtype=np.uint8)).save(path / f"{i}.png")
+        (path / f"{i}.txt").write_text(f"picture {i}\n")
+    return path
+
+
+def options(folder: Path, out: Path, **extra: object) -> Options:
+    given = {"steps": 4, "batch": 2, "warmup": 2, "workers": 0, "save_every": 2, "samples": "picture 1", "lr": 1e-3}
+    return Options(data=os.fspath(folder), out=os.fspath(out), **{**given, **extra})  # type: ignore[arg-type]
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def load_options(path: Path) -> LoadOptions:
+    return LoadOptions(ckpt=os.fspath(path), device="cpu")
+
+
+def test_fine_tuning_writes_an_original_checkpoint(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    path = train(options(folder, tmp_path), load_options(small_path))
+    before, after = ldm_lite.load(small_path, device="cpu"), ldm_lite.load(path, device="cpu")
+    assert after.family == before.family
+    assert not torch.equal(after.unet.out[2].weight, before.unet.out[2].weight)
+    assert torch.equal(after.vae.decoder.conv_in.weight, before.vae.decoder.conv_in.weight.half().float())
+    assert [path.name for path in sorted(tmp_path.glob("samples*"))] == ["samples-0000002.png", "samples-0000004.png"]
+    assert len(losses(tmp_path)) == 4
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["step"] == "4"
+    assert not list(tmp_path.glob(".*"))
+    [result] = txt2img(after, Txt2Img(prompt="picture 1", steps=2))
+    assert np.isfinite(result.pixels.numpy()).all()
+
+
+@pytest.mark.parametrize("extra", [{}, {"accumulate": 2, "min_snr": 5.0}, {"freeze_text": True, "checkpointing": True}])
+def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
+    tmp_path: Path, folder: Path, small_path: Path, extra: dict[str, object]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(options(folder, whole, **extra), load_options(small_path))
+    for i in range(4):  # minutes 0: one step at a time
+        train(options(folder, parts, minutes=0.0, resume=i > 0, **extra), load_options(small_path))
+    assert losses(parts) == losses(whole)
+    assert len(losses(whole)) == 4
+
+
+def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path), load_options(small_path))
+    wanted = losses(tmp_path)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["step"] == 4
+    train(options(folder, tmp_path / "again", minutes=0.0), load_options(small_path))
+    with open(tmp_path / "again" / "log.jsonl", "a") as log:  # as if it had gone on, and was killed
+        log.write('{"step": 2, "loss": 99.0}\n')
+    train(options(folder, tmp_path / "again", resume=True), load_options(small_path))
+    assert losses(tmp_path / "again") == wanted
+
+
+def test_overfitting_a_few_images_lowers_the_loss(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, steps=40, batch=6, save_every=100), load_options(small_path))
+    got = losses(tmp_path)
+    assert np.mean(got[-10:]) < 0.8 * np.mean(got[:5])
+
+
+def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    path = train(options(folder, tmp_path, stage="autoencoder", steps=12, batch=3, lr=2e-3), load_options(small_path))
+    got = losses(tmp_path)
+    assert np.mean(got[-3:]) < np.mean(got[:3])
+    pipe = ldm_lite.load(small_path, vae=path, device="cpu")
+    assert isinstance(pipe, Pipeline)
+
+
+def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
+    (tmp_path / "grey.py").write_text(
+        "from PIL import Image\n"
+        "def scenes(resolution, level=0):\n"
+        "    return lambda i: (Image.new('RGB', (resolution, resolution), (level, i % 256, 0)), f'grey {i}')\n"
+    )
+    for name, extra in (("new", {}), ("kept", {"scenes": 5})):
+        drawn = Options(
+            renderer=os.fspath(tmp_path / "grey.py"),
+            renderer_options='{"level": 100}',
+            out=os.fspath(tmp_path / name),
+            steps=2,
+            batch=2,
+            workers=0,
+            samples="grey 1",
+            **extra,
+        )
+        train(drawn, load_options(small_path))
+        assert len(losses(tmp_path / name)) == 2
+
+
+def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [{"file_name": os.fspath(folder / f"{i}.png"), "text": f"picture {i}"} for i in range(3)]
+    (data / "captions.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    train(options(data, tmp_path / "out", steps=1), load_options(small_path))
+
+
+def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
+    kept = (tmp_path / "state.pt").read_bytes()
+    message = (
+        r"(loss is nan|loss is inf|weights are not finite) at step \d+: take a lower --lr; the state of step 1 is kept"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(options(folder, tmp_path, resume=True, lr=1e36, steps=50), load_options(small_path))
+    assert (tmp_path / "state.pt").read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "wanted either --data FOLDER or --renderer FILE.py"),
+        (["--data", "DATA", "--renderer", "x.py"], "wanted either --data FOLDER or --renderer FILE.py"),
+        (["--data", "none"], "none: is no folder, wanted one with captioned images"),
+        (["--data", "EMPTY"], "holds no images"),
+        (["--data", "UNCAPTIONED"], "has no caption: wanted a.txt beside it"),
+        (["--data", "BLANK"], "its caption is empty"),
+        (["--data", "BROKEN"], "cannot be read as an image"),
+        (["--data", "LIST"], "captions.jsonl, line 1: wanted"),
+        (["--renderer", "none.py"], "is no Python file"),
+        (["--preset", "huge", "--data", "DATA"], "unknown preset 'huge': wanted one of emoji64"),
+        (["--preset", "emoji64", "--data", "DATA"], "a new diffusion model needs an autoencoder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    folder: Path,
+    small_path: Path,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    image = (folder / "0.png").read_bytes()
+    contents: dict[str, dict[str, bytes]] = {
+        "DATA": {"a.png": image, "a.txt": b"a"},
+        "EMPTY": {},
+        "UNCAPTIONED": {"a.png": image},
+        "BLANK": {"a.png": image, "a.txt": b" \n"},
+        "BROKEN": {"a.png": b"nothing", "a.txt": b"a"},
+        "LIST": {"captions.jsonl": b"{}\n"},
+    }
+    for name, files in contents.items():
+        (tmp_path / name).mkdir()
+        for file, data in files.items():
+            (tmp_path / name / file).write_bytes(data)
+    base = [] if "--preset" in arguments else ["--ckpt", os.fspath(small_path)]
+    assert command.main([*arguments, *base, "--device", "cpu", "--workers", "0", "--steps", "1", "--batch", "1"]) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in error
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, steps=1), load_options(small_path))
+    with pytest.raises(ValueError, match="holds a run already: go on with --resume, or take another --out"):
+        train(options(folder, tmp_path, steps=1), load_options(small_path))
+    with pytest.raises(ValueError, match="is not the state of this run"):
+        train(options(folder, tmp_path, resume=True, stage="autoencoder"), load_options(small_path))
