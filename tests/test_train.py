@@ -134,9 +134,7 @@ def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) ->
 def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
     kept = (tmp_path / "state.pt").read_bytes()
-    message = (
-        r"(loss is nan|loss is inf|weights are not finite) at step \d+: take a lower --lr; the state of step 1 is kept"
-    )
+    message = r"the loss is (nan|inf) at step \d+: take a lower --lr; the state of step 1 is kept"
     with pytest.raises(ValueError, match=message):
         train(options(folder, tmp_path, resume=True, lr=1e36, steps=50), load_options(small_path))
     assert (tmp_path / "state.pt").read_bytes() == kept

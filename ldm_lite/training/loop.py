@@ -68,9 +68,7 @@ class Run:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state to resume from, whole or not at all.  Raises ValueError if weights are not finite."""
-        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
-            raise ValueError(f"the weights are not finite at step {self.step}: take a lower --lr; {self._kept()}")
+        """Write the state to resume from, whole or not at all."""
         state = {
             "step": self.step,
             "networks": {name: network.state_dict() for name, network in self.task.networks.items()},
@@ -126,9 +124,13 @@ class Run:
             last = out_of_time or self.step == recipe.steps
             mean = None
             if self.step % CHECK_EVERY == 0 or last:
-                mean, losses = self._check(losses, start), []
+                mean, losses = self._check(float(torch.stack(losses).mean())), []
+                row = {"step": self.step, "loss": mean, "seconds": round(time.perf_counter() - start, 2)}
+                with open(self.folder / LOG, "a", encoding="utf-8") as log:
+                    log.write(json.dumps(row) + "\n")
             on_step(self.step, mean)
             if self.step % recipe.save_every == 0 or last:
+                self._verify()
                 self.save()
                 on_save(self.step)
             if last:
@@ -142,7 +144,7 @@ class Run:
         random = torch.Generator().manual_seed(recipe.seed * 2**32 + self.step)
         total = torch.zeros((), device=self.device)
         for _ in range(recipe.accumulate):
-            pixels, captions = next(micro)
+            self._last = pixels, captions = next(micro)
             autocast = torch.autocast(self.device.type, torch.bfloat16) if recipe.bf16 else contextlib.nullcontext()
             with autocast:
                 loss = self.task.loss(pixels, captions, random) / recipe.accumulate
@@ -164,15 +166,16 @@ class Run:
     def _kept(self) -> str:
         return f"the state of step {self.saved} is kept in {self.folder}" if self.saved else "nothing was saved yet"
 
-    def _check(self, losses: list[Tensor], start: float) -> float:
-        """The mean of the losses, logged.  Raises ValueError if it is not finite."""
-        mean = float(torch.stack(losses).mean())
-        if not math.isfinite(mean):
-            raise ValueError(f"the loss is {mean} at step {self.step}: take a lower --lr; {self._kept()}")
-        row = {"step": self.step, "loss": mean, "seconds": round(time.perf_counter() - start, 2)}
-        with open(self.folder / LOG, "a", encoding="utf-8") as log:
-            log.write(json.dumps(row) + "\n")
-        return mean
+    def _check(self, loss: float) -> float:
+        """The loss itself.  Raises ValueError if it is not finite."""
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss} at step {self.step}: take a lower --lr; {self._kept()}")
+        return loss
+
+    @torch.no_grad()
+    def _verify(self) -> None:
+        """Raises ValueError if the weights, as they are now, give the last batch a loss that is not finite."""
+        self._check(float(self.task.loss(*self._last, torch.Generator().manual_seed(0))))
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
