@@ -1,22 +1,24 @@
 """Make tests/data/networks.npz and tests/data/samplers.npz: what independent implementations compute.
 
-    pip install diffusers transformers einops omegaconf
+    pip install diffusers transformers einops omegaconf scipy
     git clone https://github.com/CompVis/stable-diffusion && git clone https://github.com/crowsonkb/k-diffusion
     git clone https://github.com/Stability-AI/stablediffusion && git clone https://github.com/Stability-AI/generative-models
     python scripts/make_goldens.py --originals .
 
 The folder holds the repositories under these names, a checkout each; nothing of them is copied.
 The networks are the originals' own classes, and diffusers' and transformers', filled with toy.fill's weights, in
-float32.  The samplers are CompVis' DDIMSampler and PLMSSampler and k-diffusion's functions, on toy.denoiser in
-float64: with float64 as torch's default dtype, and alphas_cumprod in float64, all their arithmetic is in it (their
-float32 buffers are not used in sampling).  What is changed in them: the samplers of CompVis keep their tables on the
-CPU, noise comes from toy.noises, and imports that are not needed are replaced by empty modules.
+float32.  The samplers are CompVis' DDIMSampler and PLMSSampler, k-diffusion's functions and diffusers' schedulers, on
+toy.denoiser in float64: with float64 as torch's default dtype, and alphas_cumprod (and UniPC's and DEIS' sigmas) in
+float64, all their arithmetic is in it (their float32 buffers are not used in sampling).  What is changed in them: the
+samplers of CompVis keep their tables on the CPU, noise comes from toy.noises, and imports that are not needed are
+replaced by empty modules.  Spacings are k-diffusion's, diffusers' (trailing) and scipy's quantiles (beta).
 """
 
 import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -25,11 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest import mock
 
 import diffusers
 import numpy as np
 import peers
+import scipy.stats
 import torch
 import toy
 import transformers
@@ -56,7 +59,7 @@ def repository(path: Path, packages: tuple[str, ...] = (), stubs: tuple[str, ...
         try:
             importlib.import_module(name)
         except ImportError:
-            sys.modules[name] = MagicMock()
+            sys.modules[name] = mock.MagicMock()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
     sys.path.remove(str(path))
@@ -265,41 +268,152 @@ def k_sampler(sampling: ModuleType, external: ModuleType, alpha_bar: Tensor, run
     """A sampler of k-diffusion: y = x0 + sigma eps (N+1, B,C,h,w), the first of which is noise, and sigma (N+1,)."""
     wrapper = {"eps": external.DiscreteEpsDDPMDenoiser, "v": external.DiscreteVDDPMDenoiser}[run.prediction]
     model = wrapper(toy.denoiser, alpha_bar, quantize=False)
-    if run.spacing == "karras":
-        sigmas = sampling.get_sigmas_karras(run.steps, float(model.sigma_min), float(model.sigma_max))
-    else:
-        sigmas = model.get_sigmas(run.steps)
+    sigmas = k_sigmas(sampling, model, run.spacing, run.steps)
     fresh = iter(torch.from_numpy(toy.noises(40)))
-    ys: list[Tensor] = []
-    sampler: Callable[..., Tensor] = getattr(
-        sampling, "sample_" + {"euler_a": "euler_ancestral"}.get(run.sampler, run.sampler)
+    start = next(fresh) * sigmas[0]
+    options: dict[str, Any] = {} if run.eta is None else {"eta": run.eta}
+    if run.sampler == "dpmpp_sde":
+        options["noise_sampler"] = brownian(fresh)
+    elif run.sampler.endswith(("_a", "_sde")):
+        options["noise_sampler"] = lambda *_: next(fresh)
+    churning: Any = contextlib.nullcontext()
+    if run.churn is not None:
+        # There, the noise that raises the first sigma is apart from the start's; here the two are one.
+        options["s_churn"], start = run.churn, start * (1 + min(run.churn / run.steps, 2**0.5 - 1))
+        extra = itertools.chain([torch.zeros(toy.SHAPE)], fresh)
+        churning = mock.patch.object(torch, "randn_like", side_effect=extra)
+    name = {"dpm2": "dpm_2", "dpm2_a": "dpm_2_ancestral"}.get(run.sampler, run.sampler.replace("_a", "_ancestral"))
+    calls: list[dict[str, Tensor]] = []
+    with churning:
+        last = getattr(sampling, f"sample_{name}")(model, start, sigmas, callback=calls.append, **options)
+    y, sigma = (torch.stack([call[key] for call in calls]) for key in ("x", "sigma_hat"))
+    return {"y": torch.cat([y, last[None]]), "sigma": torch.cat([sigma, sigmas[-1:]])}
+
+
+def k_sigmas(sampling: ModuleType, model: Any, spacing: str, steps: int) -> Tensor:
+    """k-diffusion's sigmas (N+1,), the last of which is 0."""
+    if spacing == "linspace":
+        return model.get_sigmas(steps)
+    if spacing == "sgm_uniform":
+        return sampling.append_zero(model.t_to_sigma(torch.linspace(999, 0, steps + 1)[:-1]))
+    make = {"karras": sampling.get_sigmas_karras, "exponential": sampling.get_sigmas_exponential}[spacing]
+    return make(steps, float(model.sigma_min), float(model.sigma_max))
+
+
+def brownian(fresh: Iterator[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A noise_sampler whose increments of one motion W(sigma) come from fresh: asked from one sigma to ever lower ones.
+
+    It returns (W(end) - W(start)) / sqrt(start - end), as BrownianTreeNoiseSampler does.
+    """
+    path: list[tuple[Tensor, Tensor]] = []  # (sigma, W) from the start of a step
+
+    def noise(start: Tensor, end: Tensor) -> Tensor:
+        if not path or path[0][0] != start:
+            path[:] = [(start, torch.zeros(toy.SHAPE))]
+        sigma, w = path[-1]
+        path.append((end, w + (sigma - end).sqrt() * next(fresh)))
+        return path[-1][1] / (start - end).sqrt()
+
+    return noise
+
+
+DIFFUSERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddim": ("ddim", {"clip_sample": False, "set_alpha_to_one": True}),
+    "ddpm": ("ddpm", {"clip_sample": False, "variance_type": "fixed_small"}),
+    "lcm": ("lcm", {}),
+    "unipc": ("unipc_multistep", {"solver_order": 2, "solver_type": "bh2", "final_sigmas_type": "zero"}),
+    "deis": ("deis_multistep", {"solver_order": 3, "lower_order_final": False}),
+}
+
+
+def diffusers_sampler(alpha_bar: Tensor, run: toy.Run, sigmas: Tensor | None, t: Tensor | None) -> Arrays:
+    """A scheduler of diffusers: the latents (N+1, B,C,h,w), the first of which is noise, and timesteps (N,).
+
+    UniPC and DEIS take sigmas (N+1,) and t (N,) from outside, others make their own.
+    """
+    name, options = DIFFUSERS[run.sampler]
+    module = importlib.import_module(f"diffusers.schedulers.scheduling_{name}")
+    scheduler_class = next(
+        value for key, value in vars(module).items() if key.lower() == f"{name}scheduler".replace("_", "")
     )
-    source: dict[str, Any] = {"noise_sampler": lambda *_: next(fresh)} if run.sampler == "euler_a" else {}
-    if run.eta is not None:
-        source["eta"] = run.eta
-    last = sampler(model, next(fresh) * sigmas[0], sigmas, callback=lambda now: ys.append(now["x"]), **source)
-    return {"y": torch.stack([*ys, last]), "sigma": sigmas}
+    prediction = {"eps": "epsilon", "v": "v_prediction"}[run.prediction]
+    scheduler = scheduler_class(prediction_type=prediction, **options)
+    own = {"timestep_spacing": run.spacing} if run.spacing in ("leading", "trailing") else {}
+    scheduler.register_to_config(steps_offset=1, **own)
+    scheduler.set_timesteps(run.steps)
+    scheduler.alphas_cumprod = alpha_bar
+    noises = torch.from_numpy(toy.noises(40))
+    start, num_calls = noises[0], run.steps
+    if sigmas is not None:
+        scheduler.sigmas, scheduler.timesteps = sigmas, t
+        start = start * sigmas[0] / (1 + sigmas[0] ** 2).sqrt()
+        num_calls -= not run.clean
+    elif run.sampler == "ddpm" and run.spacing == "leading":
+        scheduler.timesteps = torch.cat([scheduler.timesteps, torch.tensor([0])])  # where the last step leads
+    elif run.sampler == "ddpm":
+        noises[run.steps] = 0  # it adds 1e-10 of noise to the result
+    xs = [start]
+    with mock.patch.object(module, "randn_tensor", side_effect=noises[1:], create=True):
+        for now in scheduler.timesteps[:num_calls]:
+            out = toy.denoiser(xs[-1], now.double().expand(toy.SHAPE[0]))
+            eta = {} if run.eta is None else {"eta": run.eta}
+            xs.append(scheduler.step(out, now, xs[-1], **eta).prev_sample)
+    return {"x": torch.stack(xs), "t": scheduler.timesteps[:num_calls].double()}
+
+
+def spacings(sampling: ModuleType, model: Any) -> Arrays:
+    """The levels of toy.SPACINGS: sigmas, or timesteps for trailing and beta."""
+    arrays: Arrays = {}
+    for spacing, counts in toy.SPACINGS.items():
+        for steps in counts:
+            if spacing == "trailing":
+                scheduler = diffusers.DDIMScheduler(timestep_spacing="trailing")
+                scheduler.set_timesteps(steps)
+                levels = scheduler.timesteps.double()
+            elif spacing == "beta":
+                quantiles = scipy.stats.beta.ppf(1 - np.linspace(0, 1, steps, endpoint=False), 0.6, 0.6)
+                levels = torch.from_numpy(quantiles * 999)
+            else:
+                levels = k_sigmas(sampling, model, spacing, steps)
+            arrays[f"spacing.{spacing}.{steps}"] = levels
+    return arrays
 
 
 def samplers(originals: Path) -> Arrays:
-    """The trajectory of every run of toy.RUNS."""
+    """The trajectory of every run of toy.RUNS, and the levels of toy.SPACINGS."""
     arrays: Arrays = {}
+
+    def keep(name: str, made: Arrays) -> None:
+        arrays.update({f"{name}.{key}": value for key, value in made.items()})
+
     with repository(originals / "stable-diffusion"):
         util = importlib.import_module("ldm.modules.diffusionmodules.util")
         betas = torch.from_numpy(util.make_beta_schedule("linear", 1000, 0.00085, 0.012))
         alpha_bar = torch.cumprod(1 - betas, dim=0)
         for name, run in toy.RUNS.items():
-            if run.sampler in ("ddim", "plms"):
+            if run.sampler in ("ddim", "plms") and run.spacing != "trailing":
                 module = importlib.import_module(f"ldm.models.diffusion.{run.sampler}")
-                made = compvis_sampler(module, f"{run.sampler.upper()}Sampler", alpha_bar, run)
-                arrays |= {f"{name}.{key}": value for key, value in made.items()}
-    stubs = ("scipy", "torchdiffeq", "torchsde", "torchvision.transforms", "torchvision")
+                keep(name, compvis_sampler(module, f"{run.sampler.upper()}Sampler", alpha_bar, run))
+    stubs = ("torchdiffeq", "torchsde", "torchvision.transforms", "torchvision")
     with repository(originals / "k-diffusion", ("k_diffusion",), stubs):
         sampling, external = (importlib.import_module(f"k_diffusion.{name}") for name in ("sampling", "external"))
+        model = external.DiscreteEpsDDPMDenoiser(toy.denoiser, alpha_bar, quantize=False)
         for name, run in toy.RUNS.items():
-            if run.sampler not in ("ddim", "plms"):
-                made = k_sampler(sampling, external, alpha_bar, run)
-                arrays |= {f"{name}.{key}": value for key, value in made.items()}
+            if run.sampler in ("unipc", "deis"):
+                if run.spacing == "leading":
+                    t = torch.arange(run.steps).flip(0) * (1000.0 // run.steps) + 1
+                    sigmas = torch.cat([model.t_to_sigma(t), model.sigmas[:1]])
+                else:
+                    sigmas = k_sigmas(sampling, model, run.spacing, run.steps)
+                    t = model.sigma_to_t(sigmas[:-1])
+                keep(name, diffusers_sampler(alpha_bar, run, sigmas, t))
+            elif run.sampler in ("ddpm", "lcm") or run.spacing == "trailing":
+                rescaled = diffusers.schedulers.scheduling_ddim.rescale_zero_terminal_snr(betas)
+                used = torch.cumprod(1 - rescaled, dim=0) if run.zero_snr else alpha_bar
+                keep(name, diffusers_sampler(used, run, None, None))
+            elif run.sampler not in ("ddim", "plms"):
+                keep(name, k_sampler(sampling, external, alpha_bar, run))
+        arrays |= spacings(sampling, model)
     return arrays
 
 
@@ -308,7 +422,7 @@ def samplers(originals: Path) -> Arrays:
 
 def made_with(originals: Path) -> str:
     """Versions and commits, as JSON."""
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    versions = {module.__name__: module.__version__ for module in (torch, np, scipy, diffusers, transformers)}
     for name in (*ORIGINAL_UNETS, "k-diffusion"):
         git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
         versions[name] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -161,6 +161,9 @@ class Run:
     eta: float | None = None
     prediction: str = "eps"
     scale: float | None = None  # of guidance
+    churn: float | None = None
+    zero_snr: bool = False  # at the last timestep
+    clean: bool = True  # False: their last step, to clean, is undefined, and left out
 
 
 # Of 13 linspace steps every timestep is a multiple of 1/4: k-diffusion rounds them to float32, which then is exact.
@@ -182,4 +185,50 @@ RUNS = {
     "dpmpp_2m.karras": Run("dpmpp_2m", 20, "karras"),
     "dpmpp_2m.karras.v": Run("dpmpp_2m", 20, "karras", prediction="v"),
     "euler_a.linspace.v": Run("euler_a", 13, "linspace", prediction="v"),
+    "euler.karras.churn": Run("euler", 12, "karras", churn=3.0),
+    "heun.linspace": Run("heun", 13, "linspace"),
+    "heun.karras": Run("heun", 12, "karras"),
+    "heun.karras.churn": Run("heun", 12, "karras", churn=3.0),
+    "dpm2.linspace": Run("dpm2", 13, "linspace"),
+    "dpm2.karras": Run("dpm2", 12, "karras"),
+    "dpm2.karras.churn": Run("dpm2", 12, "karras", churn=6.0),
+    "dpm2_a.linspace": Run("dpm2_a", 13, "linspace"),
+    "dpm2_a.karras": Run("dpm2_a", 12, "karras"),
+    "dpm2_a.karras.eta0.3": Run("dpm2_a", 12, "karras", eta=0.3),
+    "lms.linspace": Run("lms", 13, "linspace"),
+    "lms.karras": Run("lms", 12, "karras"),
+    "dpmpp_2s_a.linspace": Run("dpmpp_2s_a", 13, "linspace"),
+    "dpmpp_2s_a.karras": Run("dpmpp_2s_a", 12, "karras"),
+    "dpmpp_2s_a.karras.eta0.3": Run("dpmpp_2s_a", 12, "karras", eta=0.3),
+    "dpmpp_sde.linspace": Run("dpmpp_sde", 13, "linspace"),
+    "dpmpp_sde.karras": Run("dpmpp_sde", 12, "karras"),
+    "dpmpp_sde.karras.eta0.3": Run("dpmpp_sde", 12, "karras", eta=0.3),
+    "dpmpp_2m_sde.linspace": Run("dpmpp_2m_sde", 13, "linspace"),
+    "dpmpp_2m_sde.karras": Run("dpmpp_2m_sde", 12, "karras"),
+    "dpmpp_2m_sde.karras.eta0.3": Run("dpmpp_2m_sde", 12, "karras", eta=0.3),
+    "dpmpp_3m_sde.linspace": Run("dpmpp_3m_sde", 13, "linspace"),
+    "dpmpp_3m_sde.karras": Run("dpmpp_3m_sde", 12, "karras"),
+    "dpmpp_3m_sde.exponential.eta0.3": Run("dpmpp_3m_sde", 12, "exponential", eta=0.3),
+    "unipc.linspace": Run("unipc", 13, "linspace"),
+    "unipc.karras": Run("unipc", 12, "karras"),
+    "unipc.karras.v": Run("unipc", 12, "karras", prediction="v"),
+    "deis.leading": Run("deis", 20, "leading"),
+    "deis.karras": Run("deis", 12, "karras", clean=False),
+    "ddpm.leading": Run("ddpm", 10, "leading"),
+    "ddpm.trailing": Run("ddpm", 12, "trailing"),
+    "ddpm.trailing.v": Run("ddpm", 12, "trailing", prediction="v"),
+    "lcm.4": Run("lcm", 4, "lcm"),
+    "lcm.8": Run("lcm", 8, "lcm"),
+    "ddim.trailing": Run("ddim", 20, "trailing", eta=0.0),
+    "ddim.zero_snr.v": Run("ddim", 20, "trailing", eta=0.0, prediction="v", zero_snr=True),
+    "ddim.zero_snr.eta0.5.v": Run("ddim", 20, "trailing", eta=0.5, prediction="v", zero_snr=True),
+}
+
+# Spacings and step counts whose levels are stored: sigmas, or timesteps for trailing and beta.
+SPACINGS = {
+    "karras": (1, 2, 12, 50),
+    "exponential": (1, 2, 12, 50),
+    "sgm_uniform": (4, 12, 24),  # timesteps are then multiples of 1/8, exact in float32
+    "trailing": (1, 3, 7, 16, 20, 30, 48, 80, 400, 999, 1000),  # 16, 48, 80 and 400 have halves to round
+    "beta": (1, 2, 10, 30, 200),
 }

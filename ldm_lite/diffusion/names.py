@@ -49,6 +49,9 @@ ALIASES = {
     "heundiscrete": "heun",
     "eulerdiscrete": "euler",
     "eulerancestraldiscrete": "euler_a",
+    "kdpm_2": "dpm2",
+    "kdpm_2_a": "dpm2_a",
+    "uni_pc_bh2": "unipc",
     "kdpm2discrete": "dpm2",
     "kdpm2ancestraldiscrete": "dpm2_a",
 }
@@ -66,9 +69,10 @@ def resolve(name: str) -> tuple[str, str | None]:
             key, spacing = key.removesuffix(suffix), meant
     key = ALIASES.get(key, key)
     if key not in SAMPLERS:
-        near = difflib.get_close_matches(key, [*SAMPLERS, *ALIASES], n=3, cutoff=0.4) or list(SAMPLERS)
+        near = difflib.get_close_matches(key, [*SAMPLERS, *ALIASES], n=3, cutoff=0.4)
         near = list(dict.fromkeys(ALIASES.get(each, each) for each in near))
-        raise ValueError(f"unknown sampler {name!r}: did you mean {' or '.join(near)}? (all: {', '.join(SAMPLERS)})")
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown sampler {name!r}: {hint}(all: {', '.join(SAMPLERS)})")
     return key, spacing
 
 

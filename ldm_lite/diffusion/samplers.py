@@ -16,11 +16,22 @@ from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Schedule
 # ---- in the variance-preserving scale -------------------------------------------------------------------------------
 
 
-def _transfer(now: Level, after: Level, eps: Array, x: Array = X, sigma: float = 0.0) -> Array:
+def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0.0) -> Array:
     """x at one level -> the next, by DDIM's update with a given eps.  Song et al. 2021, eq. 12."""
     with np.errstate(divide="ignore", invalid="ignore"):  # at zero SNR; Rows.plan reports it
         x0 = (x - now.s * eps) / now.a
-    return after.a * x0 + np.sqrt(after.s**2 - sigma**2) * eps + sigma * NOISE
+    old, new = _noise_shares(now, after, eta)
+    return after.a * x0 + old * eps + new * NOISE
+
+
+def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
+    """What after.s is made of: eps, and fresh noise (sigma of Song et al. 2021, eq. 16).
+
+    The first is sqrt(after.s^2 - sigma^2) without its cancellation, which is complete at zero SNR with eta 1.
+    """
+    ratio = now.a / after.a
+    old = after.s * np.sqrt(1 - eta**2 + (eta * ratio * after.s / now.s) ** 2)
+    return float(old), float(eta * (after.s / now.s) * np.sqrt(1 - ratio**2))
 
 
 def ddim(schedule: Schedule, steps: int, spacing: str = "leading", eta: float = 0.0) -> Plan:
@@ -29,11 +40,11 @@ def ddim(schedule: Schedule, steps: int, spacing: str = "leading", eta: float = 
     rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
     levels = SPACINGS[spacing](schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
-        sigma = eta * (after.s / now.s) * np.sqrt(1 - (now.a / after.a) ** 2)
         if rows.keep == "eps":
-            x = _transfer(now, after, H, sigma=sigma)
+            x = _transfer(now, after, H, eta=eta)
         else:
-            x = after.a * H + np.sqrt(after.s**2 - sigma**2) * (X - now.a * H) / now.s + sigma * NOISE
+            old, new = _noise_shares(now, after, eta)
+            x = after.a * H + old * (X - now.a * H) / now.s + new * NOISE
         rows.add(i, now, x)
     return rows.plan(end=levels[-1])
 
@@ -46,12 +57,15 @@ def ddpm(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
 def plms(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
     """Pseudo linear multistep: DDIM's update with eps from Adams-Bashforth.  Liu et al. 2022, eqs. 9, 12 and 13.
 
-    The first step makes two calls (pseudo improved Euler), so there is one call more than steps.
+    The first step makes two calls (pseudo improved Euler), so there is one call more than steps; but a single step to
+    clean is DDIM's, since there is no noise to ask for at its end.
     """
     rows = Rows(schedule, keep="eps")
     levels = SPACINGS[spacing](schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
-        if i == 0:
+        if after.s == 0 and i == 0:
+            rows.add(i, now, _transfer(now, after, H))
+        elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
             # The original asks at the next timestep, of which a single step has none.
             ahead = after if steps > 1 else after._replace(t=now.t)
@@ -80,8 +94,13 @@ def lcm(schedule: Schedule, steps: int, spacing: str = "lcm") -> Plan:
 
 
 def _levels(schedule: Schedule, steps: int, spacing: str) -> list[Level]:
-    """The spacing's levels, with sigma at most 4096 where it is infinite (zero terminal SNR), as diffusers has it."""
+    """The spacing's levels, with sigma at most 4096 where it is infinite (zero terminal SNR), as diffusers has it.
+
+    Raises ValueError for eps prediction there, which says nothing about x0.
+    """
     levels = SPACINGS[spacing](schedule, steps)
+    if schedule.prediction == "eps" and schedule.alpha_bar[-1] == 0:
+        raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
     return [level if level.a > 0 else level._replace(a=2.0**-12) for level in levels]
 
 
@@ -191,16 +210,18 @@ def dpm2_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(32)
+
+
 def _interpolation_integrals(points: Array, low: float, high: float, log: bool) -> Array:
     """Integral over sigma from low to high of each Lagrange polynomial through `points`, in sigma or in log sigma."""
-    nodes, weights = np.polynomial.legendre.leggauss(32)
-    sigma = (high + low) / 2 + (high - low) / 2 * nodes
+    sigma = (high + low) / 2 + (high - low) / 2 * _NODES
     u, v = (np.log(sigma), np.log(points)) if log else (sigma, points)
     integrals = []
     for j in range(len(v)):
         others = [k for k in range(len(v)) if k != j]
         basis = np.prod([(u - v[k]) / (v[j] - v[k]) for k in others] + [np.ones_like(u)], axis=0)
-        integrals.append((high - low) / 2 * (weights * basis).sum())
+        integrals.append((high - low) / 2 * (_WEIGHTS * basis).sum())
     return np.array(integrals)
 
 

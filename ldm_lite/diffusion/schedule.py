@@ -111,10 +111,13 @@ def original(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def trailing(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps 999, ... counted down by 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3."""
+    """Timesteps 999, ... counted down by 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3.
+
+    Halves are rounded to even, as in diffusers.
+    """
     num = len(schedule.alpha_bar)
-    ts = [int(np.floor(num - i * num / steps + 0.5)) - 1 for i in range(steps)]
-    return [*(schedule.at(t) for t in ts), CLEAN]
+    ts = np.round(np.arange(num, 0, -num / steps)[:steps]).astype(int) - 1
+    return [*(schedule.at(int(t)) for t in ts), CLEAN]
 
 
 def lcm(schedule: Schedule, steps: int) -> list[Level]:

@@ -1,13 +1,16 @@
-"""The noise schedule against values of arbitrary precision, and the spacings against the original scripts' formula."""
+"""The noise schedule against values of arbitrary precision; the spacings against the original scripts and others."""
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import toy
 
 from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Schedule, leading, linear_betas, linspace, original
 
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
 COUNTS = range(1, 1001)
 # By 40-digit arithmetic: alpha_bar at 0, 500 and 999, and the least and greatest sigma.
@@ -52,6 +55,23 @@ def test_between_timesteps_log_sigma_is_linear() -> None:
 def test_at_sigma_is_the_inverse_of_between(t: float) -> None:
     level = SD.between(t)
     assert SD.at_sigma(level.sigma) == pytest.approx(level, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("betas", REFERENCE)
+def test_zero_terminal_snr(betas: tuple[float, float]) -> None:
+    """sqrt(alpha_bar) is the old one, linearly mapped so that it keeps its start and ends at 0.  Lin et al. 2024."""
+    plain = Schedule.from_betas(linear_betas(*betas), "v")
+    schedule = plain.zero_terminal_snr()
+    before, after = np.sqrt(plain.alpha_bar), np.sqrt(schedule.alpha_bar)
+    assert after[-1] == 0
+    assert after[0] == pytest.approx(before[0], rel=1e-15)
+    assert after == pytest.approx(before[0] * (before - before[-1]) / (before[0] - before[-1]), rel=1e-12)
+    assert (schedule.at(999).a, schedule.at(999).s) == (0, 1)
+    assert schedule.sigmas[-1] == 4096
+    assert (np.diff(schedule.sigmas) > 0).all()
+    assert schedule.prediction == "v"
+    with pytest.raises(ValueError, match="eps prediction is undefined at zero terminal SNR"):
+        Schedule(plain.alpha_bar, "eps").zero_terminal_snr()
 
 
 # ---- spacings -------------------------------------------------------------------------------------------------------
@@ -113,7 +133,56 @@ def test_karras_is_linear_in_the_seventh_root_of_sigma() -> None:
     assert end == CLEAN
 
 
-@pytest.mark.parametrize("spacing", ["leading", "linspace", "karras"])
+@pytest.mark.parametrize(("spacing", "steps"), [(name, n) for name, counts in toy.SPACINGS.items() for n in counts])
+def test_levels_are_those_of_others(spacing: str, steps: int) -> None:
+    """Sigmas as in k-diffusion, trailing timesteps as in diffusers, and timesteps of beta by scipy's quantiles."""
+    theirs = GOLDEN[f"spacing.{spacing}.{steps}"]
+    levels = SPACINGS[spacing](SD, steps)
+    if spacing == "trailing":
+        assert [level.t for level in levels[:-1]] == theirs.tolist()
+    elif spacing == "beta":
+        assert [level.t for level in levels[:-1]] == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    else:
+        assert [level.sigma for level in levels] == pytest.approx(theirs, rel=1e-10)
+    assert levels[-1] == CLEAN
+
+
+def test_exponential_is_linear_in_log_sigma() -> None:
+    *levels, _ = SPACINGS["exponential"](SD, 11)
+    logs = np.log([level.sigma for level in levels])
+    assert np.diff(logs) == pytest.approx(np.full(10, (logs[-1] - logs[0]) / 10), rel=1e-9)
+
+
+def test_sgm_uniform_is_linspace_of_one_more_without_the_least() -> None:
+    for steps in (1, 7, 30):
+        wanted = linspace(SD, steps + 1)
+        assert SPACINGS["sgm_uniform"](SD, steps) == [*wanted[:-2], CLEAN]
+        # generative-models: np.linspace(num - 1, 0, steps, endpoint=False), cut to integers
+        ts = [int(level.t + 1e-9) for level in SPACINGS["sgm_uniform"](SD, steps)[:-1]]
+        assert ts == np.linspace(999, 0, steps, endpoint=False).astype(int).tolist()
+
+
+def test_trailing_starts_at_999_for_every_count() -> None:
+    for steps in COUNTS:
+        ts = [level.t for level in SPACINGS["trailing"](SD, steps)[:-1]]
+        assert len(ts) == steps
+        assert ts[0] == 999
+        assert all(before > after >= 0 for before, after in pairwise(ts))
+
+
+def test_lcm_takes_from_the_50_timesteps_of_its_training() -> None:
+    trained = set(range(19, 1000, 20))
+    for steps in COUNTS[:50]:
+        ts = [level.t for level in SPACINGS["lcm"](SD, steps)[:-1]]
+        assert len(set(ts)) == steps
+        assert ts[0] == 999
+        assert set(ts) <= trained
+    assert [level.t for level in SPACINGS["lcm"](SD, 4)] == [999, 759, 499, 259, 0]
+    assert [level.t for level in SPACINGS["lcm"](SD, 8)] == [999, 879, 759, 639, 499, 379, 259, 139, 0]
+    assert SPACINGS["lcm"](SD, 51) == SPACINGS["trailing"](SD, 51)
+
+
+@pytest.mark.parametrize("spacing", [name for name in SPACINGS if name != "original"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50, 999, 1000])
 def test_levels_descend(spacing: str, steps: int) -> None:
     levels = SPACINGS[spacing](SD, steps)

@@ -9,12 +9,13 @@ import pytest
 import torch
 import toy
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.diffusion.guidance import classifier_free
-from ldm_lite.diffusion.samplers import NUM_REGISTERS, SAMPLERS, Plan, make_plan
+from ldm_lite.diffusion.guidance import Guidance, classifier_free, dynamic_threshold, guide, rescaled
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
+from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, linear_betas
-from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.diffusion.step import Row, denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = linear_betas(0.00085, 0.012)
@@ -23,17 +24,22 @@ UNCOND, COND = (torch.from_numpy(value).float() for value in toy.contexts())
 NOTHING = torch.zeros(toy.SHAPE[0], 1, 1)  # a context that changes nothing
 
 
-def run(plan: Plan, context: Tensor, scale: float | None) -> list[Tensor]:
+CPU = torch.device("cpu")
+
+
+def guidance(scale: float | None = None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
+    return Guidance(*(None if value is None else torch.tensor(value) for value in (scale, rescale, percentile)))
+
+
+def run(plan: Plan, context: Tensor, guided: Guidance) -> list[Tensor]:
     """The latent at the start and after every row, from toy.noises."""
-    noises = iter(torch.from_numpy(toy.noises(60)).float())
+    noises = iter(torch.from_numpy(toy.noises(120)).float())
     x = next(noises) * plan.initial
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
     seen = [x]
-    factor = None if scale is None else torch.tensor(scale)
-    for i in range(len(plan.t)):
-        row = [torch.tensor(table[i], dtype=torch.float32) for table in (plan.t, plan.to_prediction, plan.mix)]
-        noise = next(noises) if plan.draws[i] else torch.zeros(toy.SHAPE)
-        registers = denoise_step(toy.denoiser, registers, *row, noise, context, factor)
+    for row, draws in zip(rows(plan, CPU), plan.draws, strict=True):
+        noise = next(noises) if draws else torch.zeros(toy.SHAPE)
+        registers = denoise_step(toy.denoiser, registers, row, noise, context, guided)
         seen.append(registers[0])
     return seen
 
@@ -124,9 +130,9 @@ TEXTBOOK = {
 
 
 @pytest.mark.parametrize("steps", [2, 4, 10, 50])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", TEXTBOOK)
 def test_every_row_equals_the_textbook(name: str, steps: int) -> None:
-    ours, theirs = run(make_plan(name, SD, steps), NOTHING, None), TEXTBOOK[name](steps)
+    ours, theirs = run(make_plan(name, SD, steps), NOTHING, guidance()), TEXTBOOK[name](steps)
     assert len(ours) == len(theirs)
     assert max(toy.relative_error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
@@ -135,14 +141,16 @@ def test_every_row_equals_the_textbook(name: str, steps: int) -> None:
 def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
     case = toy.RUNS[name]
     schedule = Schedule.from_betas(BETAS, case.prediction)  # type: ignore[arg-type]
-    plan = make_plan(case.sampler, schedule, case.steps, eta=case.eta, spacing=case.spacing)
-    rows = run(plan, NOTHING if case.scale is None else torch.cat([UNCOND, COND]), case.scale)
+    schedule = schedule.zero_terminal_snr() if case.zero_snr else schedule
+    plan = make_plan(case.sampler, schedule, case.steps, eta=case.eta, churn=case.churn, spacing=case.spacing)
+    xs = run(plan, NOTHING if case.scale is None else torch.cat([UNCOND, COND]), guidance(case.scale))
     if f"{name}.x" in GOLDEN:
         theirs = GOLDEN[f"{name}.x"]
     else:
         sigmas = GOLDEN[f"{name}.sigma"][:, None, None, None, None]
         theirs = GOLDEN[f"{name}.y"] / np.sqrt(1 + sigmas**2)
-    ours = [rows[0], *(x for i, x in enumerate(rows[1:]) if i + 1 == len(plan.t) or plan.step[i] != plan.step[i + 1])]
+    ours = [xs[0], *(x for i, x in enumerate(xs[1:]) if i + 1 == len(plan.t) or plan.step[i] != plan.step[i + 1])]
+    ours = ours if case.clean else ours[:-1]
     assert len(ours) == len(theirs)
     assert max(toy.relative_error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
@@ -152,31 +160,80 @@ def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
 
 def test_guidance_extrapolates_from_the_unconditional_half() -> None:
     uncond, cond = toy.normal(0, 2, 4, 3, 3), toy.normal(1, 2, 4, 3, 3)
-    out = torch.cat([uncond, cond])
     for scale in (0.0, 0.5, 1.0, 7.5):
         wanted = (1 - scale) * uncond + scale * cond
-        torch.testing.assert_close(classifier_free(out, torch.tensor(scale)), wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(classifier_free(out, torch.tensor(0.0)), uncond)
+        torch.testing.assert_close(classifier_free(uncond, cond, torch.tensor(scale)), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(classifier_free(uncond, cond, torch.tensor(0.0)), uncond)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_scale_1_equals_no_guidance(name: str) -> None:
     plan = make_plan(name, SD, 10)
-    plain, guided = run(plan, COND, None), run(plan, torch.cat([UNCOND, COND]), 1.0)
+    plain, guided = run(plan, COND, guidance()), run(plan, torch.cat([UNCOND, COND]), guidance(1.0))
     assert max(toy.relative_error(a, b.numpy()) for a, b in zip(guided, plain, strict=True)) < 1e-5
 
 
 def test_the_unconditional_half_comes_first_and_scale_0_is_it() -> None:
     plan = make_plan("ddim", SD, 10)
-    guided, uncond = run(plan, torch.cat([UNCOND, COND]), 0.0), run(plan, UNCOND, None)
+    guided, uncond = run(plan, torch.cat([UNCOND, COND]), guidance(0.0)), run(plan, UNCOND, guidance())
     assert all(torch.equal(a, b) for a, b in zip(guided, uncond, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_rescaled_has_the_deviation_of_the_conditional_prediction(share: float) -> None:
+    """Lin et al. 2024, eqs. 15 and 16, image by image."""
+    cond, guided = toy.normal(0, 3, 4, 5, 5), 3 * toy.normal(1, 3, 4, 5, 5) + 1
+    found = rescaled(guided, cond, torch.tensor(share))
+    for image, before, wanted in zip(found.numpy(), guided.numpy(), cond.numpy(), strict=True):
+        full = before * wanted.std(ddof=1) / before.std(ddof=1)
+        assert image == pytest.approx(share * full + (1 - share) * before, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("percentile", [0.5, 0.9, 0.995])
+def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(percentile: float) -> None:
+    """Saharia et al. 2022, sec. 2.3, image by image; nothing is changed where the percentile is below 1."""
+    x0 = toy.normal(0, 3, 4, 5, 5) * torch.tensor([0.2, 1.5, 4.0])[:, None, None, None]
+    found = dynamic_threshold(x0, torch.tensor(percentile)).numpy()
+    for image, before in zip(found, x0.numpy(), strict=True):
+        s = max(1.0, np.quantile(abs(before), percentile))
+        assert image == pytest.approx(np.clip(before, -s, s) / s, rel=1e-5, abs=1e-6)
+    assert torch.equal(torch.from_numpy(found[0]), x0[0].clamp(-1, 1))
+
+
+@pytest.mark.parametrize("prediction", ["eps", "v", "x0"])
+def test_guide_thresholds_x0_whatever_the_network_predicts(prediction: str) -> None:
+    """The x0 that the thresholded output stands for is the threshold of the x0 that the output stands for."""
+    a, s = (float(value) for value in SD.at(300)[1:])
+    p, q = {"eps": (1 / a, -s / a), "v": (a, -s), "x0": (0.0, 1.0)}[prediction]
+    x, out = toy.normal(0, *toy.SHAPE), toy.normal(1, *toy.SHAPE)
+    found = p * x + q * guide(guidance(percentile=0.9), out, x, torch.tensor([p, q]))
+    wanted = dynamic_threshold(p * x + q * out, torch.tensor(0.9))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_guide_is_guidance_then_rescale() -> None:
+    uncond, cond, x = (toy.normal(seed, *toy.SHAPE) for seed in range(3))
+    found = guide(guidance(7.5, 0.7), torch.cat([uncond, cond]), x, torch.zeros(2))
+    wanted = rescaled(classifier_free(uncond, cond, torch.tensor(7.5)), cond, torch.tensor(0.7))
+    assert torch.equal(found, wanted)
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------
 
 
-def row_of(plan: Plan, i: int) -> list[Tensor]:
-    return [torch.tensor(table[i], dtype=torch.float32) for table in (plan.t, plan.to_prediction, plan.mix)]
+def row_of(plan: Plan, i: int) -> Row:
+    return rows(plan, CPU)[i]
+
+
+def test_rows_are_the_plan_in_float32() -> None:
+    plan = make_plan("unipc", SD, 10)
+    found = rows(plan, CPU)
+    assert len(found) == len(plan.t)
+    for i, row in enumerate(found):
+        for name in Row._fields:
+            value = getattr(row, name)
+            assert value.dtype == torch.float32
+            assert np.array_equal(value.numpy(), getattr(plan, name)[i].astype(np.float32))
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -190,10 +247,8 @@ def test_the_model_computes_in_the_contexts_dtype_and_the_sampler_in_float32(gui
     context = (torch.cat([UNCOND, COND]) if guided else COND).bfloat16()
     registers = toy.normal(0, NUM_REGISTERS, *toy.SHAPE)
     before = registers.clone()
-    scale = torch.tensor(7.5) if guided else None
-    after = denoise_step(
-        model, registers, *row_of(make_plan("ddim", SD, 10), 0), torch.zeros(toy.SHAPE), context, scale
-    )
+    row, noise = row_of(make_plan("ddim", SD, 10), 0), torch.zeros(toy.SHAPE)
+    after = denoise_step(model, registers, row, noise, context, guidance(7.5 if guided else None))
     batch = toy.SHAPE[0] * (1 + guided)
     assert seen == [(torch.bfloat16, (batch, *toy.SHAPE[1:]), (batch,), torch.bfloat16)]
     assert after.dtype == torch.float32
@@ -201,28 +256,14 @@ def test_the_model_computes_in_the_contexts_dtype_and_the_sampler_in_float32(gui
     assert torch.equal(registers, before)
 
 
-@pytest.mark.parametrize("scale", [None, 7.5])
-def test_reads_no_value_back_from_the_device(scale: float | None) -> None:
+@pytest.mark.parametrize("values", [(), (7.5,), (7.5, 0.7), (None, None, 0.9), (7.5, 0.7, 0.9)])
+def test_reads_no_value_back_from_the_device(values: tuple[float | None, ...]) -> None:
     """On the meta device there are no values: .item(), or a branch on a tensor, raises."""
-    context = COND if scale is None else torch.cat([UNCOND, COND])
-    row = row_of(make_plan("ddim", SD, 10), 0)
-    arguments = [toy.normal(0, NUM_REGISTERS, *toy.SHAPE), *row, torch.zeros(toy.SHAPE), context]
-    factor = None if scale is None else torch.tensor(scale, device="meta")
-    after = denoise_step(toy.denoiser, *(value.to("meta") for value in arguments), factor)
+    guided = Guidance(*(None if value is None else value.to("meta") for value in guidance(*values)))
+    context = torch.cat([UNCOND, COND]) if values and values[0] else COND
+    row = Row(*(value.to("meta") for value in row_of(make_plan("ddim", SD, 10), 0)))
+    arguments = [
+        value.to("meta") for value in (toy.normal(0, NUM_REGISTERS, *toy.SHAPE), torch.zeros(toy.SHAPE), context)
+    ]
+    after = denoise_step(toy.denoiser, arguments[0], row, *arguments[1:], guided)
     assert after.shape == (NUM_REGISTERS, *toy.SHAPE)
-
-
-def test_one_compiled_step_serves_every_row_sampler_and_scale() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
-    context = torch.cat([UNCOND, COND])
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed, (name, scale) in enumerate(zip(SAMPLERS, (0.0, 1.0, 7.5, 3.0, 12.0), strict=True)):
-            plan = make_plan(name, SD, 10 + seed)
-            registers, noise = toy.normal(seed, NUM_REGISTERS, *toy.SHAPE), toy.normal(9 + seed, *toy.SHAPE)
-            for i in (0, 1, len(plan.t) - 1):
-                arguments = (registers, *row_of(plan, i), noise, context, torch.tensor(scale))
-                torch.testing.assert_close(compiled(toy.denoiser, *arguments), denoise_step(toy.denoiser, *arguments))
-    torch._dynamo.reset()
-    assert counter.frame_count == 1

@@ -1,0 +1,105 @@
+"""The compiled step: what torch.compile is promised of it, on the bundled model's UNet.
+
+With fixed shapes: one graph for every row of every sampler, step count, eta, spacing and guidance scale.  Turning
+guidance, rescale or thresholding on is another graph each, since the code differs.
+With the batch, height and width marked by mark_dynamic: one graph for all batches and image sizes, and one more for a
+batch of one, since the compiler takes a size of 1 for a constant.  (On a CPU, convolution itself tells a UNet batch of
+16 or more from smaller ones.)
+Not promised: dynamic=True.  It makes the sizes and offsets of the rows symbolic too, takes those that happen to equal a
+size of the latents for the same, and compiles again whenever that ends.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import toy
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import ldm_lite
+from ldm_lite.diffusion.guidance import Guidance
+from ldm_lite.diffusion.names import has, make_plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS
+from ldm_lite.diffusion.samplers import SAMPLERS
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.step import denoise_step, rows
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipe() -> ldm_lite.Pipeline:
+    return ldm_lite.load(device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def inputs(pipe: ldm_lite.Pipeline, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Registers, noise and context of a guided batch."""
+    spec = pipe.family.unet
+    shape = (batch, spec.in_channels, h, w)
+    context = toy.normal(seed, 2 * batch, 77, spec.context_dim)
+    return toy.normal(seed + 1, NUM_REGISTERS, *shape), toy.normal(seed + 2, *shape), context
+
+
+def guidance(scale: float | None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
+    return Guidance(*(None if value is None else torch.tensor(value) for value in (scale, rescale, percentile)))
+
+
+def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: ldm_lite.Pipeline) -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed, name in enumerate(SAMPLERS):
+            eta = 0.5 if has(name, "eta") else None
+            table = rows(make_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta), CPU)
+            registers, noise, context = inputs(pipe, seed, 2, 4, 4)
+            for i in range(len(table)) if name in ("plms", "unipc") else (0, len(table) - 1):
+                found = compiled(pipe.unet, registers, table[i], noise, context, guidance(0.0 + seed))
+            if seed % 6 == 0:
+                wanted = denoise_step(pipe.unet, registers, table[i], noise, context, guidance(0.0 + seed))
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_every_kind_of_guidance_is_one_graph() -> None:
+    """On the toy denoiser, which is quick to compile."""
+    counter = CompileCounter()
+    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
+    registers, noise, context = (
+        toy.normal(0, NUM_REGISTERS, *toy.SHAPE),
+        toy.normal(1, *toy.SHAPE),
+        toy.normal(2, 4, 1, 1),
+    )
+    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+    table = rows(make_plan("ddim", schedule, 10), CPU)
+    kinds = [((None,), (None,)), ((7.5,), (2.0,)), ((7.5, 0.7), (3.0, 0.5)), ((7.5, 0.7, 0.9), (5.0, 0.1, 0.99))]
+    for count, values in enumerate(kinds, start=1):
+        for i, each in enumerate(values):
+            arguments = (registers, table[i], noise, context if each[0] else context[:2], guidance(*each))
+            found = compiled(toy.denoiser, *arguments)
+            torch.testing.assert_close(found, denoise_step(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
+        assert counter.frame_count == count
+
+
+def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: ldm_lite.Pipeline) -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
+    table = rows(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)
+    sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
+    graphs = []
+    for i, (batch, h, w) in enumerate(sizes):
+        registers, noise, context = inputs(pipe, i, batch, h, w)
+        for tensor, axes in ((registers, (1, 3, 4)), (noise, (0, 2, 3)), (context, (0,))):
+            for axis in axes if batch > 1 else axes[1:]:
+                torch._dynamo.mark_dynamic(tensor, axis)
+        compiled(pipe.unet, registers, table[i], noise, context, guidance(7.5))
+        graphs.append(counter.frame_count)
+    assert graphs == [1] * 6 + [2] * 2

@@ -1,0 +1,125 @@
+"""Names of samplers as people know them, and what make_plan says of arguments that it cannot use."""
+
+import numpy as np
+import pytest
+
+from ldm_lite.diffusion.names import ALIASES, LABELS, SUFFIXES, has, label, make_plan, resolve
+from ldm_lite.diffusion.samplers import SAMPLERS
+from ldm_lite.diffusion.schedule import SPACINGS, Schedule, linear_betas
+
+SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ddim", ("ddim", None)),
+        ("DDIM", ("ddim", None)),
+        ("plms", ("plms", None)),
+        ("pndm", ("plms", None)),
+        ("k_euler", ("euler", None)),
+        ("Euler", ("euler", None)),
+        ("Euler a", ("euler_a", None)),
+        ("euler-ancestral", ("euler_a", None)),
+        (" k_euler_a ", ("euler_a", None)),
+        ("Euler a Karras", ("euler_a", "karras")),
+        ("DPM++ 2M", ("dpmpp_2m", None)),
+        ("DPM++ 2M Karras", ("dpmpp_2m", "karras")),
+        ("dpm++ 2m karras", ("dpmpp_2m", "karras")),
+        ("dpmpp_2m_karras", ("dpmpp_2m", "karras")),
+        ("sample_dpmpp_2m_sde", ("dpmpp_2m_sde", None)),
+        ("sample_dpm_2_ancestral", ("dpm2_a", None)),
+        ("sample_euler_ancestral", ("euler_a", None)),
+        ("DPM++ 2M SDE Karras", ("dpmpp_2m_sde", "karras")),
+        ("DPM++ 3M SDE Exponential", ("dpmpp_3m_sde", "exponential")),
+        ("DPM++ SDE Exponential", ("dpmpp_sde", "exponential")),
+        ("DPM++ 2S a Karras", ("dpmpp_2s_a", "karras")),
+        ("DPM2 a", ("dpm2_a", None)),
+        ("Euler SGM Uniform", ("euler", "sgm_uniform")),
+        ("Euler Beta", ("euler", "beta")),
+        ("uni_pc", ("unipc", None)),
+        ("DPMSolver++", ("dpmpp_2m", None)),
+        ("DDIMScheduler", ("ddim", None)),
+        ("DDPMScheduler", ("ddpm", None)),
+        ("PNDMScheduler", ("plms", None)),
+        ("LCMScheduler", ("lcm", None)),
+        ("EulerDiscreteScheduler", ("euler", None)),
+        ("EulerAncestralDiscreteScheduler", ("euler_a", None)),
+        ("HeunDiscreteScheduler", ("heun", None)),
+        ("KDPM2DiscreteScheduler", ("dpm2", None)),
+        ("KDPM2AncestralDiscreteScheduler", ("dpm2_a", None)),
+        ("LMSDiscreteScheduler", ("lms", None)),
+        ("DPMSolverMultistepScheduler", ("dpmpp_2m", None)),
+        ("DPMSolverSDEScheduler", ("dpmpp_sde", None)),
+        ("UniPCMultistepScheduler", ("unipc", None)),
+        ("DEISMultistepScheduler", ("deis", None)),
+    ],
+)
+def test_names(name: str, wanted: tuple[str, str | None]) -> None:
+    assert resolve(name) == wanted
+
+
+def test_every_alias_and_label_names_a_sampler() -> None:
+    assert set(ALIASES.values()) <= set(SAMPLERS)
+    assert not set(ALIASES) & set(SAMPLERS)
+    assert set(LABELS) == set(SAMPLERS)
+    assert set(SUFFIXES.values()) <= set(SPACINGS)
+    for key in SAMPLERS:
+        for suffix, spacing in (("", None), *SUFFIXES.items()):
+            assert resolve(label(key + suffix)) == (key, spacing)
+            assert resolve(LABELS[key] + suffix.replace("_", " ")) == (key, spacing)
+            assert resolve("k_" + key + suffix) == resolve("sample_" + key + suffix) == (key, spacing)
+    for alias, key in ALIASES.items():
+        assert resolve(alias) == resolve(alias.upper()) == (key, None)
+        assert resolve(alias + " Karras") == (key, "karras")
+    assert label("k_dpmpp_2m karras") == "DPM++ 2M Karras"
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("dpmpp_3m", "dpmpp_2m or dpmpp_3m_sde"), ("eulr", "euler"), ("DDIMM", "ddim"), ("dpmpp_2m_sd", "dpmpp_2m_sde")],
+)
+def test_an_unknown_name_lists_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown sampler '{name}': did you mean {near}") as error:
+        make_plan(name, SD, 10)
+    assert ", ".join(SAMPLERS) in str(error.value)
+
+
+def test_a_name_like_nothing_lists_all() -> None:
+    with pytest.raises(ValueError, match=r"unknown sampler '###': \(all: ddim, plms, ddpm, euler, "):
+        resolve("###")
+
+
+def test_the_named_spacing_is_used_unless_another_is_given() -> None:
+    karras = make_plan("DPM++ 2M Karras", SD, 10)
+    assert np.array_equal(karras.t, make_plan("dpmpp_2m", SD, 10, spacing="karras").t)
+    linspace = make_plan("DPM++ 2M Karras", SD, 10, spacing="linspace")
+    assert np.array_equal(linspace.t, make_plan("dpmpp_2m", SD, 10).t)
+    assert not np.array_equal(linspace.t, karras.t)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "got 0 steps, wanted 1 to 1000"),
+        ({"steps": 1001}, "got 1001 steps, wanted 1 to 1000"),
+        ({"spacing": "cubic"}, "unknown spacing 'cubic': wanted one of leading"),
+        ({"name": "plms", "eta": 0.5}, "got eta 0.5, but plms has none: leave it out, or take one of ddim, euler_a"),
+        ({"eta": 1.5}, "got eta 1.5, wanted 0 to 1"),
+        ({"eta": float("nan")}, "got eta nan, wanted 0 to 1"),
+        ({"churn": 2.0}, "got churn 2.0, but ddim has none: leave it out, or take one of euler, heun, dpm2"),
+        ({"name": "euler", "churn": 11.0}, "got churn 11.0, wanted 0 to 10"),
+    ],
+)
+def test_make_plan_says_what_it_wants(arguments: dict[str, object], message: str) -> None:
+    given = {"name": "ddim", "steps": 10, **arguments}
+    with pytest.raises(ValueError, match=message):
+        make_plan(given.pop("name"), SD, given.pop("steps"), **given)  # type: ignore[arg-type]
+
+
+def test_eta_0_is_allowed_everywhere() -> None:
+    assert np.array_equal(make_plan("plms", SD, 10, eta=0.0).mix, make_plan("plms", SD, 10).mix)
+    for name in (name for name in SAMPLERS if has(name, "eta")):
+        assert not make_plan(name, SD, 10, eta=0.0).draws.any()
+    for stochastic, deterministic in (("euler_a", "euler"), ("dpm2_a", "dpm2"), ("dpmpp_2m_sde", "dpmpp_2m")):
+        assert np.allclose(make_plan(stochastic, SD, 10, eta=0.0).mix, make_plan(deterministic, SD, 10).mix)
