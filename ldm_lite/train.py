@@ -17,6 +17,7 @@ from ldm_lite import cli
 from ldm_lite.cli import LoadOptions, option
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import nn
 
     from ldm_lite.pipeline import Pipeline
@@ -224,10 +225,7 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     from safetensors.torch import save_file
 
     from ldm_lite.families import describe
-    from ldm_lite.image import grid
     from ldm_lite.training.loop import write_whole
-    from ldm_lite.txt2img import Options as Txt2Img
-    from ldm_lite.txt2img import txt2img
 
     average = replace(pipe, **run.average)  # type: ignore[arg-type]
     prefixes = {
@@ -245,14 +243,25 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     about["step"] = str(run.step)
     write_whole(run.folder / "model.safetensors", lambda path: save_file(tensors, path, metadata=about))
     if options.stage == "diffusion":
-        prompts = options.samples.split("|")
-        images = [
-            result.image
-            for prompt in prompts
-            for result in txt2img(average, Txt2Img(prompt=prompt, sampler="dpmpp_2m", steps=20, n_samples=4))
-        ]
-        sheet = grid(images, columns=4)
+        sheet = _samples(average, options.samples.split("|"))
         write_whole(run.folder / f"samples-{run.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+
+
+def _samples(pipe: "Pipeline", prompts: list[str], each: int = 4) -> "Image":
+    """A row of images for each prompt, always from the same noise."""
+    from ldm_lite import generate
+    from ldm_lite.diffusion.names import make_plan
+    from ldm_lite.image import grid, to_pil
+
+    plan = make_plan("dpmpp_2m", pipe.schedule, 20)
+    noise = generate.seeded_noise(range(each), pipe.latent_shape(pipe.family.resolution, pipe.family.resolution))()
+    uncond = generate.encode_prompts(pipe, [""] * each)
+    images = []
+    for prompt in prompts:
+        context = generate.encode_prompts(pipe, [prompt] * each)
+        *_, latents = generate.denoise(pipe, noise, context, uncond, plan, scale=pipe.family.scale)
+        images += [to_pil(pixels) for pixels in generate.decode(pipe, latents)]
+    return grid(images, columns=each)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,11 +26,11 @@ from render_emoji import (
     PLAIN,
     SHARE_PLAIN,
     Entry,
+    Scenes,
     any_name,
     backgrounds,
     caption,
     contact_sheet,
-    scenes,
     vocabulary,
 )
 from safetensors import safe_open
@@ -174,6 +174,7 @@ def nearest_colour(rgb: Tensor) -> list[str]:
 
 
 CROP = 32
+VERSION = "1"  # of the classifier and its training: raise it with every change
 
 
 def crops(images: Tensor, shake: float = 0.0) -> Tensor:
@@ -190,8 +191,8 @@ def crops(images: Tensor, shake: float = 0.0) -> Tensor:
     middle, half = [], []
     for axis in (1, 2):  # x, then y
         profile = weight.sum(axis).cumsum(1)  # (B,64)
-        share = profile / profile[:, -1:].clamp(min=1e-6)
-        first, last = ((share < bound).sum(1) for bound in (0.004, 0.996))
+        part = profile / profile[:, -1:].clamp(min=1e-6)
+        first, last = ((part < bound).sum(1) for bound in (0.004, 0.996))
         middle.append((first + last + 1) / 64 - 1)
         half.append((last - first + 1) / 64)
     centre, scale = torch.stack(middle, 1), torch.stack(half, 1).amax(1, keepdim=True).clamp(min=0.1) * 1.08
@@ -219,13 +220,11 @@ def worsen(images: Tensor, generator: torch.Generator) -> Tensor:
 def network(classes: int) -> nn.Sequential:
     """A small convolutional classifier of crops."""
 
-    def block(i: int, o: int) -> list[nn.Module]:
-        return [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
+    def halve(i: int, o: int) -> list[nn.Module]:
+        return [nn.Conv2d(i, o, 4, 2, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
 
     return nn.Sequential(
-        *(nn.Conv2d(7, 32, 4, 2, 1), nn.BatchNorm2d(32), nn.ReLU()),  # (B,32,16,16)
-        *(*block(32, 64), nn.MaxPool2d(2)),  # (B,64,8,8)
-        *(*block(64, 96), nn.MaxPool2d(2)),  # (B,96,4,4)
+        *(*halve(7, 32), *halve(32, 64), *halve(64, 96)),  # (B,96,4,4)
         *(nn.Flatten(), nn.Linear(96 * 16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, classes)),
     )
 
@@ -255,18 +254,25 @@ class Descriptor:
 
 
 def renders(emoji: int, per_emoji: int, first: int, font: str | None) -> tuple[Tensor, Tensor]:
-    """Jittered renders on every background -> images (N,3,64,64) uint8 and labels (N), as many of each emoji."""
-    entries, images = vocabulary(emoji), []
-    for label in range(emoji):
-        scene = dataclasses.replace(SCENES(font), entries=entries[label : label + 1])
+    """Jittered renders on all backgrounds -> images (N,3,64,64) uint8 and labels (N), as many of each emoji."""
+    images = []
+    for label, entry in enumerate(vocabulary(emoji)):
+        scene = Scenes(64, (entry,), two=0.0, jitter=1.0, font=font)
         start = FIRST_SCENE + first + label * 2**20
         images += [np.asarray(scene(start + k)[0]) for k in range(per_emoji)]
     stacked = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
     return stacked, torch.arange(emoji).repeat_interleave(per_emoji)
 
 
-def SCENES(font: str | None):  # noqa
-    return scenes(64, font=font)
+@torch.no_grad()
+def _training_crops(images: Tensor, generator: torch.Generator) -> Tensor:
+    """uint8 renders -> crops (N,7,CROP,CROP) float16, every second one worsened."""
+    parts = []
+    for part in images.split(256):
+        x = part.float() / 255
+        x[::2] = worsen(x[::2], generator)
+        parts.append(crops(x, shake=0.05).half())
+    return torch.cat(parts)
 
 
 def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -> Descriptor:
@@ -274,22 +280,21 @@ def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     start = time.perf_counter()
-    images, labels = renders(emoji, max(24, 6000 // emoji), 0, font)
-    net, batch = network(emoji), 128
-    total = max(400, len(images) * 5 // batch)
+    images, labels = renders(emoji, max(16, 4000 // emoji), 0, font)
+    x, net, batch = _training_crops(images, generator), network(emoji), 128
+    say(f"classifier: {len(x)} renders, {time.perf_counter() - start:.0f} s")
+    total = max(200, len(x) * 4 // batch)
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=total)
-    for step in range(total):
-        rows = torch.randint(len(images), (batch,), generator=generator)
-        x = images[rows].float() / 255
-        x = worsen(x, generator) if step % 2 else x
-        loss = F.cross_entropy(net(crops(x, shake=0.05)), labels[rows], label_smoothing=0.05)
+    order = torch.cat([torch.randperm(len(x), generator=generator) for _ in range(total * batch // len(x) + 1)])
+    for step, rows in enumerate(order[: total * batch].split(batch), start=1):
+        loss = F.cross_entropy(net(x[rows].float()), labels[rows], label_smoothing=0.05)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         schedule.step()
-        if (step + 1) % 200 == 0:
-            say(f"classifier: step {step + 1} of {total}, loss {float(loss.detach()):.3f}, {time.perf_counter() - start:.0f} s")
+        if step % 100 == 0:
+            say(f"classifier: step {step}/{total}, loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s")
     net.eval()
     descriptor = Descriptor(net, 0.0, 0.0)
     images, labels = renders(emoji, max(4, 2000 // emoji), 2**19, font)
@@ -297,3 +302,224 @@ def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -
     clean, worsened = (float((descriptor(y) == labels).float().mean()) for y in (x, worsen(x, generator)))
     say(f"classifier: {clean:.2%} clean, {worsened:.2%} worsened, of {len(x)}")
     return Descriptor(net, clean, worsened)
+
+
+def descriptor(emoji: int, folder: Path, font: str | None, say: Callable[[str], None]) -> Descriptor:
+    """The classifier of the first `emoji` emoji: from its file in `folder`, or trained and put there."""
+    path = folder / f"descriptor-{emoji}.safetensors"
+    characters = "".join(entry.character for entry in vocabulary(emoji))
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            about = file.metadata()
+            if about.get("characters") == characters and about.get("version") == VERSION:
+                net = network(emoji)
+                net.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+                return Descriptor(net.eval(), float(about["clean"]), float(about["worsened"]))
+    made = train_descriptor(emoji, font, say)
+    about = {
+        "characters": characters,
+        "version": VERSION,
+        "clean": str(made.clean),
+        "worsened": str(made.worsened),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(made.net.state_dict(), path, about)
+    return made
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How images are made."""
+
+    sampler: str
+    steps: int
+    scale: float
+    batch: int
+
+
+def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Tensor]:
+    """Prompts -> their images, (3,H,W) in [0,1] each, at the checkpoint's resolution."""
+    plan = make_plan(settings.sampler, pipe.schedule, settings.steps)
+    shape = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution)
+    empty = generate.encode_prompts(pipe, [""])
+    for first in range(0, len(prompts), settings.batch):
+        part = prompts[first : first + settings.batch]
+        draw = generate.seeded_noise([prompt.seed for prompt in part], shape)
+        context = generate.encode_prompts(pipe, [prompt.text for prompt in part])
+        uncond = empty.expand(len(part), -1, -1)
+        *_, latents = generate.denoise(pipe, draw(), context, uncond, plan, scale=settings.scale, draw=draw)
+        for pixels in generate.decode(pipe, latents):
+            yield (pixels + 1) / 2
+
+
+def judge(images: Tensor, prompts: Sequence[Prompt], classify: Callable[[Tensor], Tensor]) -> list[Verdict]:
+    """Images (B,3,H,W) in [0,1] of as many prompts -> a verdict on each."""
+    colours, labels = nearest_colour(border_colour(images)), classify(images).tolist()
+    return [Verdict(*each) for each in zip(prompts, colours, labels, strict=True)]
+
+
+def evaluate(
+    pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings, classify: Callable[[Tensor], Tensor]
+) -> tuple[list[Verdict], Tensor]:
+    """Make the images of all prompts and judge them."""
+    images = torch.stack(list(draw_images(pipe, prompts, settings)))
+    return judge(images, prompts, classify), images
+
+
+def marked_sheet(images: Tensor, verdicts: Sequence[Verdict], entries: Sequence[Entry]) -> Image.Image:
+    """The images with their prompts, in order; what is wrong is framed in red and said."""
+    cells = []
+    for pixels, verdict in zip(images, verdicts, strict=True):
+        picture, text = to_pil(pixels * 2 - 1), verdict.prompt.text
+        if not (verdict.background and verdict.identity):
+            ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=(255, 0, 0))
+            seen = [] if verdict.identity else [entries[verdict.label].names[0]]
+            seen += [] if verdict.background else [f"on {verdict.colour}"]
+            text += f" [{' '.join(seen)}]"
+        cells.append((picture, text))
+    return contact_sheet(cells)
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+SCALES, STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0), (5, 10, 20, 50)
+
+
+def curves(
+    pipe: Pipeline,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    classify: Callable[[Tensor], Tensor],
+    say: Callable[[str], None],
+) -> list[dict[str, object]]:
+    """Accuracy against guidance scale, then against steps for every sampler, all of the same prompts and noise."""
+    runs = [dataclasses.replace(settings, scale=scale) for scale in SCALES]
+    runs += [dataclasses.replace(settings, sampler=name, steps=steps) for name in SAMPLERS for steps in STEPS]
+    points: list[dict[str, object]] = []
+    for k, run in enumerate(runs):
+        verdicts, _ = evaluate(pipe, prompts, run, classify)
+        kind = "scale" if k < len(SCALES) else "steps"
+        about = {"curve": kind, "sampler": run.sampler, "steps": run.steps, "scale": run.scale}
+        points.append({**about, **summary(verdicts)})
+        say(f"{k + 1}/{len(runs)}: {run.sampler}, {run.steps} steps, scale {run.scale}: {_line(summary(verdicts))}")
+    return points
+
+
+def plot(points: Sequence[dict[str, object]], path: Path) -> None:
+    """Identity (solid) and background (dashed) over the scale, and identity over steps.  Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    def values(kind: str, sampler: str | None, key: str, accuracy: str) -> tuple[list[float], list[float]]:
+        chosen = [p for p in points if p["curve"] == kind and sampler in (None, p["sampler"])]
+        return [p[key] for p in chosen], [p[accuracy]["share"] for p in chosen]  # type: ignore[index, misc]
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(*values("scale", None, "scale", "identity"), marker=".", label="identity")
+    left.plot(*values("scale", None, "scale", "background"), marker=".", linestyle="--", label="background")
+    for i, name in enumerate(SAMPLERS):
+        style = ("-", "--")[i >= 10]
+        right.semilogx(*values("steps", name, "steps", "identity"), marker=".", linestyle=style, label=name)
+    left.set(xlabel="guidance scale", ylabel="accuracy", ylim=(0, 1.02))
+    right.set(xlabel="steps", ylabel="identity", ylim=(0, 1.02))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(path)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def _line(numbers: dict[str, object]) -> str:
+    cells = []
+    for name in ("background", "identity", "both"):
+        one = numbers[name]
+        assert isinstance(one, dict)
+        low, high = one["interval"]
+        cells.append(f"{name} {one['share']:6.1%} [{low:.1%}, {high:.1%}]")
+    return "  ".join(cells)
+
+
+def table(groups: dict[str, dict[str, object]]) -> str:
+    """One line for each group of prompts."""
+    lines = []
+    for name, numbers in groups.items():
+        one = numbers["identity"]
+        assert isinstance(one, dict)
+        lines.append(f"{name:48} {one['count']:5}  {_line(numbers)}")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train or read the classifier, draw the prompts, make the images, judge, print, save."""
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    entries = vocabulary(args.emoji)
+    if args.count < 1 or args.batch < 1 or args.seed < 0:
+        raise ValueError(f"got count {args.count}, batch {args.batch}, seed {args.seed}, wanted 1, 1 and 0 or more")
+    pipe = ldm_lite.load(args.ckpt, device=args.device)
+    scale = pipe.family.scale if args.scale is None else args.scale
+    settings = Settings(args.sampler, args.steps, scale, args.batch)
+    make_plan(args.sampler, pipe.schedule, args.steps)  # a mistake is said before the classifier is trained
+    classify = descriptor(len(entries), args.out, args.font, say)
+    prompts = draw_prompts(entries, args.count, args.seed, lambda entry: backgrounds(entry.character, args.font))
+    start = time.perf_counter()
+    verdicts, images = evaluate(pipe, prompts, settings, classify)
+    groups = by_group(verdicts)
+    result: dict[str, object] = {
+        "checkpoint": pipe.name,
+        "resolution": pipe.family.resolution,
+        "emoji": len(entries),
+        "count": args.count,
+        **{key: getattr(settings, key) for key in ("sampler", "steps", "scale")},
+        "seed": args.seed,
+        "seconds": round(time.perf_counter() - start, 1),
+        "descriptor": {"clean": round(classify.clean, 4), "worsened": round(classify.worsened, 4)},
+        "groups": groups,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    marked_sheet(images[:200], verdicts[:200], entries).save(args.out / "evaluation.png")
+    if args.curves:
+        points = curves(pipe, prompts, settings, classify, say)
+        result["curves"] = points
+        try:
+            plot(points, args.out / "curves.png")
+        except ImportError:
+            say("warning: no picture of the curves without matplotlib: pip install matplotlib")
+    print(table(groups))
+    if classify.complaint:
+        print(f"warning: {classify.complaint}")
+    print(json.dumps(result))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line -> its exit status."""
+    parser = argparse.ArgumentParser(description="Measure what a text-to-emoji checkpoint does with its prompts.")
+    parser.add_argument("--ckpt", metavar="FILE", help="checkpoint (default: the bundled model)")
+    parser.add_argument("--count", type=int, default=1000, metavar="N", help="images (default: %(default)s)")
+    parser.add_argument("--emoji", type=int, metavar="N", help="how many of the vocabulary it knows (default: all)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: %(default)s")
+    parser.add_argument("--sampler", default="dpmpp_2m", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--scale", type=float, metavar="S", help="guidance (default: the checkpoint's)")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="images at a time (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and noise (default: %(default)s)")
+    parser.add_argument("--curves", action="store_true", help="accuracy against scale and, per sampler, steps")
+    parser.add_argument("--out", type=Path, default=Path("outputs/evaluation"), metavar="DIR", help="%(default)s")
+    parser.add_argument("--device", metavar="NAME", help="default: the best there is")
+    parser.add_argument("--font", metavar="FILE", help="another file of the emoji font")
+    try:
+        run(parser.parse_args(argv))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

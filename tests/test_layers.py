@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ldm_lite"
-COMMANDS = {"txt2img", "samplers", "__main__"}
+COMMANDS = {"txt2img", "samplers", "train", "__main__"}
 # Left may import right, never back; names of one row may not import each other unless they say so below.
 LAYERS = [
     COMMANDS,
     {"cli"},
-    {"generate"},
+    {"generate", "training"},
     {"pipeline", "prompt"},
     {"checkpoint", "runtime", "hub", "tokenizer", "image"},
     {"families"},

@@ -64,6 +64,7 @@ class Run:
             fused=self.device.type == "cuda",
         )
         self.parameters = parameters
+        self._last: tuple[Tensor, list[str]]  # the batch seen last
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,8 @@ class Run:
     @torch.no_grad()
     def _verify(self) -> None:
         """Raises ValueError if the weights, as they are now, give the last batch a loss that is not finite."""
-        self._check(float(self.task.loss(*self._last, torch.Generator().manual_seed(0))))
+        pixels, captions = self._last
+        self._check(float(self.task.loss(pixels, captions, torch.Generator().manual_seed(0))))
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:

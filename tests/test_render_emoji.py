@@ -1,0 +1,228 @@
+"""The emoji scenes, and the statistics of their evaluation; what draws is skipped where the font is not installed."""
+
+import itertools
+import json
+import math
+import pickle
+import unicodedata
+from pathlib import Path
+
+import evaluate_emoji as evaluation
+import numpy as np
+import pytest
+import render_emoji as emoji
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+needs_font = pytest.mark.skipif(not Path(emoji.FONT).exists(), reason="needs the package fonts-noto-color-emoji")
+
+# ---- without the font -----------------------------------------------------------------------------------------------
+
+
+def test_the_vocabulary_is_in_a_fixed_order_and_every_name_is_of_one_emoji() -> None:
+    entries = emoji.VOCABULARY
+    assert len(entries) == len({entry.character for entry in entries}) == 1306
+    assert [entry.names[0] for entry in entries[:3]] == ["red apple", "cat", "red car"]
+    names = [name for entry in entries for name in entry.names]
+    assert len(set(names)) == len(names)
+    assert all(name.isascii() and name == name.strip().lower() and name for name in names)
+    assert emoji.vocabulary(66) == entries[:66]
+    assert not any("REGIONAL" in unicodedata.name(e.character, "") or e.character.isascii() for e in entries)
+
+
+def test_the_table_names_only_what_is_in_the_vocabulary() -> None:
+    named = [each.strip().split(" ", 1)[0] for each in emoji.NAMES.replace("\n", " ").split(";")]
+    assert len(set(named)) == len(named)
+    assert set(named) <= {entry.character for entry in emoji.VOCABULARY}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("owl", "an owl"),
+        ("cat", "a cat"),
+        ("unicorn", "a unicorn"),
+        ("hourglass", "an hourglass"),
+        ("octopus", "an octopus"),
+        ("glasses", "glasses"),
+        ("glass of milk", "a glass of milk"),
+        ("stack of books", "a stack of books"),
+        ("face with three hearts", "a face with three hearts"),
+        ("bow and arrow", "bow and arrow"),
+        ("bowl of rice", "a bowl of rice"),
+        ("fire", "fire"),
+        ("mount fuji", "mount fuji"),
+    ],
+)
+def test_articles(name: str, wanted: str) -> None:
+    assert emoji.with_article(name) == wanted
+
+
+def test_captions() -> None:
+    assert emoji.caption(emoji.COLOURED[0], "red apple", "orange") == "a red apple on an orange background"
+    assert emoji.caption(emoji.COLOURED[1], "red apple", "blue") == "red apple emoji, blue background"
+    assert emoji.caption(emoji.COLOURED_TWO[0], "cat", "green", "owl") == "a cat left of an owl on a green background"
+    assert all("{c}" not in t and "{ac}" not in t for t in (*emoji.PLAIN, *emoji.PLAIN_TWO))
+    assert not set(evaluation.NEW_WORDINGS) & {*emoji.PLAIN, *emoji.COLOURED}
+
+
+def test_the_colours_are_far_apart() -> None:
+    assert len(emoji.COLOURS) == 12
+    assert min(math.dist(a, b) for a, b in itertools.combinations(emoji.COLOURS.values(), 2)) > 100
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"wanted 1 to 1306"):
+        emoji.scenes(64, emoji=5000)
+    with pytest.raises(ValueError, match="wanted 0 to 1"):
+        emoji.scenes(64, two=2)
+    with pytest.raises(ValueError, match="two different"):
+        emoji.scenes(64, emoji=1, two=0.5)
+    with pytest.raises(ValueError, match="16 or more"):
+        emoji.scenes(8)
+    with pytest.raises(ValueError, match="fonts-noto-color-emoji"):
+        emoji.scenes(64, font=str(tmp_path / "none.ttf"))
+    assert emoji.main([str(tmp_path / "out"), "--font", str(tmp_path / "none.ttf")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert evaluation.main(["--count", "0"]) == 2
+
+
+def test_wilson_intervals() -> None:
+    low, high = evaluation.wilson(90, 100)
+    assert (low, high) == (pytest.approx(0.8256, abs=1e-4), pytest.approx(0.9448, abs=1e-4))
+    assert evaluation.wilson(0, 10)[0] == 0
+    assert evaluation.wilson(10, 10)[1] == pytest.approx(1)
+    assert evaluation.wilson(0, 0) == (0, 1)
+
+
+def test_prompts_and_verdicts() -> None:
+    entries = emoji.vocabulary(66)
+    prompts = evaluation.draw_prompts(entries, 400, 0, lambda entry: list(emoji.COLOURS))
+    assert prompts == evaluation.draw_prompts(entries, 400, 0, lambda entry: list(emoji.COLOURS))
+    assert prompts != evaluation.draw_prompts(entries, 400, 1, lambda entry: list(emoji.COLOURS))
+    assert len({prompt.seed for prompt in prompts}) == 400
+    assert all(prompt.colour == "white" for prompt in prompts if prompt.template in emoji.PLAIN)
+    colours = torch.tensor([emoji.COLOURS[prompt.colour] for prompt in prompts]) / 255
+    images = colours[:, :, None, None].expand(-1, 3, 64, 64)
+    verdicts = evaluation.judge(images, prompts, lambda x: torch.zeros(len(x), dtype=torch.long))
+    groups = evaluation.by_group(verdicts)
+    assert {"trained wording", "new wording", *emoji.PLAIN, *evaluation.NEW_WORDINGS} <= set(groups)
+    assert all(numbers["background"]["share"] == 1 for numbers in groups.values())  # type: ignore[index]
+    right = sum(prompt.label == 0 for prompt in prompts)
+    assert evaluation.summary(verdicts)["identity"]["right"] == right  # type: ignore[index]
+    json.dumps(groups)
+    assert len(evaluation.table(groups).splitlines()) == len(groups)
+
+
+def test_crops_do_not_depend_on_place_and_resolution() -> None:
+    image = torch.full((1, 3, 64, 64), 0.2)
+    image[:, 0, 20:40, 24:44] = 0.9
+    image[:, 1, 20:30, 24:44] = 0.7
+    moved = image.roll((6, -9), (2, 3))
+    torch.testing.assert_close(evaluation.crops(image), evaluation.crops(moved), atol=1e-4, rtol=0)
+    larger = F.interpolate(image, scale_factor=2, mode="nearest")
+    assert (evaluation.crops(image) - evaluation.crops(larger)).abs().mean() < 0.02
+
+
+# ---- with the font --------------------------------------------------------------------------------------------------
+
+
+@needs_font
+def test_a_scene_depends_on_its_index_alone() -> None:
+    scene = emoji.scenes(64, two=0.3)
+    again = pickle.loads(pickle.dumps(scene))
+    assert len(pickle.dumps(emoji.scenes(64, emoji=66))) < 10_000
+    backwards = {i: again(i) for i in reversed(range(30))}
+    for i in range(30):
+        image, text = scene(i)
+        assert (image.size, image.mode) == ((64, 64), "RGB")
+        assert text == backwards[i][1]
+        assert image.tobytes() == backwards[i][0].tobytes()
+    assert len({scene(i)[1] for i in range(200)}) > 190
+
+
+@needs_font
+@pytest.mark.parametrize("resolution", [32, 64, 128])
+def test_the_border_is_of_the_colour_that_the_caption_names(resolution: int) -> None:
+    scene = emoji.scenes(resolution, emoji=66, two=0.3)
+    plain = 0
+    for i in range(120):
+        image, text = scene(i)
+        last = text.replace(",", "").removesuffix(" background").split()[-1]
+        named = last if last in emoji.COLOURS else "white"
+        plain += last not in emoji.COLOURS
+        pixels, m = np.asarray(image), max(1, resolution // 32)
+        for side in (pixels[:m], pixels[-m:], pixels[:, :m], pixels[:, -m:]):
+            assert (side == emoji.COLOURS[named]).all()
+    assert 10 < plain < 50
+
+
+@needs_font
+def test_left_is_left_and_right_is_right() -> None:
+    scene, size = emoji.scenes(128, emoji=20, two=1.0, jitter=0.0), 0.40
+    names = {name: entry.character for entry in emoji.vocabulary(20) for name in entry.names}
+    for i in range(40):
+        image, text = scene(i)
+        found = sorted((text.find(name), -len(name), name) for name in names if name in text)
+        left = found[0][2]
+        corner = image.getpixel((0, 0))
+        assert isinstance(corner, tuple)
+        alone = emoji.render(names[left], corner, 128, size=size, centre=(0.26, 0.5))  # type: ignore[arg-type]
+        assert image.crop((0, 0, 64, 128)).tobytes() == alone.crop((0, 0, 64, 128)).tobytes()
+
+
+@needs_font
+def test_jitter_and_counts() -> None:
+    still = emoji.scenes(64, emoji=1, jitter=0.0)
+    shapes = {
+        tuple(np.argwhere((np.asarray(still(i)[0]) != still(i)[0].getpixel((0, 0))).any(-1)).min(0)) for i in range(9)
+    }
+    assert len(shapes) == 1
+    assert all("apple" in emoji.scenes(64, emoji=1)(i)[1] for i in range(20))
+
+
+@needs_font
+def test_every_emoji_has_a_glyph_that_can_be_seen_and_told_apart() -> None:
+    looks = []
+    for entry in emoji.VOCABULARY:
+        assert "white" in (seen := emoji.backgrounds(entry.character)) or len(seen) >= 8
+        assert len(seen) >= 3
+        glyph, sides = emoji.glyph(entry.character), []
+        for colour in ((255, 255, 255), (0, 128, 0)):
+            square = Image.new("RGB", (max(glyph.size),) * 2, colour)
+            square.paste(glyph, tuple((square.width - side) // 2 for side in glyph.size), glyph)  # type: ignore[arg-type]
+            sides.append(np.asarray(square.resize((24, 24), Image.Resampling.BOX), np.float32).ravel() / 255)
+        looks.append(np.concatenate(sides))
+    x = torch.from_numpy(np.stack(looks))
+    distance = torch.cdist(x, x) / x.shape[1] ** 0.5
+    distance.fill_diagonal_(1)
+    assert distance.min() > 0.057
+
+
+@needs_font
+def test_render_says_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="wanted one of white, black"):
+        emoji.render("🍎", "mauve", 64)
+    with pytest.raises(ValueError, match="no glyph"):
+        emoji.glyph("\u200b")
+
+
+@needs_font
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert emoji.main([str(tmp_path), "--count", "12", "--resolution", "32", "--emoji", "66", "--two", "0.5"]) == 0
+    assert "12 scenes" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("0*.png"))) == len(list(tmp_path.glob("*.txt"))) == 12
+    image, text = emoji.scenes(32, 66, 0.5)(7)
+    assert (tmp_path / "00007.txt").read_text(encoding="utf-8") == text + "\n"
+    assert Image.open(tmp_path / "00007.png").convert("RGB").tobytes() == image.tobytes()
+    assert (tmp_path / "contact-sheet.png").exists()
+
+
+@needs_font
+def test_the_judge_is_right_on_true_renders() -> None:
+    names = list(emoji.COLOURS)
+    pictures = [np.asarray(emoji.render("🐶", name, 64)) for name in names]
+    images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 255
+    assert evaluation.nearest_colour(evaluation.border_colour(images)) == names
