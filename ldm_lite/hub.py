@@ -30,7 +30,8 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     if path.exists():
         return path
     parts = os.fspath(source).split("/")
-    if len(parts) < 3 or not all(parts) or parts[0] in (".", "..", "~"):
+    # A path below a folder that is there is a path with a mistake in it, not a name on the hub.
+    if len(parts) < 3 or not all(parts) or parts[0] == "~" or Path(parts[0]).is_dir():
         raise FileNotFoundError(
             f"{source}: no such file (wanted a path, or owner/repository/file for one on the Hugging Face hub)"
         )

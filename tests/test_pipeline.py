@@ -177,10 +177,12 @@ def test_device_and_dtype() -> None:
 # ---- hub ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_of_files() -> None:
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.resolve(None) == hub.bundled()
     assert hub.resolve(DATA) == DATA
-    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file"):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt"):
         with pytest.raises(FileNotFoundError, match="no such file"):
             hub.resolve(name)
 
