@@ -115,7 +115,8 @@ def txt2img(
     """
     from ldm_lite.diffusion.names import make_plan
 
-    prompts = check(options) if context is None else [options.prompt or ""] * len(context)
+    check(options)
+    prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
     height = family.resolution if options.height is None else options.height
     width = family.resolution if options.width is None else options.width
@@ -131,8 +132,8 @@ def txt2img(
     return _images(pipe, options, job, context, uncond, on_step)
 
 
-def check(options: Options) -> list[str]:
-    """The prompts of one repetition.  Raises ValueError for options that are wrong whatever the checkpoint."""
+def check(options: Options) -> None:
+    """Raises ValueError for options that are wrong whatever the checkpoint."""
     from ldm_lite.diffusion.names import resolve
 
     sampler, _ = resolve(options.sampler)
@@ -150,21 +151,23 @@ def check(options: Options) -> list[str]:
         raise ValueError(f"got scale {options.scale}, wanted a finite number")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"got seed {options.seed}, wanted 0 to 2^63 - 1")
-    if options.from_file is not None:
-        if options.prompt is not None:
-            raise ValueError("got a prompt and --from-file: give one of them")
-        return _read_prompts(Path(options.from_file))
-    if options.prompt is None:
-        raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
-    return [options.prompt] * options.batch_size
 
 
-def _read_prompts(path: Path) -> list[str]:
+def read_prompts(options: Options) -> list[str]:
+    """The prompts of one repetition.  Raises ValueError if there are none, or a file that is no list of them."""
+    if options.from_file is None:
+        if options.prompt is None:
+            raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
+        return [options.prompt] * options.batch_size
+    if options.prompt is not None:
+        raise ValueError("got a prompt and --from-file: give one of them")
+    path = Path(options.from_file)
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text, wanted a prompt in each line") from error
-    prompts = [line for line in lines if line]
+    # To the original script a blank line is a prompt.
+    prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path}: holds no prompt, wanted one in each line")
     if len(prompts) < len(lines):
@@ -327,7 +330,8 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
     from ldm_lite.image import grid
 
     load = _heed(original, load)
-    saver, count = cli.Saver(save), len(check(options)) * options.repeats
+    check(options)
+    saver, count = cli.Saver(save), len(read_prompts(options)) * options.repeats
     pipe = ldm_lite.load(**load.arguments())
     for name, value in (("C", pipe.vae.spec.embed_dim), ("f", pipe.vae.spec.factor)):
         if original.get(name, value) != value:

@@ -231,6 +231,8 @@ def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             prompts.append(image.info["parameters"].splitlines()[0])
     assert prompts == ["a red apple", "rocket", "a cat"]
     assert "3 prompts, 1 blank lines left out" in capsys.readouterr().err
+    compat = Options(from_file=os.fspath(tmp_path / "prompts.txt"), compat=True)
+    assert command.read_prompts(compat) == ["a red apple", "", "rocket", "a cat"]
     for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not UTF-8 text")):
         (tmp_path / "bad.txt").write_bytes(content)
         assert run(["--from-file", os.fspath(tmp_path / "bad.txt")], tmp_path / "bad") == 2
