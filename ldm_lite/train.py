@@ -239,12 +239,35 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
         for name in kept
         for key, value in getattr(average, name).state_dict().items()
     }
+    table = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"
+    if options.preset is not None and "text_encoder" in run.average and table in tensors:
+        tensors[table][run.untrained_tokens()] = 0  # what no caption has used says nothing, and zeros compress
     about = describe(average.family) if options.stage == "diffusion" else {"step": str(run.step)}
     about["step"] = str(run.step)
     write_whole(run.folder / "model.safetensors", lambda path: save_file(tensors, path, metadata=about))
     if options.stage == "diffusion":
         sheet = _samples(average, options.samples.split("|"))
         write_whole(run.folder / f"samples-{run.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+    _plot(run.folder)
+
+
+def _plot(folder: Path) -> None:
+    """The losses of a run as loss.png beside their log, where there is matplotlib."""
+    import importlib.util
+
+    from ldm_lite.training.loop import LOG, write_whole
+
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy([row["step"] for row in rows], [row["loss"] for row in rows])
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    write_whole(folder / "loss.png", lambda path: figure.savefig(path, format="png"))
 
 
 def _samples(pipe: "Pipeline", prompts: list[str], each: int = 4) -> "Image":

@@ -1,5 +1,6 @@
 """Training runs, on a miniature checkpoint: they learn, resume exactly, and end in one line when something is wrong."""
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,11 @@ from PIL import Image
 from safetensors import safe_open
 
 import ldm_lite
+from ldm_lite import hub
 from ldm_lite import train as command
 from ldm_lite.cli import LoadOptions
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.tokenizer import EOT, SOT
 from ldm_lite.train import Options, train
 from ldm_lite.training import loop
 from ldm_lite.txt2img import Options as Txt2Img
@@ -121,6 +124,19 @@ def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
         )
         train(drawn, load_options(small_path))
         assert len(losses(tmp_path / name)) == 2
+
+
+def test_tokens_that_no_caption_used_are_zero_in_a_new_model(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """And its loss is drawn, where there is matplotlib."""
+    preset = options(folder, tmp_path, steps=6, batch=1, save_every=9, preset="emoji64", samples="picture")
+    path = train(preset, LoadOptions(vae=os.fspath(hub.bundled()), device="cpu"))
+    pipe = ldm_lite.load(path, device="cpu")
+    used = pipe.text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0
+    tokens = {token for i in range(6) for token in pipe.tokenizer.encode(f"picture {i}")} | {SOT, EOT}
+    assert set(used.nonzero().flatten().tolist()) <= tokens
+    assert used[SOT]
+    assert used[pipe.tokenizer.encode("picture")].all()
+    assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) -> None:

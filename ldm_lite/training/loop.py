@@ -101,6 +101,11 @@ class Run:
             ]
             write_whole(log, lambda path: path.write_text("".join(row + "\n" for row in rows), encoding="utf-8"))
 
+    def untrained_tokens(self) -> Tensor:
+        """Which rows (V,) of the text encoder's token table have never had a gradient, on the CPU."""
+        table = self.task.networks["text_encoder"].get_parameter("embeddings.token_embedding.weight")
+        return (self.optimizer.state[table]["exp_avg_sq"] == 0).all(dim=1).cpu()
+
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def fit(self, source: Source, on_step: Callable[[int, float | None], None], on_save: Callable[[int], None]) -> None:
