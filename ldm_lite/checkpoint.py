@@ -73,26 +73,25 @@ def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
             raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
         raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
     shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    metadata = file.metadata() or {}
-    del file
-    return Checkpoint(path, shapes, metadata, _mapped(lambda: safe_open(path, framework="pt").get_tensor))
+    read = _mapped(file.get_tensor, lambda: safe_open(path, framework="pt").get_tensor)
+    return Checkpoint(path, shapes, file.metadata() or {}, read)
 
 
 MAPPED_AT_ONCE = 256 * 2**20  # bytes
 
 
-def _mapped(map_file: Callable[[], Callable[[str], Tensor]]) -> Callable[[str], Tensor]:
-    """-> a function that reads tensors from a memory-mapped file, which it maps anew now and then.
+def _mapped(get: Callable[[str], Tensor], map_again: Callable[[], Callable[[str], Tensor]]) -> Callable[[str], Tensor]:
+    """-> a function that reads tensors by `get` from a memory-mapped file, and has it mapped anew now and then.
 
     What was read stays in memory as long as its mapping, and that as long as one of its tensors: so tensors that are
     cast or moved to a device leave no more than MAPPED_AT_ONCE behind.
     """
-    get, read = map_file(), 0
+    read = 0
 
     def tensor(key: str) -> Tensor:
         nonlocal get, read
         if read > MAPPED_AT_ONCE:
-            get, read = map_file(), 0
+            get, read = map_again(), 0
         value = get(key)
         read += value.nbytes
         return value
@@ -147,7 +146,7 @@ def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
     tensors = _unpickle(path, is_zip)
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     if _maps(path, is_zip):
-        return Checkpoint(path, shapes, {}, _mapped(lambda: _unpickle(path, is_zip).__getitem__))
+        return Checkpoint(path, shapes, {}, _mapped(tensors.__getitem__, lambda: _unpickle(path, is_zip).__getitem__))
     # Popped, so that what is cast or moved to a device is not in memory twice.
     return Checkpoint(path, shapes, {}, tensors.pop)
 

@@ -38,6 +38,8 @@ class Options:
     reference: int = option(400, "steps of the reference run")
     scale: float | None = option(None, "classifier-free guidance (default: the checkpoint's)")
     seed: int = option(42, "seed of the noise")
+    out: str = option("samplers.png", "name of the picture")
+    debug: bool = option(False, "show the traceback of an error")
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "
     return Image.open(file).convert("RGB")
 
 
-def run(options: Options, load: LoadOptions, save: SaveOptions) -> None:
+def run(options: Options, load: LoadOptions) -> None:
     """Load, compare, print the table, save the picture."""
     from ldm_lite.diffusion.names import make_plan
 
-    steps, saver = _numbers(options.steps), cli.Saver(save)
+    steps, saver = _numbers(options.steps), cli.Saver(SaveOptions(out=options.out))
     pipe = ldm_lite.load(**load.arguments())
     for count in (*steps, options.reference):
         make_plan("heun", pipe.schedule, count, spacing=options.spacing)
@@ -152,9 +154,8 @@ def run(options: Options, load: LoadOptions, save: SaveOptions) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
-    groups = (Options, LoadOptions, SaveOptions)
-    (options, load, save), _ = cli.parse(argv, "samplers", __doc__.splitlines()[0], groups)
-    return cli.run(lambda: run(options, load, save), debug=save.debug)
+    (options, load), _ = cli.parse(argv, "samplers", __doc__.splitlines()[0], (Options, LoadOptions))
+    return cli.run(lambda: run(options, load), debug=options.debug)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,6 @@ def train(
     source = _source(options, pipe.family.resolution)
     folder.mkdir(parents=True, exist_ok=True)
     pipe, task, source = _task(options, pipe, source)
-    if options.checkpointing:
-        _checkpoint_activations(pipe.unet)
     for weight in (p for network in task.networks.values() for p in network.parameters() if p.ndim == 4):
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     recipe = Recipe(
@@ -106,6 +104,8 @@ def train(
     if options.resume and (folder / STATE).exists():
         run.resume()
         log.info("going on at step %d", run.step)
+    if options.checkpointing:  # after Run has copied the networks for their averages
+        _checkpoint_activations(pipe.unet)
     for network in task.networks.values() if options.compile else ():
         network.compile()
     run.fit(
@@ -182,6 +182,10 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
 
     if options.stage == "autoencoder":
         return pipe, AutoencoderTask(pipe.vae), source
+    if pipe.family.conditioning != "text":
+        raise ValueError(
+            f"{pipe.family.title} reads an image beside the text: only models of text alone are trained here"
+        )
     pipe.vae.requires_grad_(False).eval()
     if options.preset is not None:
         pixels = torch.stack(
@@ -224,26 +228,25 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     import torch
     from safetensors.torch import save_file
 
+    from ldm_lite.checkpoint import COMPONENTS
     from ldm_lite.families import describe
     from ldm_lite.training.loop import write_whole
 
     average = replace(pipe, **run.average)  # type: ignore[arg-type]
-    prefixes = {
-        "vae": "first_stage_model.",
-        "unet": "model.diffusion_model.",
-        "text_encoder": "cond_stage_model.transformer.text_model.",
-    }
+    prefixes = {name: written for name, (_, (written, *_)) in COMPONENTS.items()}
     kept = ["vae"] if options.stage == "autoencoder" else list(prefixes)
     tensors = {
         prefixes[name] + key: value.to("cpu", torch.float16).contiguous()
         for name in kept
         for key, value in getattr(average, name).state_dict().items()
     }
-    table = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"
-    if options.preset is not None and "text_encoder" in run.average and table in tensors:
+    if options.preset is not None and "text_encoder" in run.average:
+        table = prefixes["text_encoder"] + "embeddings.token_embedding.weight"
         tensors[table][run.untrained_tokens()] = 0  # what no caption has used says nothing, and zeros compress
-    about = describe(average.family) if options.stage == "diffusion" else {"step": str(run.step)}
-    about["step"] = str(run.step)
+    about = {"step": str(run.step)}
+    if options.stage == "diffusion":
+        about |= describe(average.family)
+        tensors["betas"] = torch.from_numpy(pipe.schedule.betas).float()  # the family's, or the first checkpoint's own
     write_whole(run.folder / "model.safetensors", lambda path: save_file(tensors, path, metadata=about))
     if options.stage == "diffusion":
         sheet = _samples(average, options.samples.split("|"))

@@ -5,6 +5,7 @@ Takes the flags of the original scripts/txt2img.py, so that a command line writt
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -40,7 +41,9 @@ class Options:
 
     prompt: str | None = option(None, "what to make an image of", positional=True)
     negative_prompt: str = option("", "what to keep away from")
-    from_file: str | None = option(None, "a text file with a prompt in each line, in place of a prompt")
+    from_file: str | None = option(
+        None, "a text file with a prompt in each line, blank ones left out, in place of a prompt"
+    )
     prompt_syntax: str = option("plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length")
     clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the last")
     sampler: str = option("ddim", "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all")
@@ -170,8 +173,6 @@ def read_prompts(options: Options) -> list[str]:
     prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path}: holds no prompt, wanted one in each line")
-    if len(prompts) < len(lines):
-        log.info("%s: %d prompts, %d blank lines left out", path, len(prompts), len(lines) - len(prompts))
     return prompts
 
 
@@ -195,16 +196,18 @@ def _images(
 ) -> Iterator[Result]:
     from ldm_lite import generate
 
-    def encode(prompts: list[str], num_chunks: int) -> "Tensor":
+    # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
+    texts = {options.negative_prompt, *(job.prompts if context is None else ())}
+    num_chunks = generate.count_chunks(pipe, texts, options.prompt_syntax)
+
+    @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before
+    def encode(*prompts: str) -> "Tensor":
         return generate.encode_prompts(
             pipe, prompts, syntax=options.prompt_syntax, clip_skip=options.clip_skip, num_chunks=num_chunks
         )
 
-    # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
-    texts = {options.negative_prompt, *(job.prompts if context is None else ())}
-    num_chunks = generate.count_chunks(pipe, texts, options.prompt_syntax)
     if uncond is None and job.scale != 1:
-        uncond = encode([options.negative_prompt], num_chunks)
+        uncond = encode(options.negative_prompt)
     plan, noise_source = job.plan, _noise_source(pipe, options, job)
     if options.compat:  # the original draws noise at every call, if only to multiply it by zero
         plan = dataclasses.replace(plan, draws=plan.draws | True)
@@ -213,7 +216,7 @@ def _images(
     for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
         rows = range(first, min(first + options.batch_size, count))
         prompts = [job.prompts[row] for row in rows]
-        embeddings = encode(prompts, num_chunks) if context is None else context[rows.start : rows.stop]
+        embeddings = encode(*prompts) if context is None else context[rows.start : rows.stop]
         negative = None
         if uncond is not None:
             negative = uncond.expand(len(rows), -1, -1) if len(uncond) == 1 else uncond[rows.start : rows.stop]

@@ -139,6 +139,15 @@ def test_tokens_that_no_caption_used_are_zero_in_a_new_model(tmp_path: Path, fol
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+def test_the_noise_schedule_of_the_first_checkpoint_is_kept(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    load = LoadOptions(ckpt=os.fspath(small_path), device="cpu", prediction="v", zero_snr=True)
+    pipe = ldm_lite.load(train(options(folder, tmp_path, steps=1), load), device="cpu")
+    assert pipe.schedule.prediction == "v"
+    assert pipe.schedule.alpha_bar[-1] == 0
+    wanted = ldm_lite.load(small_path, device="cpu", prediction="v", zero_snr=True).schedule.alpha_bar
+    assert np.allclose(pipe.schedule.alpha_bar, wanted, atol=1e-6)
+
+
 def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -230,7 +230,7 @@ def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         with Image.open(path) as image:
             prompts.append(image.info["parameters"].splitlines()[0])
     assert prompts == ["a red apple", "rocket", "a cat"]
-    assert "3 prompts, 1 blank lines left out" in capsys.readouterr().err
+    capsys.readouterr()
     compat = Options(from_file=os.fspath(tmp_path / "prompts.txt"), compat=True)
     assert command.read_prompts(compat) == ["a red apple", "", "rocket", "a cat"]
     for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not UTF-8 text")):
@@ -242,8 +242,8 @@ def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_dropped_words_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["word " * 75 + "quite lost", "--steps", "1"], tmp_path) == 0
-    assert "warning: prompt is too long, dropped from it: quite lost" in capsys.readouterr().err
+    assert run(["word " * 75 + "quite lost", "--steps", "1", "--n_iter", "3"], tmp_path) == 0
+    assert capsys.readouterr().err.count("warning: prompt is too long, dropped from it: quite lost") == 1
 
 
 def test_skip_save_and_skip_grid(tmp_path: Path) -> None:

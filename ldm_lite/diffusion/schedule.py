@@ -44,6 +44,11 @@ class Schedule:
         return Schedule(np.cumprod(1.0 - betas, dtype=np.float64), prediction)
 
     @property
+    def betas(self) -> Array:
+        """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): what from_betas would take."""
+        return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
+
+    @property
     def sigmas(self) -> Array:
         """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (zero terminal SNR has infinity)."""
         return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))

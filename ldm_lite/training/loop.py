@@ -48,7 +48,7 @@ class Run:
     """A run in a folder: the task's networks, their averages, the optimiser, and the step they have reached."""
 
     def __init__(self, task: Task, recipe: Recipe, folder: Path) -> None:
-        """The networks are trained in place.  Raises ValueError if there is nothing to train."""
+        """The networks are trained in place."""
         self.task, self.recipe, self.folder = task, recipe, folder
         self.step = self.saved = 0  # steps done; steps that the state on disk has done
         for network in task.networks.values():
