@@ -230,11 +230,8 @@ class Block(nn.ModuleList):
         return x
 
 
-class UNet(nn.Module):
-    """The denoising network of a latent diffusion model: noised latents and a timestep -> its prediction.
-
-    What the prediction means (eps, v or x0) is the schedule's business.  Rombach et al. 2022, sec. 3.2.
-    """
+class Encoder(nn.Module):
+    """The half of a UNet that goes down, and its middle: what a ControlNet copies."""
 
     def __init__(self, spec: UNetSpec) -> None:
         super().__init__()
@@ -252,70 +249,98 @@ class UNet(nn.Module):
         elif spec.vector_dim is not None:
             self.label_emb = nn.Sequential(mlp(spec.vector_dim))
 
-        def res(in_channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
-            return ResBlock(in_channels, out_channels, emb_channels, spec.scale_shift, resample)
-
-        def attend(channels: int, depth: int, cross_only: bool) -> list[nn.Module]:
-            if depth == 0:
-                return []
-            if spec.context_dim is None:
-                return [AttentionBlock(channels, spec.heads(channels))]
-            heads = spec.heads(channels)
-            return [SpatialTransformer(channels, spec.context_dim, heads, depth, spec.linear_proj, cross_only)]
-
         # down: the first convolution, then per level its residual blocks and a downsampler
         self.input_blocks = nn.ModuleList([Block([nn.Conv2d(spec.in_channels, width, 3, padding=1)])])
         channels, skips, last = width, [width], len(spec.channel_mult) - 1
         for level, mult in enumerate(spec.channel_mult):
             for _ in range(spec.num_res_blocks[level]):
-                layers: list[nn.Module] = [res(channels, mult * width)]
+                layers: list[nn.Module] = [self._res(channels, mult * width)]
                 channels = mult * width
-                layers += attend(channels, spec.transformer_depth[level], spec.cross_only[level])
+                layers += self._attend(channels, spec.transformer_depth[level], spec.cross_only[level])
                 self.input_blocks.append(Block(layers))
                 skips.append(channels)
             if level != last:
-                down = res(channels, channels, "down") if spec.resblock_updown else Downsample(channels)
+                down = self._res(channels, channels, "down") if spec.resblock_updown else Downsample(channels)
                 self.input_blocks.append(Block([down]))
                 skips.append(channels)
 
         # middle: always with attention
-        middle = attend(channels, spec.middle_depth, cross_only=False)
-        self.middle_block = Block([res(channels, channels), *middle, res(channels, channels)])
+        middle = self._attend(channels, spec.middle_depth, cross_only=False)
+        self.middle_block = Block([self._res(channels, channels), *middle, self._res(channels, channels)])
+        self._skips = tuple(skips)  # channels of what each of the input blocks puts out
+
+    def _res(self, in_channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
+        return ResBlock(in_channels, out_channels, 4 * self.spec.model_channels, self.spec.scale_shift, resample)
+
+    def _attend(self, channels: int, depth: int, cross_only: bool) -> list[nn.Module]:
+        spec, heads = self.spec, self.spec.heads(channels)
+        if depth == 0:
+            return []
+        if spec.context_dim is None:
+            return [AttentionBlock(channels, heads)]
+        return [SpatialTransformer(channels, spec.context_dim, heads, depth, spec.linear_proj, cross_only)]
+
+    def embed(self, t: Tensor, y: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The timestep t (B,) and the label, through the SiLU with which every residual block begins: (B,E)."""
+        emb = self.time_embed(timestep_embedding(t, self.spec.model_channels).to(dtype))
+        if self.label_emb is not None:
+            emb = emb + self.label_emb(y)
+        return F.silu(emb)
+
+
+class UNet(Encoder):
+    """The denoising network of a latent diffusion model: noised latents and a timestep -> its prediction.
+
+    What the prediction means (eps, v or x0) is the schedule's business.  Rombach et al. 2022, sec. 3.2.
+    """
+
+    def __init__(self, spec: UNetSpec) -> None:
+        super().__init__(spec)
+        width, skips = spec.model_channels, list(self._skips)
+        channels = skips[-1]
 
         # up: one residual block more a level, each fed with the skip of its mirror image
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
             for i in range(spec.num_res_blocks[level] + 1):
-                layers = [res(channels + skips.pop(), mult * width)]
+                layers: list[nn.Module] = [self._res(channels + skips.pop(), mult * width)]
                 channels = mult * width
-                layers += attend(channels, spec.transformer_depth[level], spec.cross_only[level])
+                layers += self._attend(channels, spec.transformer_depth[level], spec.cross_only[level])
                 if level and i == spec.num_res_blocks[level]:
-                    layers.append(res(channels, channels, "up") if spec.resblock_updown else Upsample(channels))
+                    layers.append(self._res(channels, channels, "up") if spec.resblock_updown else Upsample(channels))
                 self.output_blocks.append(Block(layers))
 
         self.out = nn.Sequential(
             nn.GroupNorm(32, channels), nn.SiLU(), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
         )
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        context: Tensor | None = None,
+        y: Tensor | None = None,
+        control: tuple[Tensor, ...] | None = None,
+        features: tuple[Tensor | None, ...] | None = None,
+    ) -> Tensor:
         """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> prediction (B,out_channels,h,w).
 
         context (B,T,D) is the text (None for unconditional models); y is the vector (B,vector_dim) or the class
-        indices (B,) of models that have a label_emb.  x, context and y are in the weights' dtype; t in any.
+        indices (B,) of models that have a label_emb.  control and features have one entry for each input block and
+        one for the middle: a ControlNet's is added to the skip alone, a T2I-Adapter's to what goes on as well.
+        All are in the weights' dtype; t in any.
         """
-        # the timestep (and the label), through the SiLU with which every residual block begins
-        emb = self.time_embed(timestep_embedding(t, self.spec.model_channels).to(x.dtype))
-        if self.label_emb is not None:
-            emb = emb + self.label_emb(y)
-        emb = F.silu(emb)  # (B, E)
+        emb = self.embed(t, y, x.dtype)  # (B, E)
+        add = features if features is not None else (None,) * (len(self.input_blocks) + 1)
 
         # down, keeping what the way up will need
         skips = []
-        for block in self.input_blocks:
-            x = block(x, emb, context, None)
-            skips.append(x)
+        for i, block in enumerate(self.input_blocks):
+            x = _plus(block(x, emb, context, None), add[i])
+            skips.append(x if control is None else x + control[i])
 
-        x = self.middle_block(x, emb, context, None)
+        x = _plus(self.middle_block(x, emb, context, None), add[-1])
+        x = x if control is None else x + control[-1]
 
         # up, to the size of the skip that comes next
         for block in self.output_blocks:
@@ -323,3 +348,7 @@ class UNet(nn.Module):
             size = skips[-1].shape[2:] if skips else None
             x = block(x, emb, context, size)
         return self.out(x)
+
+
+def _plus(x: Tensor, feature: Tensor | None) -> Tensor:
+    return x if feature is None else x + feature
