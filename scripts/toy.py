@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from random_checkpoint import SMALL, random_tensor
 from torch import Tensor, nn
 
+from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.models.vae_vq import VQSpec
 
 # ---- networks -------------------------------------------------------------------------------------------------------
 
@@ -83,6 +85,19 @@ UNETS: dict[str, UNetSpec] = {
 KL_F16 = VAESpec(
     channels=32, channel_mult=(1, 1, 2), num_res_blocks=1, z_channels=8, embed_dim=6, attn_levels=(2,), mid_attn=True
 )
+# vq-f16 with its attention level, and vq-f4-noattn without any; z_channels and embed_dim differ, as in none released.
+VQ_F16 = VQSpec(
+    channels=32,
+    channel_mult=(1, 1, 2),
+    num_res_blocks=1,
+    z_channels=6,
+    embed_dim=4,
+    attn_levels=(2,),
+    mid_attn=True,
+    num_codes=40,
+)
+VQS = {"attn": VQ_F16, "noattn": replace(VQ_F16, attn_levels=(), mid_attn=False)}
+TINY = TAESDSpec(embed_dim=4, encoder=True, decoder=True)
 
 T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
 T_FRACTIONAL = torch.tensor([437.25, 999.0])

@@ -19,7 +19,7 @@ from ldm_lite.models.ops import AttentionFn, attention
 
 @dataclass(frozen=True)
 class VAESpec:
-    """The numbers in which KL autoencoders differ.  Levels are counted from the highest resolution."""
+    """The numbers in which autoencoders differ.  Levels are counted from the highest resolution."""
 
     channels: int
     channel_mult: tuple[int, ...]
@@ -33,6 +33,18 @@ class VAESpec:
     def factor(self) -> int:
         """Pixels to a latent position, along each side."""
         return int(2 ** (len(self.channel_mult) - 1))
+
+
+def check_pixels(x: Tensor, spec: VAESpec) -> None:
+    """Raises ValueError if x is not (B,3,H,W) with sides that are multiples of the factor."""
+    if x.shape[1] != 3 or x.shape[2] % spec.factor or x.shape[3] % spec.factor:
+        raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of {spec.factor}")
+
+
+def check_latents(z: Tensor, spec: VAESpec) -> None:
+    """Raises ValueError if z is not (B,embed_dim,h,w)."""
+    if z.shape[1] != spec.embed_dim:
+        raise ValueError(f"got latents with {z.shape[1]} channels, wanted {spec.embed_dim}")
 
 
 def _norm(channels: int) -> nn.GroupNorm:
@@ -194,22 +206,24 @@ class AutoencoderKL(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> mean and log variance of the latents, (B,embed_dim,h,w) each, unscaled.
 
-        A sample is mean + exp(logvar / 2) * noise.  Raises ValueError if x has not 3 channels or a side is no
+        Raises ValueError if x has not 3 channels or a side is no
         multiple of the factor.
         """
-        factor = self.spec.factor
-        if x.shape[1] != 3 or x.shape[2] % factor or x.shape[3] % factor:
-            raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of {factor}")
+        check_pixels(x, self.spec)
         mean, logvar = self.quant_conv(self.encoder(x)).chunk(2, dim=1)
         return mean, logvar.clamp(-30.0, 20.0)
+
+    def latents(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,h,w), unscaled: the mean, or with noise a sample."""
+        mean, logvar = self.encode(x)
+        return mean if noise is None else mean + (logvar / 2).exp() * noise
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents (B,embed_dim,h,w), already divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
 
         Raises ValueError if z has not embed_dim channels.
         """
-        if z.shape[1] != self.spec.embed_dim:
-            raise ValueError(f"got latents with {z.shape[1]} channels, wanted {self.spec.embed_dim}")
+        check_latents(z, self.spec)
         return self.decoder(self.post_quant_conv(z))
 
     def forward(self, x: Tensor) -> Tensor:

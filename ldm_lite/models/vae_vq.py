@@ -1,0 +1,88 @@
+"""The VQ autoencoder of latent diffusion: vq-f4, f8 and f16, and taming-transformers' VQGAN, from a frozen spec.
+
+What is unusual about it:
+- its encoder, decoder and their spec are the KL autoencoder's, of vae_kl.py; a codebook is added between them;
+- as the first stage of a diffusion model, encoding does not quantise and decoding does, so that a latent that is
+  not quite on the codebook is put there;
+- the nearest code is looked up in float32, a slice of the positions at a time.
+
+Shape letters: B batch, C channels of a latent, H W image size, h w = H/f, W/f latent size, K codes.
+Source: Esser et al. 2021, sec. 3.1; CompVis autoencoder.py, taming-transformers' quantize.py (VectorQuantizer2).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.models.vae_kl import Decoder, Encoder, VAESpec, check_latents, check_pixels
+
+POSITIONS_TIMES_CODES = 2**24  # distances held at a time: 64 MiB
+
+
+@dataclass(frozen=True)
+class VQSpec(VAESpec):
+    """The numbers in which VQ autoencoders differ: a KL autoencoder's, and the codebook's size."""
+
+    num_codes: int
+
+
+class VectorQuantizer(nn.Module):
+    """The codebook: latents (B,C,h,w) -> the nearest code at every position."""
+
+    def __init__(self, num_codes: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_codes, dim)
+
+    def indices(self, z: Tensor) -> Tensor:
+        """Latents (B,C,h,w) -> indices of the nearest codes (B,h,w), by Euclidean distance."""
+        codes = self.embedding.weight.float()  # (K, C)
+        positions = z.float().permute(0, 2, 3, 1).flatten(0, 2)  # (B*h*w, C)
+        norms = (codes**2).sum(dim=1)
+        # |z - e|^2 = |z|^2 - 2 z.e + |e|^2, the first of which is the same for all codes
+        nearest = [
+            torch.addmm(norms, part, codes.T, alpha=-2).argmin(dim=1)
+            for part in torch.split(positions, max(1, POSITIONS_TIMES_CODES // len(codes)))
+        ]
+        return torch.cat(nearest).view(z.shape[0], *z.shape[2:])
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.embedding(self.indices(z)).permute(0, 3, 1, 2)  # (B, C, h, w)
+
+
+class VQModel(nn.Module):
+    """Pixels <-> latents, and latents <-> codes.  Esser et al. 2021, eq. 2."""
+
+    def __init__(self, spec: VQSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.encoder = Encoder(spec, out_channels=spec.z_channels)
+        self.decoder = Decoder(spec)
+        self.quantize = VectorQuantizer(spec.num_codes, spec.embed_dim)
+        self.quant_conv = nn.Conv2d(spec.z_channels, spec.embed_dim, 1)
+        self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,h,w), unscaled and not quantised.
+
+        Raises ValueError if x has not 3 channels or a side is no multiple of the factor.
+        """
+        check_pixels(x, self.spec)
+        return self.quant_conv(self.encoder(x))
+
+    def latents(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """encode(x): here an image has one latent, whatever the noise."""
+        return self.encode(x)
+
+    def decode(self, z: Tensor, quantize: bool = True) -> Tensor:
+        """Latents (B,embed_dim,h,w), divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
+
+        Without quantize, z is decoded as it is: the original's force_not_quantize.  Raises ValueError if z has not
+        embed_dim channels.
+        """
+        check_latents(z, self.spec)
+        return self.decoder(self.post_quant_conv(self.quantize(z) if quantize else z))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pixels (B,3,H,W) -> their reconstruction from codes (B,3,H,W)."""
+        return self.decode(self.encode(x))

@@ -1,0 +1,59 @@
+"""TAESD against the original (the goldens), the keys of the released files, and its contract."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+
+from ldm_lite.models.taesd import TAESD
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "zoo.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+
+
+def test_equals_the_original_and_takes_images_from_minus_one_to_one() -> None:
+    network = toy.fill(TAESD(toy.TINY))
+    assert toy.relative_error(network.encode(toy.normal(7, 1, 3, 16, 24)), GOLDEN["taesd.encode"]) < 1e-5
+    assert toy.relative_error(network.decode(toy.normal(8, 1, 4, 4, 6)), GOLDEN["taesd.decode"]) < 1e-5
+
+
+def test_keys_shapes_and_parameters_are_those_of_the_originals() -> None:
+    with torch.device("meta"):
+        network = TAESD(toy.TINY)
+    for part in ("encoder", "decoder"):
+        manifest = MANIFESTS[f"taesd_{part}"]
+        module = getattr(network, part)
+        assert {key: list(value.shape) for key, value in module.state_dict().items()} == manifest["shapes"]
+        assert sum(p.numel() for p in module.parameters()) == manifest["params"]
+
+
+def test_latents_are_clamped_softly() -> None:
+    network = toy.fill(TAESD(toy.TINY))
+    far = torch.full((1, 4, 2, 2), 100.0)
+    assert torch.allclose(network.decode(far), network.decode(2 * far))
+    assert not torch.allclose(network.decode(far / 100), network.decode(far / 50))
+
+
+def test_one_of_the_networks_may_be_missing() -> None:
+    x, z = toy.normal(7, 1, 3, 16, 16), toy.normal(8, 1, 4, 2, 2)
+    decoder, encoder = (TAESD(replace(toy.TINY, **{part: False})) for part in ("encoder", "decoder"))
+    assert decoder.decode(z).shape == x.shape
+    assert encoder.latents(x).shape == z.shape
+    with pytest.raises(ValueError, match="is a decoder alone"):
+        decoder.encode(x)
+    with pytest.raises(ValueError, match="is an encoder alone"):
+        encoder.decode(z)
+
+
+def test_says_which_shapes_it_wants() -> None:
+    network = TAESD(toy.TINY)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        network.encode(torch.zeros(1, 3, 12, 16))
+    with pytest.raises(ValueError, match="3 channels, wanted 4"):
+        network.decode(torch.zeros(1, 3, 2, 2))

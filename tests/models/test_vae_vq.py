@@ -1,0 +1,94 @@
+"""The VQ autoencoder against CompVis' (the goldens), the keys of the released ones, and its contract."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+
+from ldm_lite.families import KL_F8
+from ldm_lite.models import vae_vq
+from ldm_lite.models.vae_vq import VectorQuantizer, VQModel, VQSpec
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "zoo.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+VQ_F4 = VQSpec(**{**vars(KL_F8), "channel_mult": (1, 2, 4), "z_channels": 3, "embed_dim": 3, "num_codes": 8192})
+VQ_F8 = replace(VQ_F4, channel_mult=(1, 2, 2, 4), z_channels=4, embed_dim=4, attn_levels=(3,), num_codes=16384)
+RELEASED = {
+    "vae_vq_f4": VQ_F4,
+    "vae_vq_f4_noattn": replace(VQ_F4, mid_attn=False),
+    "vae_vq_f8": VQ_F8,
+    "vae_vq_f8_n256": replace(VQ_F8, num_codes=256),
+    "vae_vq_f16": replace(VQ_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=8, embed_dim=8, attn_levels=(4,)),
+}
+
+
+@pytest.mark.parametrize("name", toy.VQS)
+def test_equals_the_original(name: str) -> None:
+    """As a first stage decoding quantises and encoding does not; alone, pixels go through the codes."""
+    network = toy.fill(VQModel(toy.VQS[name]))
+    x, z = toy.normal(7, 1, 3, 16, 24), toy.normal(8, 1, 4, 4, 6)
+    assert toy.relative_error(network.encode(x), GOLDEN[f"vq.{name}.encode"]) < 1e-5
+    assert toy.relative_error(network.decode(z), GOLDEN[f"vq.{name}.decode"]) < 1e-5
+    assert toy.relative_error(network.decode(z, quantize=False), GOLDEN[f"vq.{name}.decode_as_is"]) < 1e-5
+    assert toy.relative_error(network(x), GOLDEN[f"vq.{name}.alone"]) < 1e-5
+    assert toy.relative_error(GOLDEN[f"vq.{name}.decode"], GOLDEN[f"vq.{name}.decode_as_is"]) > 0.1  # it matters
+
+
+def test_every_released_autoencoder_is_known() -> None:
+    assert set(RELEASED) == {name for name in MANIFESTS if name.startswith("vae_vq_")}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
+    with torch.device("meta"):
+        network = VQModel(RELEASED[name])
+    shapes = {key: list(value.shape) for key, value in network.state_dict().items()}
+    assert shapes == MANIFESTS[name]["shapes"]
+    assert sum(p.numel() for p in network.parameters()) == MANIFESTS[name]["params"]
+    assert RELEASED[name].factor == int(name.split("_")[2].removeprefix("f"))
+
+
+def test_the_nearest_code_is_taken_at_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize = VectorQuantizer(30, 4)
+    z = toy.normal(0, 2, 4, 3, 5)
+    codes = quantize.embedding.weight
+    distances = torch.cdist(z.permute(0, 2, 3, 1), codes)  # (B, h, w, K)
+    assert torch.equal(quantize.indices(z), distances.argmin(dim=3))
+    assert torch.equal(quantize(z)[1, :, 2, 3], codes[distances[1, 2, 3].argmin()])
+    whole = quantize(z)
+    monkeypatch.setattr(vae_vq, "POSITIONS_TIMES_CODES", 100)  # three positions at a time
+    assert torch.equal(quantize(z), whole)
+    assert torch.equal(quantize(whole), whole)
+
+
+def test_codes_are_told_apart_in_half_precision() -> None:
+    """Distances in bfloat16 would not: these codes and the latent are exact in it, and the square of 8 is not."""
+    quantize = VectorQuantizer(2, 3).bfloat16()
+    codes = torch.tensor([[8.0, 8.0, 8.0], [8.0, 8.0, 8.0625]], dtype=torch.bfloat16)
+    quantize.load_state_dict({"embedding.weight": codes})
+    z = torch.tensor([8.0, 8.0, 8.0625], dtype=torch.bfloat16).view(1, 3, 1, 1)
+    assert quantize.indices(z).item() == 1
+    assert quantize(z).dtype == torch.bfloat16
+
+
+def test_noise_changes_nothing() -> None:
+    network = toy.fill(VQModel(toy.VQ_F16))
+    x = toy.normal(7, 1, 3, 8, 8)
+    assert torch.equal(network.latents(x, toy.normal(1, 1, 4, 2, 2)), network.encode(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 16, 16), (1, 3, 17, 16), (1, 3, 16, 10)])
+def test_encode_says_which_pixels_it_wants(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"wanted \(B, 3, H, W\) with H and W multiples of 4"):
+        VQModel(toy.VQ_F16).encode(torch.zeros(shape))
+
+
+def test_decode_says_how_many_channels_it_wants() -> None:
+    with pytest.raises(ValueError, match="got latents with 3 channels, wanted 4"):
+        VQModel(toy.VQ_F16).decode(torch.zeros(1, 3, 8, 8))
