@@ -16,6 +16,7 @@ LAYERS = [
     {"cli"},
     {"generate", "training"},
     {"pipeline", "prompt"},
+    {"adapters"},
     {"checkpoint", "runtime", "hub", "tokenizer", "image"},
     {"families"},
     {"fingerprint"},
