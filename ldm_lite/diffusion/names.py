@@ -5,7 +5,7 @@ import inspect
 
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Schedule
+from ldm_lite.diffusion.schedule import SPACINGS, Level, Schedule, Spacing, levels_of
 
 # AUTOMATIC1111's names, which are also what a PNG's parameters say.
 LABELS = {
@@ -96,10 +96,13 @@ def make_plan(
     eta: float | None = None,
     churn: float | None = None,
     spacing: str | None = None,
+    last: int | None = None,
 ) -> Plan:
     """The plan of a sampler by any of its names; eta, churn and spacing None = the sampler's own.
 
-    Raises ValueError for an unknown name or spacing, steps outside 1..1000, and for an eta or churn that it lacks.
+    With `last` it is the plan of the last so many of those steps, begun there: a multistep sampler has no history then.
+    Raises ValueError for an unknown name or spacing, steps outside 1..1000, a last outside 1..steps, and for an eta or
+    churn that the sampler lacks.
     """
     key, named_spacing = resolve(name)
     spacing = named_spacing if spacing is None else spacing
@@ -108,6 +111,9 @@ def make_plan(
     if spacing is not None and spacing not in SPACINGS:
         raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
     arguments: dict[str, object] = {} if spacing is None else {"spacing": spacing}
+    if last is not None:
+        whole = inspect.signature(SAMPLERS[key]).parameters["spacing"].default if spacing is None else spacing
+        arguments["spacing"] = _last_of(whole, last)
     for option, value, most in (("eta", eta, 1.0), ("churn", churn, float(steps))):
         if value is None:
             continue
@@ -119,6 +125,18 @@ def make_plan(
             able = ", ".join(each for each in SAMPLERS if has(each, option))
             raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or take one of {able}")
     return SAMPLERS[key](schedule, steps, **arguments)
+
+
+def _last_of(spacing: str, last: int) -> Spacing:
+    """The spacing that makes the levels of the last so many steps of another."""
+
+    def levels(schedule: Schedule, steps: int) -> list[Level]:
+        whole = levels_of(spacing, schedule, steps)
+        if not 1 <= last < len(whole):
+            raise ValueError(f"got the last {last} of {len(whole) - 1} steps, wanted 1 to {len(whole) - 1}")
+        return whole[-last - 1 :]
+
+    return levels
 
 
 def has(key: str, option: str) -> bool:

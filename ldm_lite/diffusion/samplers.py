@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Schedule
+from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, levels_of
 
 # ---- in the variance-preserving scale -------------------------------------------------------------------------------
 
@@ -34,11 +34,11 @@ def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
     return float(old), float(eta * (after.s / now.s) * np.sqrt(1 - ratio**2))
 
 
-def ddim(schedule: Schedule, steps: int, spacing: str = "leading", eta: float = 0.0) -> Plan:
+def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta: float = 0.0) -> Plan:
     """DDIM; eta 1 is DDPM's variance.  Song et al. 2021, eqs. 12 and 16."""
     # From x0 where the network does not predict eps: then zero terminal SNR is defined.
     rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
-    levels = SPACINGS[spacing](schedule, steps)
+    levels = levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         if rows.keep == "eps":
             x = _transfer(now, after, H, eta=eta)
@@ -49,26 +49,26 @@ def ddim(schedule: Schedule, steps: int, spacing: str = "leading", eta: float = 
     return rows.plan(end=levels[-1])
 
 
-def ddpm(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
+def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
     """Ancestral sampling with the posterior's variance, which is DDIM with eta 1.  Ho et al. 2020, eq. 7."""
     return ddim(schedule, steps, spacing, eta=1.0)
 
 
-def plms(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
+def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
     """Pseudo linear multistep: DDIM's update with eps from Adams-Bashforth.  Liu et al. 2022, eqs. 9, 12 and 13.
 
     The first step makes two calls (pseudo improved Euler), so there is one call more than steps; but a single step to
     clean is DDIM's, since there is no noise to ask for at its end.
     """
     rows = Rows(schedule, keep="eps")
-    levels = SPACINGS[spacing](schedule, steps)
+    levels = levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.s == 0 and i == 0:
             rows.add(i, now, _transfer(now, after, H))
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
             # The original asks at the next timestep, of which a single step has none.
-            ahead = after if steps > 1 else after._replace(t=now.t)
+            ahead = after if len(levels) > 2 else after._replace(t=now.t)
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:
             rows.add(i, now, _transfer(now, after, (3 * H - H1) / 2))
@@ -79,10 +79,10 @@ def plms(schedule: Schedule, steps: int, spacing: str = "leading") -> Plan:
     return rows.plan(end=levels[-1])
 
 
-def lcm(schedule: Schedule, steps: int, spacing: str = "lcm") -> Plan:
+def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
     """Latent consistency: jump to x0, noise it to the next level.  Luo et al. 2023, alg. 3."""
     rows = Rows(schedule, keep="x0")
-    levels = SPACINGS[spacing](schedule, steps)
+    levels = levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         scaled = 10.0 * now.t
         x0 = 0.25 / (scaled**2 + 0.25) * X + scaled / np.sqrt(scaled**2 + 0.25) * H
@@ -93,12 +93,12 @@ def lcm(schedule: Schedule, steps: int, spacing: str = "lcm") -> Plan:
 # ---- in the variance-exploding scale --------------------------------------------------------------------------------
 
 
-def _levels(schedule: Schedule, steps: int, spacing: str) -> list[Level]:
+def _levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
     """The spacing's levels, with sigma at most 4096 where it is infinite (zero terminal SNR), as diffusers has it.
 
     Raises ValueError for eps prediction there, which says nothing about x0.
     """
-    levels = SPACINGS[spacing](schedule, steps)
+    levels = levels_of(spacing, schedule, steps)
     if schedule.prediction == "eps" and schedule.alpha_bar[-1] == 0:
         raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
     return [level if level.a > 0 else level._replace(a=2.0**-12) for level in levels]
@@ -123,7 +123,7 @@ def _churned(schedule: Schedule, levels: list[Level], churn: float) -> list[Leve
     )
 
 
-def euler(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float = 0.0) -> Plan:
+def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """Euler's method on dy/dsigma = (y - x0) / sigma.  Karras et al. 2022, alg. 2 without the second half.
 
     Churn adds noise before a call: here at the end of the row before.
@@ -143,7 +143,7 @@ def _extra(level: Level, hat: Level) -> float:
     return float(np.sqrt(max(0.0, hat.sigma**2 - level.sigma**2)))
 
 
-def euler_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """Euler ancestral: a step to below the next level, then noise up to it.  k-diffusion sample_euler_ancestral."""
     rows = Rows(schedule, keep="x0")
     levels = _levels(schedule, steps, spacing)
@@ -155,7 +155,7 @@ def euler_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: floa
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def heun(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float = 0.0) -> Plan:
+def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """Heun's method: Euler, then the mean of the slopes at both ends.  Karras et al. 2022, alg. 2.
 
     Two calls a step but in the last, which ends at sigma 0.
@@ -176,7 +176,7 @@ def heun(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
 
-def dpm2(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float = 0.0) -> Plan:
+def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """DPM-Solver-2: the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
     rows = Rows(schedule, keep="x0")
     levels = _levels(schedule, steps, spacing)
@@ -193,7 +193,7 @@ def dpm2(schedule: Schedule, steps: int, spacing: str = "linspace", churn: float
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
 
-def dpm2_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+def dpm2_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver-2 to below the next level, then noise up to it.  k-diffusion sample_dpm_2_ancestral."""
     rows = Rows(schedule, keep="x0")
     levels = _levels(schedule, steps, spacing)
@@ -225,7 +225,7 @@ def _interpolation_integrals(points: Array, low: float, high: float, log: bool) 
     return np.array(integrals)
 
 
-def _adams(schedule: Schedule, steps: int, spacing: str, order: int, log: bool) -> Plan:
+def _adams(schedule: Schedule, steps: int, spacing: str | Spacing, order: int, log: bool) -> Plan:
     """Adams-Bashforth with exact coefficients for uneven steps: the slope eps interpolated in sigma or log sigma."""
     rows = Rows(schedule, keep="eps")
     levels = _levels(schedule, steps, spacing)
@@ -239,12 +239,12 @@ def _adams(schedule: Schedule, steps: int, spacing: str, order: int, log: bool) 
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def lms(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+def lms(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """Linear multistep of order 4 in sigma.  k-diffusion sample_lms."""
     return _adams(schedule, steps, spacing, order=4, log=False)
 
 
-def deis(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """DEIS: linear multistep of order 3 in log sigma ("log-rho AB").  Zhang and Chen 2023, sec. 4."""
     return _adams(schedule, steps, spacing, order=3, log=True)
 
@@ -252,7 +252,7 @@ def deis(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
 # ---- DPM-Solver++: x0, in lambda = -log sigma -----------------------------------------------------------------------
 
 
-def dpmpp_2m(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """DPM-Solver++ (2M): x0 extrapolated in lambda.  Lu et al. 2022b, alg. 2.
 
     First order at the first step, and at the last, whose lambda is infinite.
@@ -269,7 +269,7 @@ def dpmpp_2m(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2S) to below the next level, then noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
     rows = Rows(schedule, keep="x0")
     levels = _levels(schedule, steps, spacing)
@@ -286,7 +286,7 @@ def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str = "linspace", eta: f
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def dpmpp_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (SDE), two stages, r = 1/2.  Lu et al. 2022b, sec. 5; k-diffusion sample_dpmpp_sde.
 
     The noises of both stages are those of one Brownian motion in sigma, as there: the second contains the first.
@@ -312,17 +312,17 @@ def dpmpp_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: fl
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def dpmpp_2m_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+def dpmpp_2m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2M SDE), midpoint.  Lu et al. 2022b, eq. 18; k-diffusion sample_dpmpp_2m_sde."""
     return _multistep_sde(schedule, steps, spacing, eta, order=2)
 
 
-def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str = "linspace", eta: float = 1.0) -> Plan:
+def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (3M SDE).  k-diffusion sample_dpmpp_3m_sde."""
     return _multistep_sde(schedule, steps, spacing, eta, order=3)
 
 
-def _multistep_sde(schedule: Schedule, steps: int, spacing: str, eta: float, order: int) -> Plan:
+def _multistep_sde(schedule: Schedule, steps: int, spacing: str | Spacing, eta: float, order: int) -> Plan:
     """x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
     rows = Rows(schedule, keep="x0")
     levels = _levels(schedule, steps, spacing)
@@ -348,7 +348,7 @@ def _multistep_sde(schedule: Schedule, steps: int, spacing: str, eta: float, ord
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def unipc(schedule: Schedule, steps: int, spacing: str = "linspace") -> Plan:
+def unipc(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """UniPC-2 (B2): DPM-Solver++ (2M) predicts, the next call's answer corrects before it predicts in turn.
 
     Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, lower at both ends.  ASIDE is the last corrected y.

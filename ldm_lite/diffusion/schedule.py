@@ -178,3 +178,8 @@ Spacing = Callable[[Schedule, int], list[Level]]
 SPACINGS: dict[str, Spacing] = {
     each.__name__: each for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original)
 }
+
+
+def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Level]:
+    """The levels that a spacing makes, by its name or as a function of one's own."""
+    return (SPACINGS[spacing] if isinstance(spacing, str) else spacing)(schedule, steps)

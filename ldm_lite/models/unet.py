@@ -119,6 +119,7 @@ class AttentionBlock(nn.Module):
     def __init__(self, channels: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_dim = channels // num_heads
         self.attention: AttentionFn = attention
         self.norm = nn.GroupNorm(32, channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
@@ -139,6 +140,7 @@ class CrossAttention(nn.Module):
     def __init__(self, channels: int, context_dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_dim = channels // num_heads
         self.attention: AttentionFn = attention
         self.to_q = nn.Linear(channels, channels, bias=False)
         self.to_k = nn.Linear(context_dim, channels, bias=False)

@@ -75,6 +75,7 @@ class AttnBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
+        self.head_dim = channels
         self.attention: AttentionFn = attention
         self.norm = _norm(channels)
         self.q = nn.Conv2d(channels, channels, 1)

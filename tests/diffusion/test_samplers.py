@@ -127,12 +127,16 @@ def gaussian_eps(level: Level, deviation: float) -> tuple[float, float]:
     return k, -k * level.a * MEAN
 
 
-def order_errors(sampler: str, counts: list[int]) -> list[float]:
-    """Errors against the exact solution of the ODE at the last level before clean (where the step is first order)."""
+def order_errors(sampler: str, counts: list[int], without: float = 0.0) -> list[float]:
+    """Errors against the exact solution of the ODE at the last level before clean (where the step is first order).
+
+    A share of the steps, the first ones, may be left out.
+    """
     errors = []
     for steps in counts:
-        levels = SPACINGS["karras"](SD, steps)
-        plan = make_plan(sampler, SD, steps, spacing="karras")
+        skip = round(without * (steps - 1))
+        levels = SPACINGS["karras"](SD, steps)[skip:]
+        plan = make_plan(sampler, SD, steps, spacing="karras", last=steps - skip)
 
         def model(x: Array, t: float) -> Array:
             k, b = gaussian_eps(SD.between(t), DEVIATION)
@@ -417,3 +421,47 @@ def test_one_step_of_plms_to_clean_is_ddim(prediction: Prediction) -> None:
     ends = [run(plan, toy_model(None), x, iter(()))[-1] for plan in plans]
     assert toy.relative_error(*ends) < 1e-12
     assert [len(plan.t) for plan in plans] == [1, 1]
+
+
+# ---- a part of the steps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spacing", [None, "karras"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_last_steps_begin_where_the_whole_would_be(sampler: str, spacing: str | None) -> None:
+    whole = make_plan(sampler, SD, 20, spacing=spacing)
+    for last in (1, 2, 7, 20):
+        part = make_plan(sampler, SD, 20, spacing=spacing, last=last)
+        assert part.num_steps == last
+        first = int(np.argmax(whole.step == 20 - last))
+        assert part.t[0] == whole.t[first]
+        assert np.array_equal(part.level[0], whole.level[first])
+        assert part.end == whole.end
+    for last in (0, 21):
+        with pytest.raises(ValueError, match=f"got the last {last} of 20 steps, wanted 1 to 20"):
+            make_plan(sampler, SD, 20, last=last)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler", "heun", "dpm2", "euler_a", "dpmpp_2s_a"])
+def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sampler: str) -> None:
+    whole, part = make_plan(sampler, SD, 12), make_plan(sampler, SD, 12, last=5)
+    assert np.array_equal(part.mix, whole.mix[-len(part.t) :])
+    assert np.array_equal(part.to_prediction, whole.to_prediction[-len(part.t) :])
+
+
+@pytest.mark.parametrize("sampler", ["plms", "lms", "deis", "dpmpp_2m", "unipc", "dpmpp_2m_sde", "dpmpp_3m_sde"])
+def test_multistep_samplers_begin_the_last_steps_without_a_history(sampler: str) -> None:
+    """No row may weight a prediction that was never made; and a table cut in the middle would do just that."""
+    whole, part = make_plan(sampler, SD, 12), make_plan(sampler, SD, 12, last=5)
+    for made, mix in enumerate(part.mix):
+        assert not np.any(mix[0, 2 + made : NUM_REGISTERS])
+    cut = whole.mix[int(np.argmax(whole.step == 7))]
+    assert np.any(cut[0, 2:NUM_REGISTERS])
+
+
+@pytest.mark.parametrize("sampler", DETERMINISTIC)
+def test_a_part_converges(sampler: str) -> None:
+    """With its order up to 2: a multistep method's first steps are of lower order, and here they matter."""
+    errors = order_errors(sampler, [51, 101, 201], without=0.4)
+    measured = [np.log2(before / after) for before, after in pairwise(errors)]
+    assert min(measured) > min(DETERMINISTIC[sampler], 2.0) - 0.25

@@ -1,0 +1,207 @@
+"""Which attention a network runs, chosen once, by name; and attention maps, taken by layer name.
+
+There is no global switch: `use` sets the attribute `attention` of each attention layer of one network.  Every backend
+computes softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D); `vanilla` is the plain twin of all others.
+
+The backends of PyTorch's own scaled dot-product attention are called as the operators that it dispatches to:
+`torch.nn.attention.sdpa_kernel` sets flags of the whole process, which two threads would fight over.
+"""
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import AttentionFn
+from ldm_lite.models.ops import attention as sdpa
+from ldm_lite.runtime.precision import short_name
+
+SLICES = 8  # of "sliced" without a number
+
+
+class AttentionLayer(Protocol):
+    """What a layer must have so that its attention can be chosen and recorded."""
+
+    attention: AttentionFn
+    head_dim: int
+
+
+def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The formula as the original attention.py wrote it, with all of its (B,H,N,M) weights in memory."""
+    return probabilities(q, k) @ v
+
+
+def probabilities(q: Tensor, k: Tensor) -> Tensor:
+    """The attention map softmax(q k^T / sqrt(D)), (B,H,N,M): how much each query takes from each key."""
+    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+
+
+def sliced(num_slices: int) -> AttentionFn:
+    """Vanilla attention in so many slices of the queries, one after the other: its memory divided by as many."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([vanilla(part, k, v) for part in q.tensor_split(num_slices, dim=2)], dim=2)
+
+    return attend
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v)[0]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, _trains(q, k, v))[0]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, _trains(q, k, v))[0]
+
+
+def _trains(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+_FUNCTIONS: dict[str, AttentionFn] = {
+    "sdpa": sdpa,
+    "vanilla": vanilla,
+    "math": _math,
+    "flash": _flash,
+    "efficient": _efficient,
+    "cudnn": _cudnn,
+}
+NAMES = (*_FUNCTIONS, "sliced", "mha")  # "sliced:4" gives the number of slices
+
+
+def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
+    """A whole cross-attention layer by torch.nn.MultiheadAttention's function, on the layer's own weights."""
+    to_q, to_k, to_v, to_out = (cast(nn.Linear, layer.get_submodule(n)) for n in ("to_q", "to_k", "to_v", "to_out.0"))
+    out, _ = F.multi_head_attention_forward(
+        x.transpose(0, 1),  # (N, B, C)
+        context.transpose(0, 1),  # (T, B, D)
+        context.transpose(0, 1),
+        embed_dim_to_check=to_q.in_features,
+        num_heads=cast(int, layer.num_heads),
+        in_proj_weight=None,
+        in_proj_bias=None,
+        bias_k=None,
+        bias_v=None,
+        add_zero_attn=False,
+        dropout_p=0.0,
+        out_proj_weight=to_out.weight,
+        out_proj_bias=to_out.bias,
+        training=False,
+        need_weights=False,
+        use_separate_proj_weight=True,
+        q_proj_weight=to_q.weight,
+        k_proj_weight=to_k.weight,
+        v_proj_weight=to_v.weight,
+    )
+    return out.transpose(0, 1)
+
+
+def layers(network: nn.Module) -> dict[str, AttentionLayer]:
+    """The attention layers of a network by their names, which are the checkpoint's."""
+    return {name: cast(AttentionLayer, layer) for name, layer in network.named_modules() if hasattr(layer, "head_dim")}
+
+
+def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
+    """A name of NAMES, or "sliced:n" -> its function, tried once where it is to run.
+
+    "mha" is no function of q, k and v: see use.  Raises ValueError for an unknown name, and where it is not available.
+    """
+    kind, _, number = name.partition(":")
+    if kind == "sliced" and (not number or (number.isdecimal() and int(number) > 0)):
+        return sliced(int(number or SLICES))
+    if name not in _FUNCTIONS:
+        raise ValueError(f"unknown attention {name!r}: wanted one of {', '.join(NAMES)}, or sliced:4")
+    function = _FUNCTIONS[name]
+    if device.type != "meta" and not _runs(function, device, dtype, head_dim):
+        others = ", ".join(available(device, dtype, head_dim))
+        raise ValueError(
+            f"attention {name!r} is not available on {device} in {short_name(dtype)} for heads of {head_dim} "
+            f"channels: take one of {others}"
+        )
+    return function
+
+
+def available(device: torch.device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
+    """The names that run on a device, in a dtype, for heads of so many channels."""
+    return [name for name in NAMES if name not in _FUNCTIONS or _runs(_FUNCTIONS[name], device, dtype, head_dim)]
+
+
+def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype)
+    try:
+        function(q, q, q)
+    except (RuntimeError, NotImplementedError, AttributeError):  # AttributeError: this torch lacks the operator
+        return False
+    return True
+
+
+def use(network: nn.Module, attention: str | AttentionFn) -> None:
+    """Set the attention of every layer of a network: a name of NAMES, "sliced:n", or a function of one's own.
+
+    To be called before compilation; other networks, and other threads' networks, keep theirs.  Raises ValueError, and
+    changes nothing, if a layer cannot have it.
+    """
+    found = layers(network)
+    if not found:
+        raise ValueError(f"{type(network).__name__} has no attention layers")
+    if attention == "mha":
+        if lacks := [name for name, layer in found.items() if not hasattr(layer, "to_q")]:
+            raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: take sdpa")
+        for layer in found.values():
+            cast(nn.Module, layer).forward = MethodType(_mha, layer)
+        return
+    first = next(network.parameters())
+    functions = {
+        head_dim: resolve(attention, first.device, first.dtype, head_dim) if isinstance(attention, str) else attention
+        for head_dim in {layer.head_dim for layer in found.values()}
+    }
+    for layer in found.values():
+        vars(layer).pop("forward", None)  # of mha
+        layer.attention = functions[layer.head_dim]
+
+
+@contextlib.contextmanager
+def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Tensor]]]:
+    """Attention maps by layer name: within the block, one (B,H,N,M) tensor a call is added for each layer that matches.
+
+    pattern is a layer's name, or has wildcards: "*attn2" is every cross-attention of a UNet.  Maps of guided steps hold
+    both halves of the batch, and a map is large (N times M), so name few layers or empty the lists.  The layers are the
+    network's own, so this is for one thread at a time.  Raises ValueError if no layer matches.
+    """
+    chosen = {name: layer for name, layer in layers(network).items() if fnmatch.fnmatchcase(name, pattern)}
+    if not chosen:
+        raise ValueError(f"no attention layer matches {pattern!r}: they are {', '.join(layers(network)) or 'none'}")
+    maps: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    before = {name: (layer.attention, vars(layer).pop("forward", None)) for name, layer in chosen.items()}
+    for name, layer in chosen.items():
+        layer.attention = _recorder(maps[name].append)
+    try:
+        yield maps
+    finally:
+        for name, (function, forward) in before.items():
+            chosen[name].attention = function
+            if forward is not None:
+                vars(chosen[name])["forward"] = forward
+
+
+def _recorder(keep: Callable[[Tensor], None]) -> AttentionFn:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = probabilities(q, k)
+        keep(weights)
+        return weights @ v
+
+    return attend

@@ -1,0 +1,191 @@
+"""Every attention backend against every other, the errors, and attention maps by layer name."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from ldm_lite.models.unet import UNet
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime.attention import NAMES, available, layers, record, resolve, use
+
+CPU = torch.device("cpu")
+HERE = [name for name in available(CPU, torch.float32, 40) if name != "mha"] + ["sliced:1", "sliced:3"]
+# (B, H, N, M, D): the widths of Stable Diffusion's heads, text, one token, odd and prime lengths
+SHAPES = [
+    (2, 8, 96, 96, 40),
+    (2, 8, 63, 77, 40),
+    (1, 2, 37, 37, 80),
+    (3, 1, 5, 154, 160),
+    (1, 1, 1, 1, 64),
+    (1, 1, 49, 49, 512),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def qkv(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """As the layers make them: heads split by a view, so that nothing is contiguous."""
+    b, h, n, m, d = shape
+    return [toy.normal(i, b, length, h, d).to(dtype).transpose(1, 2) for i, length in enumerate((n, m, m))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_backends_agree(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v = qkv(shape, dtype)
+    outs = {name: resolve(name, CPU, dtype, shape[-1])(q, k, v) for name in HERE}
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for one, other in itertools.combinations(outs, 2):
+        assert outs[one].shape == q.shape
+        assert outs[one].dtype == dtype
+        assert toy.relative_error(outs[one].float(), outs[other].float().numpy()) < tolerance, (one, other)
+
+
+def test_vanilla_is_the_formula() -> None:
+    q, k, v = (x.double() for x in qkv((1, 2, 7, 5, 40), torch.float32))
+    logits = torch.einsum("bhnd,bhmd->bhnm", q, k) / 40**0.5
+    weights = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    torch.testing.assert_close(resolve("vanilla", CPU, torch.float64, 40)(q, k, v), weights @ v)
+
+
+@pytest.fixture
+def unet() -> nn.Module:
+    return toy.fill(UNet(SMALL.unet))
+
+
+@pytest.mark.parametrize("name", [*HERE, "mha"])
+def test_a_network_gives_the_same_with_each(name: str, unet: nn.Module) -> None:
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    wanted, keys = unet(x, toy.T, context), list(unet.state_dict())
+    use(unet, name)
+    assert toy.relative_error(unet(x, toy.T, context), wanted.numpy()) < 2e-6
+    assert list(unet.state_dict()) == keys
+    use(unet, "sdpa")
+    assert torch.equal(unet(x, toy.T, context), wanted)
+
+
+def test_each_name_has_an_effect(unet: nn.Module) -> None:
+    layer = layers(unet)["middle_block.1.transformer_blocks.0.attn1"]
+    seen = []
+    for name in HERE:
+        use(unet, name)
+        seen.append(layer.attention)
+    assert len(set(seen)) == len(seen)
+
+
+def test_mha_runs_torchs_own(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = nn.functional.multi_head_attention_forward
+    monkeypatch.setattr(
+        nn.functional, "multi_head_attention_forward", lambda *a, **k: calls.append(1) or original(*a, **k)
+    )
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    use(unet, "mha")
+    copied = copy.deepcopy(unet)
+    nn.init.zeros_(layers(copied)["middle_block.1.transformer_blocks.0.attn1"].to_out[0].weight)  # type: ignore[attr-defined]
+    assert not torch.equal(copied(x, toy.T, context), unet(x, toy.T, context))  # the copy has weights of its own
+    assert len(calls) == 2 * len(layers(unet))
+
+
+def test_a_fork_brings_its_own(unet: nn.Module) -> None:
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    before = unet(x, toy.T, context)
+    use(unet, lambda q, k, v: torch.zeros_like(q))
+    assert not torch.allclose(unet(x, toy.T, context), before)
+
+
+def test_two_networks_have_two_backends(unet: nn.Module) -> None:
+    other = AutoencoderKL(SMALL.vae)
+    use(unet, "vanilla")
+    use(other, "math")
+    assert {layer.attention for layer in layers(unet).values()} != {layer.attention for layer in layers(other).values()}
+
+
+def test_what_is_not_available_is_said_in_one_line(unet: nn.Module) -> None:
+    before = [layer.attention for layer in layers(unet).values()]
+    for name in sorted(set(NAMES) - set(available(CPU, torch.float32))):
+        with pytest.raises(ValueError, match=rf"^attention '{name}' is not available on cpu in fp32.*take one of sdpa"):
+            use(unet, name)
+    for name in ("xformers", "sliced:0", "sliced:x", "mha:2", ""):
+        with pytest.raises(ValueError, match="unknown attention"):
+            use(unet, name)
+    with pytest.raises(ValueError, match=r"'mha' needs layers with to_q.*mid.attn_1"):
+        use(AutoencoderKL(SMALL.vae), "mha")
+    with pytest.raises(ValueError, match="Linear has no attention layers"):
+        use(nn.Linear(2, 2), "sdpa")
+    assert [layer.attention for layer in layers(unet).values()] == before
+
+
+@pytest.mark.parametrize("name", ["sdpa", "math", "flash", "vanilla", "sliced", "mha"])
+def test_gradients_flow(name: str) -> None:
+    network = UNet(SMALL.unet)
+    use(network, name)
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    network(x, toy.T, context).square().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["math", "flash", "vanilla", "sliced", "mha"])
+def test_each_compiles_to_one_graph(name: str, unet: nn.Module) -> None:
+    use(unet, name)
+    counter = CompileCounter()
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    compiled = torch.compile(unet, fullgraph=True, backend=counter)
+    for t in (toy.T, toy.T_FRACTIONAL):
+        torch.testing.assert_close(compiled(x, t, context), unet(x, t, context))
+    assert counter.frame_count == 1
+
+
+# ---- maps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sdpa", "mha"])
+def test_maps_by_layer_name(name: str, unet: nn.Module) -> None:
+    use(unet, name)
+    x, context, _ = toy.unet_inputs(SMALL.unet)  # latents 8 by 12, 5 tokens of text
+    before = unet(x, toy.T, context)
+    with record(unet, "*attn2") as maps:
+        for _ in range(2):
+            torch.testing.assert_close(unet(x, toy.T, context), before, rtol=1e-4, atol=1e-5)
+    assert "middle_block.1.transformer_blocks.0.attn2" in maps
+    assert not any("attn1" in layer for layer in maps)
+    shapes = {layer: [tuple(each.shape) for each in given] for layer, given in maps.items()}
+    assert shapes["input_blocks.1.1.transformer_blocks.0.attn2"] == [(2, 4, 96, 5)] * 2
+    for given in maps.values():
+        torch.testing.assert_close(given[0].sum(-1), torch.ones(given[0].shape[:-1]))
+    assert torch.equal(unet(x, toy.T, context), before)
+    assert all(len(given) == 2 for given in maps.values())
+
+
+def test_a_map_is_that_of_the_layers_own_queries_and_keys(unet: nn.Module) -> None:
+    name = "middle_block.1.transformer_blocks.0.attn2"
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    seen: list[Tensor] = []
+    handle = unet.get_submodule(name).to_q.register_forward_hook(lambda module, args, out: seen.append(out))  # type: ignore[union-attr]
+    with record(unet, name) as maps:
+        unet(x, toy.T, context)
+    handle.remove()
+    q = seen[0].unflatten(2, (4, -1))
+    k = unet.get_submodule(name).to_k(context).unflatten(2, (4, -1))  # type: ignore[operator]
+    logits = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
+    torch.testing.assert_close(maps[name][0], logits.softmax(-1))
+
+
+def test_recording_nothing_is_an_error(unet: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"no attention layer matches '\*attn3': they are input_blocks\.1\.1"):
+        record(unet, "*attn3").__enter__()

@@ -1,0 +1,164 @@
+"""Reading pictures and masks of every kind, resizing them, and getting pixels back as they were."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ldm_lite.image import (
+    extend,
+    mask_latent,
+    mask_weights,
+    open_mask,
+    open_picture,
+    pad,
+    resize,
+    to_array,
+    to_mask,
+    to_picture,
+    to_pixels,
+)
+
+RED = (255, 0, 0)
+
+
+def two_halves(mode: str = "RGB") -> Image.Image:
+    """6 x 4, the left half red."""
+    image = Image.new("RGB", (6, 4), "blue")
+    image.paste(RED, (0, 0, 3, 4))
+    return image.convert(mode)
+
+
+def test_exif_orientation(tmp_path: Path) -> None:
+    """A camera held sideways: stored 6 x 4 with the note "turn by 90 degrees", seen 4 x 6 with red above."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    two_halves().save(tmp_path / "a.png", exif=exif)
+    picture = open_picture(tmp_path / "a.png")
+    assert picture.size == (4, 6)
+    assert picture.getpixel((0, 0)) == picture.getpixel((3, 2)) == RED
+    assert picture.getpixel((0, 5)) == (0, 0, 255)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK", "YCbCr", "HSV"])
+def test_modes_of_colour(mode: str) -> None:
+    picture = to_picture(two_halves(mode))
+    assert picture.mode == "RGB"
+    assert np.abs(np.asarray(picture, dtype=int) - np.asarray(two_halves(), dtype=int)).max() <= 2
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "I;16B", "I"])
+def test_modes_of_grey(mode: str) -> None:
+    grey = np.array([[0, 255], [255, 0]], dtype=np.uint8)
+    if mode.startswith("I"):
+        order = ">u2" if mode == "I;16B" else "<u2"
+        image = Image.frombytes("I;16B" if mode == "I;16B" else "I;16", (2, 2), (grey.astype(order) * 257).tobytes())
+        image = image.convert("I") if mode == "I" else image
+    else:
+        image = Image.fromarray(grey).convert(mode)
+    assert image.mode == mode
+    assert np.array_equal(np.asarray(to_picture(image)), np.repeat(grey[:, :, None], 3, axis=2))
+    assert np.array_equal(np.asarray(to_mask(image)), grey)
+
+
+def test_16_bit_files_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "a.png")
+    assert np.asarray(open_picture(tmp_path / "a.png"))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def test_transparency_is_white_in_pictures_and_black_in_masks() -> None:
+    image = Image.new("RGBA", (2, 1), (255, 255, 255, 0))
+    image.putpixel((1, 0), (255, 255, 255, 255))
+    assert to_picture(image).getpixel((0, 0)) == (255, 255, 255)
+    assert list(np.asarray(to_mask(image))[0]) == [0, 255]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([0, 0, 0])
+    palette.info["transparency"] = 0
+    assert to_picture(palette).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_files_that_are_no_images(tmp_path: Path) -> None:
+    two_halves().resize((99, 99)).save(tmp_path / "whole.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "whole.png").read_bytes()[:200])
+    (tmp_path / "text.png").write_text("hello")
+    Image.fromarray(np.zeros((2, 2), dtype=np.float32)).save(tmp_path / "float.tif")
+    for name in ("half.png", "text.png", "float.tif"):
+        with pytest.raises(ValueError, match=rf"{name}: is not an image that can be read"):
+            open_picture(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        open_mask(tmp_path / "none.png")
+
+
+def test_pixels_come_back_bit_for_bit() -> None:
+    array = np.arange(768, dtype=np.int64).astype(np.uint8).reshape(16, 16, 3)
+    pixels = to_pixels(Image.fromarray(array))
+    assert pixels.dtype == torch.float32
+    assert (pixels.min(), pixels.max()) == (-1, 1)
+    assert np.array_equal(to_array(pixels), array)
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_resize() -> None:
+    image = two_halves().resize((60, 40), Image.Resampling.NEAREST)
+    assert resize(image, (30, 30), "crop").size == (30, 30)
+    assert resize(image, (30, 30), "fit").size == (30, 20)
+    assert resize(image, (30, 30), "stretch").size == (30, 30)
+    cropped, stretched = (np.asarray(resize(image, (30, 30), how)) for how in ("crop", "stretch"))
+    for array in (cropped, stretched):  # the halves stay halves, since the crop takes as much on both sides
+        assert array[15, 2].argmax() == 0
+        assert array[15, 27].argmax() == 2
+    assert resize(image, image.size, "crop").tobytes() == image.tobytes()
+    with pytest.raises(ValueError, match="got resize 'pad', wanted crop, fit, stretch"):
+        resize(image, (30, 30), "pad")
+
+
+@pytest.mark.parametrize("how", ["fit", "stretch"])
+@pytest.mark.parametrize("size", [(40, 40), (313, 313), (901, 901)])
+def test_no_pixel_of_a_mask_is_lost(how: str, size: tuple[int, int]) -> None:
+    for x, y in ((0, 0), (511, 511), (100, 300), (299, 7)):
+        mask = Image.new("L", (512, 512))
+        mask.putpixel((x, y), 255)
+        small = np.asarray(resize(mask, size, how))
+        assert set(np.unique(small)) == {0, 255}
+        rows, columns = small.nonzero()
+        assert abs(rows.mean() / size[1] - y / 512) < 0.03
+        assert abs(columns.mean() / size[0] - x / 512) < 0.03
+        latent = mask_latent(pad(mask_weights(Image.fromarray(small)), 8), 8)
+        assert latent.shape == (1, 1, -(-size[1] // 8), -(-size[0] // 8))
+        assert 1 <= latent.sum() <= 4
+
+
+def test_feathering_goes_outwards_alone() -> None:
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (24, 24, 40, 40))
+    hard, soft = mask_weights(mask), mask_weights(mask, feather=6.0)
+    assert torch.equal(soft[hard == 1], hard[hard == 1])
+    assert 0 < soft[0, 32, 42] < 1
+    assert soft[0, 32, 42] > soft[0, 32, 44]
+    assert soft[0, 32, 60] == 0
+    assert torch.equal(mask_latent(hard, 8), mask_latent(soft, 8))
+
+
+def test_extending() -> None:
+    image, mask = extend(two_halves(), {"left": 2, "bottom": 1})
+    assert image.size == mask.size == (8, 5)
+    assert image.getpixel((0, 0)) == image.getpixel((1, 4)) == RED
+    assert np.array_equal(np.asarray(image)[:4, 2:], np.asarray(two_halves()))
+    assert np.asarray(mask)[:4, 2:].max() == 0
+    assert np.asarray(mask)[:, :2].min() == np.asarray(mask)[4].min() == 255
+    for bad in ({}, {"up": 3}, {"left": -1}, {"left": 0}):
+        with pytest.raises(ValueError, match="wanted pixels above 0 for some of left, top, right, bottom"):
+            extend(two_halves(), bad)
+
+
+def test_padding() -> None:
+    pixels = to_pixels(two_halves())
+    padded = pad(pixels, 8)
+    assert padded.shape == (3, 8, 8)
+    assert torch.equal(padded[:, :4, :6], pixels)
+    assert torch.equal(padded[:, 7], padded[:, 3])
+    assert pad(padded, 8).shape == (3, 8, 8)
