@@ -76,6 +76,39 @@ def autoencoders(originals: Path) -> Arrays:
     return arrays
 
 
+def embedders(originals: Path) -> Arrays:
+    """A class, a map of labels and boxes, as the original conditioners give them on."""
+    arrays: Arrays = {}
+    stubs = ("clip", "kornia", "more_itertools", "more_itertools.recipes", "taming.data.image_transforms")
+    with repository(originals / "latent-diffusion", stubs=stubs):
+        module = importlib.import_module("ldm.modules.encoders.modules")
+        embedder = toy.fill(module.ClassEmbedder(toy.CLASSES.width, toy.CLASSES.num_classes))
+        arrays["classes"] = embedder({"class": torch.tensor([0, 10])})
+        spec = toy.LABEL_MAP
+        rescaler = toy.fill(module.SpatialRescaler(spec.halvings, in_channels=spec.num_labels, out_channels=3))
+        one_hot = nn.functional.one_hot(toy.label_map(), spec.num_labels).permute(0, 3, 1, 2).float()
+        arrays["label_map"] = rescaler(one_hot)
+    with repository(originals / "taming-transformers", stubs=stubs):
+        module = importlib.import_module("taming.data.conditional_builder.objects_bbox")
+        annotation = importlib.import_module("taming.data.helper_types").Annotation
+        builder = module.ObjectsBoundingBoxConditionalBuilder(
+            no_object_classes=8191,
+            no_max_objects=30,
+            no_tokens=8192,
+            encode_crop=True,
+            use_group_parameter=False,
+            use_additional_parameters=False,
+        )
+        with mock.patch("random.shuffle"):
+            for number, boxes in enumerate(toy.layouts()):
+                objects = [
+                    annotation(*[None] * 6)._replace(category_no=label, bbox=(x, y, right - x, bottom - y))
+                    for label, x, y, right, bottom in boxes
+                ]
+                arrays[f"layout.{number}"] = builder.build(objects).float()
+    return arrays
+
+
 def made_with(originals: Path) -> str:
     """Versions and commits, as JSON."""
     versions = {module.__name__: module.__version__ for module in (torch, np)}
@@ -91,7 +124,7 @@ def main() -> None:
     parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
     originals = parser.parse_args().originals.resolve()
     with torch.no_grad():
-        write(DATA / "zoo.npz", autoencoders(originals), torch.float32, made_with(originals))
+        write(DATA / "zoo.npz", autoencoders(originals) | embedders(originals), torch.float32, made_with(originals))
 
 
 if __name__ == "__main__":

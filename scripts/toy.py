@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from random_checkpoint import SMALL, random_tensor
 from torch import Tensor, nn
 
+from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.vae_kl import VAESpec
@@ -98,6 +99,8 @@ VQ_F16 = VQSpec(
 )
 VQS = {"attn": VQ_F16, "noattn": replace(VQ_F16, attn_levels=(), mid_attn=False)}
 TINY = TAESDSpec(embed_dim=4, encoder=True, decoder=True)
+CLASSES = ClassSpec(num_classes=11, width=40, unconditional=10)
+LABEL_MAP = LabelMapSpec(num_labels=6, channels=3, halvings=2)
 
 T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
 T_FRACTIONAL = torch.tensor([437.25, 999.0])
@@ -129,6 +132,19 @@ def unet_inputs(spec: UNetSpec, h: int = 8, w: int = 12) -> tuple[Tensor, Tensor
     if spec.num_classes is not None:
         y = torch.tensor([20, spec.num_classes - 1])
     return normal(1, 2, spec.in_channels, h, w), context, y
+
+
+def label_map() -> Tensor:
+    """Labels (1,16,24) of LABEL_MAP."""
+    return torch.from_numpy(np.random.Generator(np.random.PCG64(9)).integers(0, LABEL_MAP.num_labels, (1, 16, 24)))
+
+
+def layouts() -> list[list[tuple[int, float, float, float, float]]]:
+    """Boxes (class, left, top, right, bottom) of three images: some, none, and as many as fit."""
+    values = np.random.Generator(np.random.PCG64(10))
+    corners = np.sort(values.random((30, 2, 2)), axis=1).reshape(30, 4)
+    boxes = [(int(label), *map(float, box)) for label, box in zip(values.integers(0, 8191, 30), corners, strict=True)]
+    return [[*boxes[:4], (3, 0.0, 0.0, 1.0, 1.0)], [], boxes]
 
 
 def token_ids(vocab_size: int, length: int) -> Tensor:

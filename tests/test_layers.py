@@ -17,12 +17,12 @@ LAYERS = [
     {"generate", "training"},
     {"pipeline", "prompt"},
     {"adapters"},
-    {"checkpoint", "runtime", "hub", "tokenizer", "image"},
+    {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes"},
     {"families"},
     {"fingerprint"},
     {"models", "diffusion"},
 ]
-LEAVES = {"cli", "hub", "image", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
+LEAVES = {"cli", "hub", "image", "boxes", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

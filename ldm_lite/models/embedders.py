@@ -1,0 +1,54 @@
+"""The small networks that read something other than text: a class, or a map of labels.
+
+Shape letters: B batch, D width of the context, N number of labels, H W image size.
+Source: Rombach et al. 2022, sec. 4.3; CompVis encoders/modules.py (ClassEmbedder, SpatialRescaler).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class ClassSpec:
+    """The numbers of a class embedder."""
+
+    num_classes: int  # rows of the table, the unconditional one included
+    width: int
+    unconditional: int | None  # the row of no class in particular, if the model was trained with one
+
+
+@dataclass(frozen=True)
+class LabelMapSpec:
+    """The numbers of a label map's rescaler."""
+
+    num_labels: int
+    channels: int
+    halvings: int
+
+
+class ClassEmbedder(nn.Module):
+    """Classes (B,) int64 -> context (B,1,D): a class is a sentence of one word."""
+
+    def __init__(self, spec: ClassSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.num_classes, spec.width)
+
+    def forward(self, classes: Tensor) -> Tensor:
+        return self.embedding(classes[:, None])
+
+
+class LabelMapRescaler(nn.Module):
+    """Labels (B,H,W) int64 -> what is concatenated with the latents, (B,channels,H/2^halvings,W/2^halvings)."""
+
+    def __init__(self, spec: LabelMapSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.channel_mapper = nn.Conv2d(spec.num_labels, spec.channels, 1, bias=False)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        one_hot = F.one_hot(labels, self.spec.num_labels).permute(0, 3, 1, 2)  # (B, N, H, W)
+        # The original halves by bilinear interpolation, which is the mean of four.
+        return self.channel_mapper(F.avg_pool2d(one_hot.to(self.channel_mapper.weight.dtype), 2**self.spec.halvings))
