@@ -11,7 +11,7 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,16 +186,17 @@ def _unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
 
-# Per component: a key that it always has, and the prefixes under which it is found, the first match first.
-COMPONENTS = {
-    "unet": ("input_blocks.0.0.weight", ("model.diffusion_model.", "")),
-    "vae": ("decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
-    "text_encoder": (
+# A component's role, a key that it always has, and the prefixes under which it is found; the first match first.
+COMPONENTS = (
+    ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
+    ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
+    (
+        "text_encoder",
         "embeddings.token_embedding.weight",
         ("cond_stage_model.transformer.text_model.", "cond_stage_model.transformer.", "text_model.", ""),
     ),
-}
-# Keys that carry no weights of a component; they are dropped in silence.
+)
+# Keys that carry no weights, unless a network has them all the same; they are left out in silence.
 NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
     r"|global_step|loss\..*|embedding_manager\..*)$"
@@ -217,8 +218,13 @@ class Component:
         return {key: self.checkpoint.shapes[stored] for key, stored in self.keys.items()}
 
 
+def prefix(role: str, keys: Container[str]) -> str:
+    """What the original layout puts before the keys of the network with these keys, in that role."""
+    return next(prefixes[0] for name, probe, prefixes in COMPONENTS if name == role and probe in keys)
+
+
 def split(checkpoint: Checkpoint) -> dict[str, Component]:
-    """The components that a file holds: any of "unet", "vae", "text_encoder".
+    """The components that a file holds, by role: any of "unet", "vae", "text_encoder", ...
 
     Raises ValueError, one line, if there is none or the file is of a kind that ldm_lite does not read.
     """
@@ -229,14 +235,13 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
         )
     components = {}
     used: set[str] = set()
-    for name, (probe, prefixes) in COMPONENTS.items():
-        prefix = next((prefix for prefix in prefixes if prefix + probe in stored), None)
-        if prefix is None:
+    for role, probe, prefixes in COMPONENTS:
+        found = next((prefix for prefix in prefixes if prefix + probe in stored), None)
+        if found is None or role in components:
             continue
-        keys = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix) and key not in used}
+        keys = {key.removeprefix(found): key for key in stored if key.startswith(found) and key not in used}
         used |= set(keys.values())
-        weights = {key: stored[long] for key, long in keys.items() if not NO_WEIGHTS.search(key)}
-        components[name] = Component(checkpoint, weights)
+        components[role] = Component(checkpoint, {key: stored[long] for key, long in keys.items()})
     if not components:
         sample = ", ".join(sorted(stored)[:3])
         raise ValueError(
@@ -260,7 +265,7 @@ def ema(unet: Component) -> Component | None:
     split again, so they are built from the UNet's own keys.
     """
     shapes = unet.checkpoint.shapes
-    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet.keys}
+    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet.keys if not NO_WEIGHTS.search(key)}
     if all(shapes.get(name) == shapes[unet.keys[key]] for key, name in names.items()):
         return Component(unet.checkpoint, names)
     return None
@@ -296,7 +301,8 @@ def load_weights(
     """
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     got = component.shapes
-    missing, unexpected = sorted(set(wanted) - set(got)), sorted(set(got) - set(wanted))
+    missing = sorted(set(wanted) - set(got))
+    unexpected = sorted(key for key in set(got) - set(wanted) if not NO_WEIGHTS.search(key))
     misshapen = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
     problems = [
         f"{len(keys)} tensors {what} ({_some(keys)})"
@@ -307,7 +313,7 @@ def load_weights(
         raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
     read = component.checkpoint.read
     network.load_state_dict(
-        {key: read(stored).to(device=device, dtype=dtype) for key, stored in component.keys.items()}, assign=True
+        {key: read(component.keys[key]).to(device=device, dtype=dtype) for key in wanted}, assign=True
     )
     network.requires_grad_(False).eval()
 

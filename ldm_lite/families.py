@@ -1,20 +1,24 @@
-"""The model families: which networks a checkpoint holds, told from its keys and shapes alone.
+"""The model families, a row each: the specs of its networks, its noise schedule, and what its users expect.
 
-A family is a row: the specs of its networks, its schedule and its defaults.  fingerprint.py infers the architecture
-from the file's shapes, and it is looked up in these rows: the row *is* the fingerprint.  What shapes cannot tell (head
-counts, prediction type, scale factor) is the row's, or for a network that no row describes its file's metadata's.
+identify.py infers a file's architecture from its shapes and looks it up here: the row *is* the fingerprint.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
+from torch import nn
 
 from ldm_lite.diffusion.schedule import Prediction
-from ldm_lite.fingerprint import Shapes, infer_text, infer_unet, infer_vae
-from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
+
+Spec = UNetSpec | VAESpec | CLIPTextSpec
+NETWORKS: dict[type, type[nn.Module]] = {UNetSpec: UNet, VAESpec: AutoencoderKL, CLIPTextSpec: CLIPTextEncoder}
+
+
+def build(spec: Spec) -> nn.Module:
+    """The network that a spec describes, on the device of the context."""
+    return NETWORKS[type(spec)](spec)
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,10 @@ class Family:
     title: str
     unet: UNetSpec
     vae: VAESpec
-    text: CLIPTextSpec
-    conditioning: str  # what the UNet reads beside the text: "text" (nothing), "inpaint" or "instruct"
+    text: CLIPTextSpec | None  # what reads the prompts (or classes, or boxes)
+    text_2: CLIPTextSpec | None  # a second one
+    conditioner: str  # how those make what the UNet reads: a name in conditioning.CONDITIONERS
+    task: str  # what it is for: "txt2img" (and all that can be made of it), "inpaint" or "instruct"
     prediction: Prediction
     beta_start: float  # of 1000 betas, linear in their square roots
     beta_end: float
@@ -33,6 +39,17 @@ class Family:
     resolution: int  # pixels a side
     steps: int
     scale: float  # classifier-free guidance
+
+    @property
+    def networks(self) -> dict[str, Spec]:
+        """The specs of its networks by their roles, which are the names of Pipeline's fields."""
+        specs: dict[str, Spec | None] = {
+            "unet": self.unet,
+            "vae": self.vae,
+            "text_encoder": self.text,
+            "text_encoder_2": self.text_2,
+        }
+        return {role: spec for role, spec in specs.items() if spec is not None}
 
 
 # ---- networks -------------------------------------------------------------------------------------------------------
@@ -199,7 +216,9 @@ SD1 = Family(
     unet=SD1_UNET,
     vae=KL_F8,
     text=CLIP_L,
-    conditioning="text",
+    text_2=None,
+    conditioner="clip",
+    task="txt2img",
     prediction="eps",
     beta_start=0.00085,
     beta_end=0.012,
@@ -212,112 +231,6 @@ SD1 = Family(
 
 FAMILIES = {
     "sd1": SD1,
-    "sd1_inpaint": replace(
-        SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], conditioning="inpaint"
-    ),
-    "instruct_pix2pix": replace(SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], conditioning="instruct"),
+    "sd1_inpaint": replace(SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], task="inpaint"),
+    "instruct_pix2pix": replace(SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], task="instruct"),
 }
-
-# ---- identification -------------------------------------------------------------------------------------------------
-
-
-def identify(unet: Shapes, vae: Shapes, text: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Shapes of the three networks, keys without prefixes, and the file's metadata -> the family.
-
-    A UNet that no row describes is taken at its metadata's word, if that is complete.  Raises ValueError, one line,
-    for a recognised family that is not supported, for an unknown network, and for contradictory metadata.
-    """
-    try:
-        spec = infer_unet(unet)
-        name = next((n for n, row in UNETS.items() if replace(row, num_heads=None, head_dim=None) == spec), None)
-        if name in FAMILIES:
-            family = FAMILIES[name]
-        elif name is not None:
-            raise ValueError(
-                f"this is a checkpoint of {name}, which is not supported yet: take a Stable Diffusion 1.x one"
-            )
-        else:
-            family = _described(spec, infer_vae(vae), infer_text(text, heads=1, activation="gelu"), unet, metadata)
-    except KeyError as error:
-        raise ValueError(f"a tensor that every such network has is missing: {error.args[0]}") from error
-    stated = metadata.get("prediction", metadata.get("modelspec.prediction_type"))
-    return family if stated is None else replace(family, prediction=parse_prediction(stated))
-
-
-def parse_prediction(name: str) -> Prediction:
-    """A prediction type as people write it ("epsilon", "v_prediction") -> eps, v or x0.  Raises ValueError."""
-    short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(name, name)
-    if short not in ("eps", "v", "x0"):
-        raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
-    return short  # type: ignore[return-value]
-
-
-NEEDED = ("unet_num_heads", "text_num_heads", "text_activation", "scale_factor", "beta_start", "beta_end", "resolution")
-
-
-def _described(unet: UNetSpec, vae: VAESpec, text: CLIPTextSpec, shapes: Shapes, metadata: Mapping[str, str]) -> Family:
-    """The family that a file's own metadata describes; ValueError naming the nearest row if it is incomplete."""
-    lacks = [key for key in (*NEEDED, "prediction") if key not in metadata]
-    if lacks:
-        name, key = nearest(shapes)
-        raise ValueError(
-            f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it as what it is, "
-            f"its metadata (or --metadata KEY=VALUE) must say {', '.join(lacks)}"
-        )
-    if (
-        metadata.get("beta_schedule", "scaled_linear") != "scaled_linear"
-        or metadata.get("num_timesteps", "1000") != "1000"
-    ):
-        raise ValueError(
-            "the metadata's beta_schedule or num_timesteps is not scaled_linear and 1000, all that is known here"
-        )
-    try:
-        return Family(
-            title=metadata.get("title", "unnamed model"),
-            unet=replace(unet, num_heads=int(metadata["unet_num_heads"])),
-            vae=vae,
-            text=replace(text, heads=int(metadata["text_num_heads"]), activation=metadata["text_activation"]),
-            conditioning="text",
-            prediction=parse_prediction(metadata["prediction"]),
-            beta_start=float(metadata["beta_start"]),
-            beta_end=float(metadata["beta_end"]),
-            scale_factor=float(metadata["scale_factor"]),
-            resolution=int(metadata["resolution"]),
-            steps=int(metadata.get("steps", SD1.steps)),
-            scale=float(metadata.get("guidance", SD1.scale)),
-        )
-    except ValueError as error:
-        raise ValueError(f"the metadata does not describe a model: {error}") from error
-
-
-def describe(family: Family) -> dict[str, str]:
-    """The metadata that identify() needs to know a family again that no row describes."""
-    about = {
-        "title": family.title,
-        "prediction": family.prediction,
-        "scale_factor": family.scale_factor,
-        "beta_start": family.beta_start,
-        "beta_end": family.beta_end,
-        "beta_schedule": "scaled_linear",
-        "num_timesteps": 1000,
-        "resolution": family.resolution,
-        "steps": family.steps,
-        "guidance": family.scale,
-        "unet_num_heads": family.unet.num_heads,
-        "text_num_heads": family.text.heads,
-        "text_activation": family.text.activation,
-    }
-    return {key: str(value) for key, value in about.items()}
-
-
-def nearest(shapes: Shapes) -> tuple[str, str]:
-    """(name of the known UNet that shares most tensors with these shapes, the first key that differs)."""
-
-    def of(spec: UNetSpec) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            return {key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
-
-    known = {name: of(spec) for name, spec in UNETS.items()}
-    name = max(known, key=lambda name: len(known[name].items() & shapes.items()))
-    differing = (key for key in known[name] if shapes.get(key) != known[name][key])
-    return name, next(differing, next((key for key in shapes if key not in known[name]), "nothing"))

@@ -1,4 +1,4 @@
-"""Prompts -> noise -> latents -> images.  The only denoising loop of the project, as a generator.
+"""Noise and conditioning -> latents -> images.  The only denoising loop of the project, as a generator.
 
 Noise depends on the seed alone: every image has its own CPU generator, which draws its first noise and all later
 noise, whatever the batch size or the device.
@@ -6,17 +6,16 @@ noise, whatever the batch size or the device.
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import broken_weights
-from ldm_lite.diffusion.guidance import Guidance
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.prompt import chunks, weighted
 
 log = logging.getLogger("ldm_lite")
 
@@ -34,92 +33,84 @@ def shared_noise(generator: torch.Generator, batch: int, shape: tuple[int, int, 
     return lambda: torch.randn((batch, *shape), generator=generator, device=generator.device)
 
 
-def count_chunks(pipe: Pipeline, prompts: Iterable[str], syntax: str = "plain") -> int:
-    """The most chunks that one of the prompts takes: what encode_prompts must be told for all of a job to be alike."""
-    return max(len(chunks(pipe.tokenizer, prompt, syntax).ids) for prompt in prompts)
-
-
-@torch.no_grad()
-def encode_prompts(
-    pipe: Pipeline, prompts: Sequence[str], *, syntax: str = "plain", clip_skip: int = 1, num_chunks: int = 1
-) -> Tensor:
-    """Prompts, B of them -> context (B,T,D), of num_chunks (or more) chunks of 77 tokens each, the last ones empty.
-
-    syntax is one of prompt.SYNTAXES.  What does not fit into the encoder is said, once a prompt.
-    """
-    if syntax == "plain":
-        for prompt in dict.fromkeys(prompts):
-            if dropped := pipe.tokenizer.dropped(prompt):
-                log.warning("prompt is too long, dropped from it: %s", dropped)
-    parts = [chunks(pipe.tokenizer, prompt, syntax) for prompt in prompts]
-    num_chunks = max(num_chunks, *(len(part.ids) for part in parts))
-    empty = chunks(pipe.tokenizer, "")
-    padded = [part for prompt in parts for part in (prompt, *[empty] * (num_chunks - len(prompt.ids)))]
-    ids, weights = torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded])
-    context = weighted(pipe.text_encoder(ids.to(pipe.device), clip_skip), weights)  # (B * num_chunks, 77, D)
-    return context.reshape(len(parts), -1, context.shape[2])
-
-
 @torch.no_grad()
 def denoise(
     pipe: Pipeline,
     noise: Tensor,
-    context: Tensor,
-    uncond: Tensor | None,
+    branches: Branches,
     plan: Plan,
     *,
-    scale: float,
     rescale: float = 0.0,
     percentile: float | None = None,
     draw: Draw | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
-    noise is unit noise (B,C,h,w); context (B,T,D) and uncond (B,T,D) are embeddings of the prompts and the negative
-    prompts, uncond None (or scale 1) for no guidance; rescale in [0,1] and percentile in (0,1) as in guidance.py.
-    draw gives the noise of stochastic samplers.  Raises ValueError for shapes that do not fit the model, and if the
-    plan needs a draw.
+    noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
+    guidance.classifier_free makes them; rescale in [0,1] and percentile in (0,1) as in guidance.py.  draw gives the
+    noise of stochastic samplers.  Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
     """
-    _check(pipe, noise, context, uncond)
+    for conditioning in branches.conditionings:
+        check(pipe, noise, conditioning)
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass draw, for instance generate.seeded_noise(...)")
-    device, guided = pipe.device, uncond is not None and scale != 1
-    context = (torch.cat([uncond, context]) if uncond is not None and guided else context).to(device, pipe.dtype)
+    device, dtype = pipe.device, pipe.dtype
 
-    def tensor(value: float | None) -> Tensor | None:
+    def tensor(value: float | Sequence[float] | None) -> Tensor | None:
         return None if value is None else torch.tensor(value, dtype=torch.float32, device=device)
 
-    guidance = Guidance(tensor(scale if guided else None), tensor(rescale or None), tensor(percentile))
+    guided = len(branches.weights) > 1
+    guidance = Guidance(tensor(branches.weights if guided else None), tensor(rescale or None), tensor(percentile))
+    conditioning = _stacked(branches.conditionings, device, dtype)
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
     silence = torch.zeros_like(x)
     for i, row in enumerate(rows(plan, device)):
         fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
-        registers = denoise_step(pipe.unet, registers, row, fresh, context, guidance)
+        registers = denoise_step(pipe.unet, registers, row, fresh, conditioning, guidance, dtype)
         if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
             yield registers[0]
 
 
-def _check(pipe: Pipeline, noise: Tensor, context: Tensor, uncond: Tensor | None) -> None:
+def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:
+    """All branches one after the other, on the device; indices stay integers.  Raises ValueError if they are unlike."""
+
+    def stacked(name: str) -> Tensor | None:
+        values = [getattr(conditioning, name) for conditioning in conditionings]
+        if all(value is None for value in values):
+            return None
+        if len({value.shape[1:] for value in values}) > 1:
+            shapes = " and ".join(str(tuple(value.shape)) for value in values)
+            raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
+        value = torch.cat(values)
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+    return Conditioning(stacked("context"), stacked("y"), stacked("concat"))
+
+
+def check(pipe: Pipeline, noise: Tensor, conditioning: Conditioning) -> None:
+    """Raises ValueError if noise (B,C,h,w) and a conditioning of B images do not fit the pipeline's UNet."""
     spec = pipe.family.unet
-    if pipe.family.conditioning != "text":
+    given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
+    if pipe.family.task != "txt2img" and not given:
         raise ValueError(
             f"{pipe.family.title} reads an image beside the text (its UNet has {spec.in_channels} input channels): "
             "it cannot make a picture from a prompt alone; take a checkpoint with 4"
         )
-    if noise.ndim != 4 or noise.shape[1] != spec.in_channels:
-        raise ValueError(f"got noise of shape {tuple(noise.shape)}, wanted (B, {spec.in_channels}, h, w)")
-    for name, value in (("context", context), ("uncond", uncond)):
-        if value is None:
-            continue
-        if value.ndim != 3 or value.shape[0] != noise.shape[0] or value.shape[2] != spec.context_dim:
-            raise ValueError(
-                f"got {name} of shape {tuple(value.shape)}, wanted ({noise.shape[0]}, T, {spec.context_dim})"
-            )
-    if uncond is not None and uncond.shape[1] != context.shape[1]:
-        raise ValueError(
-            f"got uncond with {uncond.shape[1]} tokens and context with {context.shape[1]}, wanted as many"
-        )
+    channels = spec.in_channels - given
+    if noise.ndim != 4 or noise.shape[1] != channels:
+        raise ValueError(f"got noise of shape {tuple(noise.shape)}, wanted (B, {channels}, h, w)")
+    context, y = conditioning.context, conditioning.y
+    got = "none" if context is None else f"one of shape {tuple(context.shape)}"
+    if spec.context_dim is None:
+        if context is not None:
+            raise ValueError(f"got as context {got}, wanted none")
+    elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (len(noise), spec.context_dim):
+        raise ValueError(f"got as context {got}, wanted ({len(noise)}, T, {spec.context_dim})")
+    labelled = spec.vector_dim is not None or spec.num_classes is not None
+    if (y is not None) != labelled or (y is not None and len(y) != len(noise)):
+        got = "none" if y is None else f"one of shape {tuple(y.shape)}"
+        raise ValueError(f"got as y {got}, wanted {f'{len(noise)} rows' if labelled else 'none'}")
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from ldm_lite import hub
 from ldm_lite.checkpoint import Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
-from ldm_lite.families import Family, identify, parse_prediction
-from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.families import Family, build
+from ldm_lite.identify import complete, identify, parse_prediction
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
@@ -35,16 +36,17 @@ class Pipeline:
     name: str  # of the file, without its extension
     family: Family
     schedule: Schedule
-    tokenizer: CLIPTokenizer
     unet: UNet
     vae: AutoencoderKL
-    text_encoder: CLIPTextEncoder
+    text_encoder: nn.Module | None  # what reads prompts (or classes, or boxes), if anything does
+    text_encoder_2: nn.Module | None
+    tokenizer: CLIPTokenizer | None
     description: str  # what was loaded, from where, in one line
 
     @property
     def networks(self) -> dict[str, nn.Module]:
-        """The networks by what messages call them."""
-        return {"UNet": self.unet, "autoencoder": self.vae, "text encoder": self.text_encoder}
+        """The networks by their roles."""
+        return {role: getattr(self, role) for role in self.family.networks}
 
     @property
     def device(self) -> torch.device:
@@ -89,10 +91,11 @@ def load(
     path = hub.resolve(source)
     torch_device, torch_dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
     components = _components(path, {"unet": unet, "vae": vae, "text_encoder": text_encoder})
-    main = components["unet"].checkpoint
+    main = (components.get("unet") or next(iter(components.values()))).checkpoint
     about = {**main.metadata, **(metadata or {})}
     try:
-        family = identify(components["unet"].shapes, components["vae"].shapes, components["text_encoder"].shapes, about)
+        family = identify({role: component.shapes for role, component in components.items()}, about)
+        complete(components, family.networks)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
     if prediction is not None:
@@ -101,21 +104,24 @@ def load(
     components["unet"], weights = _with_ema(components["unet"], ema)
 
     with on_meta():
-        networks = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
-    for name, network in zip(("unet", "vae", "text_encoder"), networks, strict=True):
-        load_weights(network, components[name], name.replace("_", " "), torch_device, torch_dtype)
-    parameters = sum(p.numel() for network in networks for p in network.parameters())
+        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+    for role, network in networks.items():
+        load_weights(network, components[role], role.replace("_", " "), torch_device, torch_dtype)
+    parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
         f"parameters, {short_name(torch_dtype)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    tokenizer = CLIPTokenizer(family.text.length)
-    return Pipeline(path.stem, family, schedule, tokenizer, *networks, description)
+    tokenizer = None if family.text is None else CLIPTokenizer(family.text.length)
+    networks = {"text_encoder": None, "text_encoder_2": None, **networks}
+    return Pipeline(
+        name=path.stem, family=family, schedule=schedule, tokenizer=tokenizer, description=description, **networks
+    )
 
 
 def _components(path: Path, others: Mapping[str, str | os.PathLike[str] | None]) -> dict[str, Component]:
-    """The three networks' weights: those of the main file, but for what other files are to give."""
+    """The networks' weights by role: those of the main file, but for what other files are to give."""
     components = split(open_checkpoint(path))
     for name, source in others.items():
         if source is None:
@@ -124,10 +130,6 @@ def _components(path: Path, others: Mapping[str, str | os.PathLike[str] | None])
         if name not in given:
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
         components[name] = given[name]
-    lacks = [name for name in others if name not in components]
-    if lacks:
-        flags = " and ".join(f"--{name.replace('_', '-')} FILE" for name in lacks)
-        raise ValueError(f"{path}: holds only {', '.join(components)}: name what is missing with {flags}")
     return components
 
 

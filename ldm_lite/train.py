@@ -137,7 +137,7 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
 
     from ldm_lite import checkpoint, fingerprint, hub, pipeline
     from ldm_lite.diffusion.schedule import Schedule, linear_betas
-    from ldm_lite.families import parse_prediction
+    from ldm_lite.identify import parse_prediction
     from ldm_lite.models.clip import CLIPTextEncoder
     from ldm_lite.models.unet import UNet
     from ldm_lite.models.vae_kl import AutoencoderKL
@@ -162,6 +162,7 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
         raise ValueError(
             "a new diffusion model needs an autoencoder: train one with --stage autoencoder, and name it with --vae"
         )
+    assert family.text is not None
     with torch.device(device):
         unet, vae, text = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
     initialise(unet)
@@ -169,20 +170,23 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
     if found is not None:
         checkpoint.load_weights(vae, found, "vae", device, torch.float32)
     schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
-    tokenizer = CLIPTokenizer(family.text.length)
-    return pipeline.Pipeline("model", family, schedule, tokenizer, unet, vae, text, f"{family.title}, fresh weights")
+    tokenizer = CLIPTokenizer(text.spec.length)
+    about = f"{family.title}, fresh weights"
+    return pipeline.Pipeline("model", family, schedule, unet, vae, text, None, tokenizer, about)
 
 
 def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, Task, Source]":
     """What is trained; the pipeline with its measured scale factor; and the source, encoded if it comes to an end."""
     import torch
 
+    from ldm_lite.models.clip import CLIPTextEncoder
     from ldm_lite.training.data import encode, order
     from ldm_lite.training.tasks import AutoencoderTask, DiffusionTask, measure_scale
 
     if options.stage == "autoencoder":
         return pipe, AutoencoderTask(pipe.vae), source
-    if pipe.family.conditioning != "text":
+    text = pipe.text_encoder
+    if pipe.family.task != "txt2img" or not isinstance(text, CLIPTextEncoder):
         raise ValueError(
             f"{pipe.family.title} reads an image beside the text: only models of text alone are trained here"
         )
@@ -198,7 +202,7 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
         source = encode(source, pipe.vae, options.batch, options.workers)
     task = DiffusionTask(
         pipe.unet,
-        pipe.text_encoder,
+        text,
         pipe.vae,
         pipe.schedule,
         pipe.family.scale_factor,
@@ -228,20 +232,20 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     import torch
     from safetensors.torch import save_file
 
-    from ldm_lite.checkpoint import COMPONENTS
-    from ldm_lite.families import describe
+    from ldm_lite.checkpoint import prefix
+    from ldm_lite.identify import describe
     from ldm_lite.training.loop import write_whole
 
     average = replace(pipe, **run.average)  # type: ignore[arg-type]
-    prefixes = {name: written for name, (_, (written, *_)) in COMPONENTS.items()}
-    kept = ["vae"] if options.stage == "autoencoder" else list(prefixes)
+    kept = ["vae"] if options.stage == "autoencoder" else ["unet", "vae", "text_encoder"]
+    weights = {name: getattr(average, name).state_dict() for name in kept}
     tensors = {
-        prefixes[name] + key: value.to("cpu", torch.float16).contiguous()
-        for name in kept
-        for key, value in getattr(average, name).state_dict().items()
+        prefix(name, values) + key: value.to("cpu", torch.float16).contiguous()
+        for name, values in weights.items()
+        for key, value in values.items()
     }
     if options.preset is not None and "text_encoder" in run.average:
-        table = prefixes["text_encoder"] + "embeddings.token_embedding.weight"
+        table = prefix("text_encoder", weights["text_encoder"]) + "embeddings.token_embedding.weight"
         tensors[table][run.untrained_tokens()] = 0  # what no caption has used says nothing, and zeros compress
     about = {"step": str(run.step)}
     if options.stage == "diffusion":
@@ -276,16 +280,18 @@ def _plot(folder: Path) -> None:
 def _samples(pipe: "Pipeline", prompts: list[str], each: int = 4) -> "Image":
     """A row of images for each prompt, always from the same noise."""
     from ldm_lite import generate
+    from ldm_lite.conditioning import encode_prompts
+    from ldm_lite.diffusion.guidance import classifier_free
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.image import grid, to_pil
 
     plan = make_plan("dpmpp_2m", pipe.schedule, 20)
     noise = generate.seeded_noise(range(each), pipe.latent_shape(pipe.family.resolution, pipe.family.resolution))()
-    uncond = generate.encode_prompts(pipe, [""] * each)
+    uncond = encode_prompts(pipe, [""] * each)
     images = []
     for prompt in prompts:
-        context = generate.encode_prompts(pipe, [prompt] * each)
-        *_, latents = generate.denoise(pipe, noise, context, uncond, plan, scale=pipe.family.scale)
+        branches = classifier_free(encode_prompts(pipe, [prompt] * each), uncond, pipe.family.scale)
+        *_, latents = generate.denoise(pipe, noise, branches, plan)
         images += [to_pil(pixels) for pixels in generate.decode(pipe, latents)]
     return grid(images, columns=each)
 

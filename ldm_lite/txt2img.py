@@ -195,19 +195,18 @@ def _images(
     on_step: OnStep | None,
 ) -> Iterator[Result]:
     from ldm_lite import generate
+    from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
+    from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 
     # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
     texts = {options.negative_prompt, *(job.prompts if context is None else ())}
-    num_chunks = generate.count_chunks(pipe, texts, options.prompt_syntax)
+    num_chunks = count_chunks(pipe, texts, options.prompt_syntax)
+    reading = Reading(options.prompt_syntax, options.clip_skip, num_chunks)
 
     @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before
-    def encode(*prompts: str) -> "Tensor":
-        return generate.encode_prompts(
-            pipe, prompts, syntax=options.prompt_syntax, clip_skip=options.clip_skip, num_chunks=num_chunks
-        )
+    def encode(*prompts: str) -> Conditioning:
+        return encode_prompts(pipe, prompts, reading)
 
-    if uncond is None and job.scale != 1:
-        uncond = encode(options.negative_prompt)
     plan, noise_source = job.plan, _noise_source(pipe, options, job)
     if options.compat:  # the original draws noise at every call, if only to multiply it by zero
         plan = dataclasses.replace(plan, draws=plan.draws | True)
@@ -216,10 +215,13 @@ def _images(
     for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
         rows = range(first, min(first + options.batch_size, count))
         prompts = [job.prompts[row] for row in rows]
-        embeddings = encode(*prompts) if context is None else context[rows.start : rows.stop]
-        negative = None
-        if uncond is not None:
-            negative = uncond.expand(len(rows), -1, -1) if len(uncond) == 1 else uncond[rows.start : rows.stop]
+        cond = encode(*prompts) if context is None else Conditioning(context[rows.start : rows.stop])
+        if job.scale == 1:
+            negative = None
+        elif uncond is None:
+            negative = encode(*[options.negative_prompt] * len(rows))
+        else:
+            negative = Conditioning(uncond.expand(count, -1, -1)[rows.start : rows.stop])
         seeds = [options.seed + (row - first if options.fixed_code else repeat * count + row) for row in rows]
         noise, draw = noise_source(seeds)
 
@@ -227,10 +229,8 @@ def _images(
         steps = generate.denoise(
             pipe,
             noise,
-            embeddings,
-            negative,
+            classifier_free(cond, negative, job.scale),
             plan,
-            scale=job.scale,
             rescale=options.guidance_rescale,
             percentile=options.dynamic_threshold,
             draw=draw,

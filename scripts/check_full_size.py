@@ -20,8 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ldm_lite
+from ldm_lite.conditioning import encode_prompts
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import denoise, encode_prompts
+from ldm_lite.generate import denoise
 
 PROMPTS = ["a photo of an astronaut riding a horse on mars"]
 failures = []
@@ -53,7 +55,7 @@ def main() -> int:
     start = time.perf_counter()
     text = peers.text_encoder(pipe.family, weights)
     tokens = pipe.tokenizer([*PROMPTS, ""])
-    context, uncond = encode_prompts(pipe, [*PROMPTS, ""]).chunk(2)
+    context, uncond = encode_prompts(pipe, [*PROMPTS, ""]).context.chunk(2)
     report("text encoder", torch.cat([context, uncond]), text(tokens).last_hidden_state, 1e-5, start)
 
     start = time.perf_counter()
@@ -81,7 +83,8 @@ def main() -> int:
     for name, scheduler in peers.schedulers(pipe.family).items():
         start = time.perf_counter()
         theirs = peers.sample(unet, scheduler(), first, context, uncond, args.steps, scale=7.5)
-        *_, ours = denoise(pipe, first, context, uncond, make_plan(name, pipe.schedule, args.steps), scale=7.5)
+        branches = classifier_free(Conditioning(context), Conditioning(uncond), 7.5)
+        *_, ours = denoise(pipe, first, branches, make_plan(name, pipe.schedule, args.steps))
         report(f"{args.steps} steps of {name}", ours, theirs, 1e-4, start)
     if failures:
         print("too far: " + ", ".join(failures))

@@ -40,6 +40,8 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite import generate
+from ldm_lite.conditioning import encode_prompts
+from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
@@ -344,13 +346,12 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
     """Prompts -> their images, (3,H,W) in [0,1] each, at the checkpoint's resolution."""
     plan = make_plan(settings.sampler, pipe.schedule, settings.steps)
     shape = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution)
-    empty = generate.encode_prompts(pipe, [""])
     for first in range(0, len(prompts), settings.batch):
         part = prompts[first : first + settings.batch]
         draw = generate.seeded_noise([prompt.seed for prompt in part], shape)
-        context = generate.encode_prompts(pipe, [prompt.text for prompt in part])
-        uncond = empty.expand(len(part), -1, -1)
-        *_, latents = generate.denoise(pipe, draw(), context, uncond, plan, scale=settings.scale, draw=draw)
+        cond, uncond = (encode_prompts(pipe, texts) for texts in ([prompt.text for prompt in part], [""] * len(part)))
+        branches = classifier_free(cond, uncond, settings.scale)
+        *_, latents = generate.denoise(pipe, draw(), branches, plan, draw=draw)
         for pixels in generate.decode(pipe, latents):
             yield (pixels + 1) / 2
 

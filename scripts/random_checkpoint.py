@@ -17,13 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ldm_lite.checkpoint import EMA, on_meta
+from ldm_lite.checkpoint import EMA, on_meta, prefix
 from ldm_lite.diffusion.schedule import linear_betas
-from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, SD1, SD1_UNET, Family
-from ldm_lite.families import describe as metadata
-from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, SD1, SD1_UNET, Family, build
+from ldm_lite.identify import describe as metadata
+from ldm_lite.models.clip import CLIPTextSpec
 
 # SD 1.x in miniature: every kind of layer, a few hundred thousand parameters.
 SMALL = replace(
@@ -58,19 +56,17 @@ def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
 def state_dict(family: Family, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """(key, tensor) of every weight of a whole file in the original layout, and of its schedule buffers."""
     with on_meta():
-        networks = {
-            "model.diffusion_model.": UNet(family.unet),
-            "first_stage_model.": AutoencoderKL(family.vae),
-            "cond_stage_model.transformer.text_model.": CLIPTextEncoder(family.text),
-        }
-    for prefix, network in networks.items():
-        for key, value in network.state_dict().items():
-            yield prefix + key, random_tensor(prefix + key, tuple(value.shape), seed)
+        weights = {role: build(spec).state_dict() for role, spec in family.networks.items()}
+    for role, values in weights.items():
+        for key, value in values.items():
+            name = prefix(role, values) + key
+            yield name, random_tensor(name, tuple(value.shape), seed)
     betas = linear_betas(family.beta_start, family.beta_end)
     yield "betas", torch.from_numpy(betas).float()
     yield "alphas_cumprod", torch.from_numpy(np.cumprod(1 - betas)).float()
-    length = torch.arange(family.text.length)[None]
-    yield "cond_stage_model.transformer.text_model.embeddings.position_ids", length
+    if isinstance(family.text, CLIPTextSpec):
+        ids = torch.arange(family.text.length)[None]
+        yield "cond_stage_model.transformer.text_model.embeddings.position_ids", ids
 
 
 def lightning(weights: dict[str, Tensor]) -> dict[str, object]:

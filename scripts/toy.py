@@ -159,7 +159,7 @@ def token_ids(vocab_size: int, length: int) -> Tensor:
 SHAPE = (2, 2, 3, 3)  # of a toy latent (B,C,h,w)
 
 
-def denoiser(x: Tensor, t: Tensor, context: Tensor | None = None) -> Tensor:
+def denoiser(x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
     """A smooth nonlinear network: latents x (B,C,h,w), timesteps t (B,), context (B,T,D) -> prediction (B,C,h,w).
 
     What is predicted (eps or v) is the caller's choice.  As of a real eps, most of it is x at high noise, so that

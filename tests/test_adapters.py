@@ -15,6 +15,7 @@ import ldm_lite
 from ldm_lite import generate
 from ldm_lite.adapters import Lora, Merged, file_names, open_lora, parse
 from ldm_lite.checkpoint import on_meta
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import SD1
 from ldm_lite.models.clip import CLIPTextEncoder
@@ -58,8 +59,8 @@ def check(pipe: Pipeline) -> None:
     text = pipe.text_encoder(ids)
     assert toy.relative_error(text[:, ::5], GOLDEN["text"]) < 1e-5
     plan = make_plan("ddim", pipe.schedule, STEPS)
-    uncond, context = text[:, None]
-    *_, latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), context, uncond, plan, scale=GUIDANCE)
+    uncond, cond = (Conditioning(each) for each in text[:, None])
+    *_, latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), classifier_free(cond, uncond, GUIDANCE), plan)
     assert toy.relative_error(latents, GOLDEN["latents"]) < 1e-5
     image = pipe.vae.decode(latents / SMALL.scale_factor)
     assert toy.relative_error(image[..., ::3], GOLDEN["image"]) < 1e-5

@@ -243,7 +243,7 @@ HOSTILE = {
     "SD3": "is Stable Diffusion 3",
     "Flux": "is Flux",
     "SDXL": "this is a checkpoint of sdxl_base, which is not supported yet",
-    "NaN weights": r"not finite: 1 of the UNet's weights hold NaN or infinity \(out.2.weight\): the file is damaged",
+    "NaN weights": r"not finite: 1 of the unet's weights hold NaN or infinity \(out.2.weight\): the file is damaged",
     "missing file": "no such file",
 }
 

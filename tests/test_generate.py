@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 
 import ldm_lite
+from ldm_lite.conditioning import encode_prompts
+from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import decode, denoise, encode_prompts, seeded_noise
+from ldm_lite.generate import decode, denoise, seeded_noise
 from ldm_lite.pipeline import Pipeline
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
 SHAPE = (16, 8, 8)
+NOTHING = classifier_free(Conditioning(torch.zeros(1, 77, 128)), None, 1.0)
 
 
 def run(pipe: Pipeline, sampler: str, prompts: list[str], seeds: list[int], steps: int = 6) -> Tensor:
     draw = seeded_noise(seeds, SHAPE)
-    context, uncond = encode_prompts(pipe, prompts), encode_prompts(pipe, [""] * len(prompts))
+    branches = classifier_free(encode_prompts(pipe, prompts), encode_prompts(pipe, [""] * len(prompts)), 2.5)
     plan = make_plan(sampler, pipe.schedule, steps)
-    *_, latents = denoise(pipe, draw(), context, uncond, plan, scale=2.5, draw=draw)
+    *_, latents = denoise(pipe, draw(), branches, plan, draw=draw)
     return latents
 
 
@@ -59,15 +62,15 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -> None:
     draw = seeded_noise([0], SHAPE)
-    context = encode_prompts(bundled, ["rocket"])
+    rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
     plan = make_plan(sampler, bundled.schedule, 3)
-    assert len(list(denoise(bundled, draw(), context, None, plan, scale=1.0, draw=draw))) == 3
+    assert len(list(denoise(bundled, draw(), rocket, plan, draw=draw))) == 3
 
 
 def test_the_loop_can_be_left(bundled: Pipeline) -> None:
-    context = encode_prompts(bundled, ["rocket"])
+    rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
     plan = make_plan("ddim", bundled.schedule, 1000)
-    steps = denoise(bundled, seeded_noise([0], SHAPE)(), context, None, plan, scale=1.0)
+    steps = denoise(bundled, seeded_noise([0], SHAPE)(), rocket, plan)
     assert next(steps).shape == (1, *SHAPE)
     steps.close()
 
@@ -76,11 +79,11 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     calls = []
     hook = bundled.unet.register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))
     try:
-        context, uncond = encode_prompts(bundled, ["rocket"]), encode_prompts(bundled, ["cat"])
+        rocket, cat = encode_prompts(bundled, ["rocket"]), encode_prompts(bundled, ["cat"])
         plan, noise = make_plan("ddim", bundled.schedule, 2), seeded_noise([0], SHAPE)()
-        *_, plain = denoise(bundled, noise, context, None, plan, scale=7.5)
-        *_, one = denoise(bundled, noise, context, uncond, plan, scale=1.0)
-        *_, guided = denoise(bundled, noise, context, uncond, plan, scale=2.0)
+        *_, plain = denoise(bundled, noise, classifier_free(rocket, None, 7.5), plan)
+        *_, one = denoise(bundled, noise, classifier_free(rocket, cat, 1.0), plan)
+        *_, guided = denoise(bundled, noise, classifier_free(rocket, cat, 2.0), plan)
     finally:
         hook.remove()
     assert calls == [1, 1, 1, 1, 2, 2]
@@ -88,35 +91,61 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     assert not torch.equal(plain, guided)
 
 
+def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:
+    conditionings = tuple(encode_prompts(bundled, [prompt]) for prompt in ("", "rocket", "cat"))
+    plan, noise = make_plan("ddim", bundled.schedule, 1), seeded_noise([0], SHAPE)()
+    [guided] = denoise(bundled, noise, Branches(conditionings, (-1.5, 0.5, 2.0)), plan)
+    alone = [next(denoise(bundled, noise, Branches((each,), (1.0,)), plan)) for each in conditionings]
+    # one DDIM step is linear in the prediction
+    torch.testing.assert_close(guided, -1.5 * alone[0] + 0.5 * alone[1] + 2.0 * alone[2], rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("noise", "context", "uncond", "message"),
     [
         ((1, 4, 8, 8), (1, 77, 128), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
-        ((1, 16, 8, 8), (2, 77, 128), None, r"got context of shape \(2, 77, 128\), wanted \(1, T, 128\)"),
+        ((1, 16, 8, 8), (2, 77, 128), None, r"got as context one of shape \(2, 77, 128\), wanted \(1, T, 128\)"),
         ((1, 16, 8, 8), (1, 77, 768), None, r"wanted \(1, T, 128\)"),
-        ((1, 16, 8, 8), (1, 77, 128), (1, 5, 128), "got uncond with 5 tokens and context with 77"),
+        (
+            (1, 16, 8, 8),
+            (1, 77, 128),
+            (1, 5, 128),
+            r"context of shapes \(1, 5, 128\) and \(1, 77, 128\), wanted the same",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit(
     bundled: Pipeline, noise: tuple[int, ...], context: tuple[int, ...], uncond: tuple[int, ...] | None, message: str
 ) -> None:
     plan = make_plan("ddim", bundled.schedule, 2)
-    empty = None if uncond is None else torch.zeros(uncond)
+    empty = None if uncond is None else Conditioning(torch.zeros(uncond))
+    branches = classifier_free(Conditioning(torch.zeros(context)), empty, 2.0)
     with pytest.raises(ValueError, match=message):
-        next(denoise(bundled, torch.zeros(noise), torch.zeros(context), empty, plan, scale=2.0))
+        next(denoise(bundled, torch.zeros(noise), branches, plan))
+
+
+def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
+    plan, context = make_plan("ddim", bundled.schedule, 2), torch.zeros(1, 77, 128)
+    for conditioning, message in (
+        (Conditioning(), "got as context none, wanted"),
+        (Conditioning(context, y=torch.zeros(1, 8)), r"got as y one of shape \(1, 8\), wanted none"),
+        (Conditioning(context, concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(denoise(bundled, torch.zeros(1, *SHAPE), Branches((conditioning,), (1.0,)), plan))
 
 
 def test_a_stochastic_sampler_needs_noise(bundled: Pipeline) -> None:
     plan = make_plan("euler_a", bundled.schedule, 2)
     with pytest.raises(ValueError, match="this sampler adds noise at every step: pass draw"):
-        next(denoise(bundled, torch.zeros(1, *SHAPE), torch.zeros(1, 77, 128), None, plan, scale=1.0))
+        next(denoise(bundled, torch.zeros(1, *SHAPE), NOTHING, plan))
 
 
 def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
-    pipe = replace(bundled, family=replace(bundled.family, conditioning="inpaint"))
+    pipe = replace(bundled, family=replace(bundled.family, task="inpaint"))
     plan = make_plan("ddim", pipe.schedule, 2)
     with pytest.raises(ValueError, match="reads an image beside the text"):
-        next(denoise(pipe, torch.zeros(1, *SHAPE), torch.zeros(1, 77, 128), None, plan, scale=1.0))
+        next(denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan))
 
 
 def test_latents_that_are_not_finite_are_an_error(bundled: Pipeline) -> None:

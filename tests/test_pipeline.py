@@ -15,9 +15,12 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import hub
+from ldm_lite.conditioning import encode_prompts
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, UNETS, identify
-from ldm_lite.generate import denoise, encode_prompts
+from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, UNETS
+from ldm_lite.generate import denoise
+from ldm_lite.identify import identify
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
@@ -38,8 +41,8 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def test_tokens_and_text(bundled: Pipeline) -> None:
     prompts = json.loads(str(GOLDEN["prompts"]))
     assert torch.equal(bundled.tokenizer(prompts), golden("tokens").long())
-    assert relative(encode_prompts(bundled, prompts), golden("context")) < 1e-5
-    assert relative(encode_prompts(bundled, [""] * 6), golden("uncond")) < 1e-5
+    assert relative(encode_prompts(bundled, prompts).context, golden("context")) < 1e-5
+    assert relative(encode_prompts(bundled, [""] * 6).context, golden("uncond")) < 1e-5
 
 
 @pytest.mark.parametrize("t", [981, 501, 1])
@@ -52,7 +55,8 @@ def test_unet(bundled: Pipeline, t: int) -> None:
 def test_whole_runs(bundled: Pipeline, run: str) -> None:
     sampler, steps, scale = run.split("_")
     plan = make_plan(sampler, bundled.schedule, int(steps))
-    *_, latents = denoise(bundled, golden("noise"), golden("context"), golden("uncond"), plan, scale=float(scale))
+    cond, uncond = Conditioning(golden("context")), Conditioning(golden("uncond"))
+    *_, latents = denoise(bundled, golden("noise"), classifier_free(cond, uncond, float(scale)), plan)
     assert relative(latents, golden(run)) < 1e-4
 
 
@@ -91,12 +95,12 @@ def shapes(network: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def test_every_known_unet_is_named(name: str) -> None:
     with torch.device("meta"):
         unet, vae, text = UNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextEncoder(CLIP_L)
-    arguments = shapes(unet), shapes(vae), shapes(text)
+    found = {"unet": shapes(unet), "vae": shapes(vae), "text_encoder": shapes(text)}
     if name in FAMILIES:
-        assert identify(*arguments, {}) == FAMILIES[name]
+        assert identify(found, {}) == FAMILIES[name]
     else:
         with pytest.raises(ValueError, match=f"a checkpoint of {name}, which is not supported yet"):
-            identify(*arguments, {})
+            identify(found, {})
 
 
 def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path, small_path: Path) -> None:

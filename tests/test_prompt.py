@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ldm_lite.generate import count_chunks, encode_prompts
+from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.prompt import chunks, parse, weighted
 from ldm_lite.tokenizer import EOT, SOT, CLIPTokenizer
@@ -99,12 +99,12 @@ def test_contexts_of_a_job_are_alike(bundled: Pipeline) -> None:
     long = "word " * 100
     assert count_chunks(bundled, ["short", long], "a1111") == 2
     assert count_chunks(bundled, ["short", long]) == 1
-    context = encode_prompts(bundled, ["short", long], syntax="a1111")
+    context = encode_prompts(bundled, ["short", long], Reading("a1111")).context
     assert context.shape == (2, 154, 128)
-    alone = encode_prompts(bundled, ["short"], syntax="a1111", num_chunks=2)
+    alone = encode_prompts(bundled, ["short"], Reading("a1111", num_chunks=2)).context
     assert torch.allclose(context[:1], alone, atol=1e-5)
-    assert torch.allclose(alone[:, :77], encode_prompts(bundled, ["short"]), atol=1e-5)
-    assert torch.allclose(alone[:, 77:], encode_prompts(bundled, [""]), atol=1e-5)
+    assert torch.allclose(alone[:, :77], encode_prompts(bundled, ["short"]).context, atol=1e-5)
+    assert torch.allclose(alone[:, 77:], encode_prompts(bundled, [""]).context, atol=1e-5)
 
 
 def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
@@ -116,10 +116,10 @@ def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
         outputs.append(x)
     for skip in (1, 2, 3):
         want = encoder.final_layer_norm(outputs[-skip])
-        assert torch.equal(encode_prompts(bundled, ["a red apple"], clip_skip=skip), want)
+        assert torch.equal(encode_prompts(bundled, ["a red apple"], Reading(clip_skip=skip)).context, want)
     for skip in (0, 4):
         with pytest.raises(ValueError, match=f"got clip skip {skip}, wanted 1 to 3"):
-            encode_prompts(bundled, ["a red apple"], clip_skip=skip)
+            encode_prompts(bundled, ["a red apple"], Reading(clip_skip=skip))
 
 
 def test_an_unknown_syntax() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite import txt2img as command
-from ldm_lite.generate import encode_prompts
+from ldm_lite.conditioning import encode_prompts
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.txt2img import Options, txt2img
 
@@ -63,7 +63,7 @@ def test_image_k_has_seed_plus_k_in_any_batch(bundled: Pipeline) -> None:
 
 
 def test_ready_embeddings(bundled: Pipeline) -> None:
-    context, uncond = encode_prompts(bundled, [APPLE, "rocket"]), encode_prompts(bundled, [""])
+    context, uncond = (encode_prompts(bundled, texts).context for texts in ([APPLE, "rocket"], [""]))
     options = Options(steps=3, n_samples=2)
     from_embeddings = list(txt2img(bundled, options, context=context, uncond=uncond))
     for result, prompt, seed in zip(from_embeddings, [APPLE, "rocket"], [42, 43], strict=True):

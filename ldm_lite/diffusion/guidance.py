@@ -1,41 +1,75 @@
-"""What happens to the network's output before the sampler's row: everything that is not linear in it."""
+"""What the network reads beside the latents, and what happens to its output before the sampler's row.
 
+Guidance runs the network on several conditionings at once, the branches, and mixes their outputs.
+"""
+
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Guidance(NamedTuple):
-    """How the output is guided; values are tensors (), so that a compiled step serves all of them.  None = not done."""
+class Conditioning(NamedTuple):
+    """What the network reads beside the latents, batch first; None = it has no such input."""
 
-    scale: Tensor | None  # classifier-free guidance; the batch is then doubled, the unconditional half first
-    rescale: Tensor | None  # share of the rescaled result, in [0,1]
-    percentile: Tensor | None  # of |x0|, in (0,1), for dynamic thresholding
+    context: Tensor | None = None  # (B,T,D)
+    y: Tensor | None = None  # vectors (B,V), or classes (B,) int64
+    concat: Tensor | None = None  # (B,C',h,w), channels that follow the latents'
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Conditionings on which the network runs at every step, and the weights of its outputs, which add up to 1.
+
+    The last branch is the one that has all of the conditioning.
+    """
+
+    conditionings: tuple[Conditioning, ...]
+    weights: tuple[float, ...]
+
+
+def classifier_free(cond: Conditioning, uncond: Conditioning | None, scale: float) -> Branches:
+    """uncond + scale * (cond - uncond); no uncond, or scale 1, is no guidance, and half the work.
+
+    Ho and Salimans 2022, eq. 6, in the original scripts' convention.
+    """
+    if uncond is None or scale == 1:
+        return Branches((cond,), (1.0,))
+    return Branches((uncond, cond), (1 - scale, scale))
+
+
+class Guidance(NamedTuple):
+    """How outputs are mixed; values are tensors, so that a compiled step serves all of them.  None = not done."""
+
+    weights: Tensor | None  # (K,) of K branches; None for one
+    rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
+    percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
-    """The network's raw output (B or 2B,C,h,w) for latents x (B,C,h,w) -> the guided output (B,C,h,w).
+    """The network's raw output (K*B,C,h,w), branch by branch, for latents x (B,C,h,w) -> the guided output (B,C,h,w).
 
     to_x0 (2,) is (p, q) with x0 = p x + q out.
     """
-    if guidance.scale is not None:
-        uncond, cond = out.chunk(2)
-        out = classifier_free(uncond, cond, guidance.scale)
+    if guidance.weights is not None:
+        outs = out.view(len(guidance.weights), *x.shape)  # (K, B, C, h, w)
+        out = mixed(outs, guidance.weights)
         if guidance.rescale is not None:
-            out = rescaled(out, cond, guidance.rescale)
+            out = rescaled(out, outs[-1], guidance.rescale)
     if guidance.percentile is not None:
         p, q = to_x0[0], to_x0[1]
         out = (dynamic_threshold(p * x + q * out, guidance.percentile) - p * x) / q
     return out
 
 
-def classifier_free(uncond: Tensor, cond: Tensor, scale: Tensor) -> Tensor:
-    """uncond + scale * (cond - uncond), for predictions (B,C,h,w); scale 1 is no guidance.
+def mixed(outs: Tensor, weights: Tensor) -> Tensor:
+    """Outputs (K,B,C,h,w) of all branches -> their weighted sum (B,C,h,w), by differences from the first.
 
-    Ho and Salimans 2022, eq. 6, in the original scripts' convention.
+    For two branches that is uncond + scale * (cond - uncond), as the original scripts write it, to the last bit.
     """
-    return uncond + scale * (cond - uncond)
+    differences = outs[1:] - outs[:1]
+    return outs[0] + (weights[1:, None, None, None, None] * differences).sum(dim=0)
 
 
 def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.diffusion.guidance import Guidance, guide
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, guide
 from ldm_lite.diffusion.plan import Plan
 
-Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+Model = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # (x, t, context, y) -> its prediction
 
 
 class Row(NamedTuple):
@@ -32,16 +32,24 @@ def rows(plan: Plan, device: torch.device) -> list[Row]:
 
 
 def denoise_step(
-    model: Model, registers: Tensor, row: Row, noise: Tensor, context: Tensor, guidance: Guidance
+    model: Model,
+    registers: Tensor,
+    row: Row,
+    noise: Tensor,
+    conditioning: Conditioning,
+    guidance: Guidance,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """One row: registers (R,B,C,h,w) float32, of which the first is the latent -> the same after one model call.
 
-    noise (B,C,h,w) is unit noise or zeros.  context is (B,T,D), or with a guidance scale (2B,T,D), the unconditional
-    half first.  The model is called as model(x, t, context) in the dtype of context; all else is float32.
+    noise (B,C,h,w) is unit noise or zeros.  The conditioning has K*B rows for the K branches of the guidance, branch
+    by branch.  The model's input is in dtype; all else is float32.
     """
     x = registers[0]
-    batch = x if guidance.scale is None else torch.cat([x, x])
-    out = model(batch.to(context.dtype), row.t.expand(batch.shape[0]), context).float()
+    batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
+    if conditioning.concat is not None:
+        batch = torch.cat([batch, conditioning.concat], dim=1)
+    out = model(batch.to(dtype), row.t.expand(batch.shape[0]), conditioning.context, conditioning.y).float()
     out = guide(guidance, out, x, row.to_x0)
     prediction = row.to_prediction[0] * x + row.to_prediction[1] * out
     # Multiply and add, not matmul: the sampler's arithmetic stays float32 where matmuls are TF32.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.diffusion.guidance import Guidance
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
@@ -50,7 +50,8 @@ def inputs(pipe: ldm_lite.Pipeline, seed: int, batch: int, h: int, w: int) -> tu
 
 
 def guidance(scale: float | None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
-    return Guidance(*(None if value is None else torch.tensor(value) for value in (scale, rescale, percentile)))
+    weights = None if scale is None else (1 - scale, scale)
+    return Guidance(*(None if value is None else torch.tensor(value) for value in (weights, rescale, percentile)))
 
 
 def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: ldm_lite.Pipeline) -> None:
@@ -62,9 +63,11 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: ldm_lite.Pipel
             table = rows(make_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta), CPU)
             registers, noise, context = inputs(pipe, seed, 2, 4, 4)
             for i in range(len(table)) if name in ("plms", "unipc") else (0, len(table) - 1):
-                found = compiled(pipe.unet, registers, table[i], noise, context, guidance(0.0 + seed))
+                found = compiled(pipe.unet, registers, table[i], noise, Conditioning(context), guidance(0.0 + seed))
             if seed % 6 == 0:
-                wanted = denoise_step(pipe.unet, registers, table[i], noise, context, guidance(0.0 + seed))
+                wanted = denoise_step(
+                    pipe.unet, registers, table[i], noise, Conditioning(context), guidance(0.0 + seed)
+                )
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
@@ -83,7 +86,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
     kinds = [((None,), (None,)), ((7.5,), (2.0,)), ((7.5, 0.7), (3.0, 0.5)), ((7.5, 0.7, 0.9), (5.0, 0.1, 0.99))]
     for count, values in enumerate(kinds, start=1):
         for i, each in enumerate(values):
-            arguments = (registers, table[i], noise, context if each[0] else context[:2], guidance(*each))
+            arguments = (registers, table[i], noise, Conditioning(context if each[0] else context[:2]), guidance(*each))
             found = compiled(toy.denoiser, *arguments)
             torch.testing.assert_close(found, denoise_step(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
         assert counter.frame_count == count
@@ -100,6 +103,6 @@ def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: ldm_lite.P
         for tensor, axes in ((registers, (1, 3, 4)), (noise, (0, 2, 3)), (context, (0,))):
             for axis in axes if batch > 1 else axes[1:]:
                 torch._dynamo.mark_dynamic(tensor, axis)
-        compiled(pipe.unet, registers, table[i], noise, context, guidance(7.5))
+        compiled(pipe.unet, registers, table[i], noise, Conditioning(context), guidance(7.5))
         graphs.append(counter.frame_count)
     assert graphs == [1] * 6 + [2] * 2

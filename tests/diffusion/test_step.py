@@ -10,7 +10,15 @@ import torch
 import toy
 from torch import Tensor
 
-from ldm_lite.diffusion.guidance import Guidance, classifier_free, dynamic_threshold, guide, rescaled
+from ldm_lite.diffusion.guidance import (
+    Conditioning,
+    Guidance,
+    classifier_free,
+    dynamic_threshold,
+    guide,
+    mixed,
+    rescaled,
+)
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
@@ -28,7 +36,8 @@ CPU = torch.device("cpu")
 
 
 def guidance(scale: float | None = None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
-    return Guidance(*(None if value is None else torch.tensor(value) for value in (scale, rescale, percentile)))
+    weights = None if scale is None else (1 - scale, scale)
+    return Guidance(*(None if value is None else torch.tensor(value) for value in (weights, rescale, percentile)))
 
 
 def run(plan: Plan, context: Tensor, guided: Guidance) -> list[Tensor]:
@@ -39,7 +48,7 @@ def run(plan: Plan, context: Tensor, guided: Guidance) -> list[Tensor]:
     seen = [x]
     for row, draws in zip(rows(plan, CPU), plan.draws, strict=True):
         noise = next(noises) if draws else torch.zeros(toy.SHAPE)
-        registers = denoise_step(toy.denoiser, registers, row, noise, context, guided)
+        registers = denoise_step(toy.denoiser, registers, row, noise, Conditioning(context), guided)
         seen.append(registers[0])
     return seen
 
@@ -158,12 +167,16 @@ def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
 # ---- guidance -------------------------------------------------------------------------------------------------------
 
 
+def weights(scale: float) -> Tensor:
+    return torch.tensor(classifier_free(Conditioning(COND), Conditioning(UNCOND), scale).weights[-2:])
+
+
 def test_guidance_extrapolates_from_the_unconditional_half() -> None:
     uncond, cond = toy.normal(0, 2, 4, 3, 3), toy.normal(1, 2, 4, 3, 3)
-    for scale in (0.0, 0.5, 1.0, 7.5):
+    for scale in (0.0, 0.5, 7.5):
         wanted = (1 - scale) * uncond + scale * cond
-        torch.testing.assert_close(classifier_free(uncond, cond, torch.tensor(scale)), wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(classifier_free(uncond, cond, torch.tensor(0.0)), uncond)
+        torch.testing.assert_close(mixed(torch.stack([uncond, cond]), weights(scale)), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(mixed(torch.stack([uncond, cond]), weights(0.0)), uncond)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -214,7 +227,7 @@ def test_guide_thresholds_x0_whatever_the_network_predicts(prediction: str) -> N
 def test_guide_is_guidance_then_rescale() -> None:
     uncond, cond, x = (toy.normal(seed, *toy.SHAPE) for seed in range(3))
     found = guide(guidance(7.5, 0.7), torch.cat([uncond, cond]), x, torch.zeros(2))
-    wanted = rescaled(classifier_free(uncond, cond, torch.tensor(7.5)), cond, torch.tensor(0.7))
+    wanted = rescaled(mixed(torch.stack([uncond, cond]), weights(7.5)), cond, torch.tensor(0.7))
     assert torch.equal(found, wanted)
 
 
@@ -237,10 +250,10 @@ def test_rows_are_the_plan_in_float32() -> None:
 
 
 @pytest.mark.parametrize("guided", [False, True])
-def test_the_model_computes_in_the_contexts_dtype_and_the_sampler_in_float32(guided: bool) -> None:
+def test_the_model_computes_in_its_dtype_and_the_sampler_in_float32(guided: bool) -> None:
     seen = []
 
-    def model(x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+    def model(x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
         seen.append((x.dtype, tuple(x.shape), tuple(t.shape), context.dtype))
         return x
 
@@ -248,7 +261,9 @@ def test_the_model_computes_in_the_contexts_dtype_and_the_sampler_in_float32(gui
     registers = toy.normal(0, NUM_REGISTERS, *toy.SHAPE)
     before = registers.clone()
     row, noise = row_of(make_plan("ddim", SD, 10), 0), torch.zeros(toy.SHAPE)
-    after = denoise_step(model, registers, row, noise, context, guidance(7.5 if guided else None))
+    after = denoise_step(
+        model, registers, row, noise, Conditioning(context), guidance(7.5 if guided else None), torch.bfloat16
+    )
     batch = toy.SHAPE[0] * (1 + guided)
     assert seen == [(torch.bfloat16, (batch, *toy.SHAPE[1:]), (batch,), torch.bfloat16)]
     assert after.dtype == torch.float32
@@ -262,8 +277,8 @@ def test_reads_no_value_back_from_the_device(values: tuple[float | None, ...]) -
     guided = Guidance(*(None if value is None else value.to("meta") for value in guidance(*values)))
     context = torch.cat([UNCOND, COND]) if values and values[0] else COND
     row = Row(*(value.to("meta") for value in row_of(make_plan("ddim", SD, 10), 0)))
-    arguments = [
+    registers, noise, context = (
         value.to("meta") for value in (toy.normal(0, NUM_REGISTERS, *toy.SHAPE), torch.zeros(toy.SHAPE), context)
-    ]
-    after = denoise_step(toy.denoiser, arguments[0], row, *arguments[1:], guided)
+    )
+    after = denoise_step(toy.denoiser, registers, row, noise, Conditioning(context), guided)
     assert after.shape == (NUM_REGISTERS, *toy.SHAPE)
