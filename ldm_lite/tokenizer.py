@@ -1,50 +1,69 @@
-"""Text -> token ids: CLIP's byte-level BPE, on the `tokenizers` library.
+"""Text -> token ids, on the `tokenizers` library: CLIP's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
 
-Shapes: B texts, T = `length` tokens (77 for every CLIP).
-The ids are those of transformers 5's CLIPTokenizer. The tokenizers of the original scripts first run ftfy, `str.split`
-and `str.lower` over the text, and so straighten typographic quotes, unescape HTML, fold full-width letters, repair
-mojibake, drop control characters and know the final sigma; here the text is taken as it is, so that texts with such
-characters get other ids. Which characters are letters is decided by the Unicode version of `tokenizers`.
-Sources: Radford et al. 2021, sec. 2.4; `clip/simple_tokenizer.py` of OpenAI CLIP (MIT), whose merges are
-`clip_merges.txt.gz` (made by `scripts/make_vocab.py`).
+Shapes: B texts, T = `length` tokens (77 for all of these).
+The vocabularies of CLIP and BERT are here (`clip_merges.txt.gz`, `bert_vocab.txt.gz`, made by `scripts/make_vocab.py`);
+T5's is read from its checkpoint's file.  The ids of CLIP and BERT are those of transformers 5, T5's SentencePiece's.
+CLIP's tokenizers in the original scripts first run ftfy, `str.split` and `str.lower` over the text, and so straighten
+typographic quotes, unescape HTML, fold full-width letters, repair mojibake, drop control characters and know the final
+sigma; here the text is taken as it is, so that texts with such characters get other ids. Which characters are letters
+is decided by the Unicode version of `tokenizers`.
+Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
+bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_model.proto` of SentencePiece.
 """
 
 import gzip
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from tokenizers import Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram, WordPiece
 from torch import Tensor
 
 SOT = 49406  # start of text
 EOT = 49407  # end of text: CLIP reads its pooled output at the first of these
 
 _MERGES = Path(__file__).with_name("clip_merges.txt.gz")
+_BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
 _SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
 _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 @dataclass(frozen=True)
-class CLIPTokenizer:
-    """CLIP's tokenizer: texts -> rows of `length` ids, padded with `pad_id` (49407 for CLIP-L, 0 for OpenCLIP).
+class TextTokenizer:
+    """Texts -> rows of `length` ids: what stands before a text, its tokens, what stands after it, and padding.
 
-    Immutable, so threads may share one.  Raises ValueError if there is no room for the start and the end.
+    Immutable, so threads may share one.  Raises ValueError if there is no room for what stands around a text.
     """
 
     length: int = 77
-    pad_id: int = EOT
+    pad_id: int = 0
+
+    before: ClassVar[tuple[int, ...]] = ()
+    after: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
-        if self.length < 2:
-            raise ValueError(f"got length {self.length}, wanted at least 2: the start and the end take a token each")
-        _load()  # here, and not inside the first call, so that the first image is not the slow one
+        if self.room < 0:
+            wanted = self.length - self.room
+            raise ValueError(
+                f"got length {self.length}, wanted at least {wanted}: the start and the end take a token each"
+            )
+        self._backend()  # here, and not inside the first call, so that the first image is not the slow one
+
+    def _backend(self) -> Tokenizer:
+        raise NotImplementedError
+
+    @property
+    def room(self) -> int:
+        """How many tokens of a text fit."""
+        return self.length - len(self.before) - len(self.after)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """B texts -> ids (B,T) int64: start, tokens, end, padding; a text that is too long loses its last tokens.
+        """B texts -> ids (B,T) int64; a text that is too long loses its last tokens.
 
         Raises ValueError for a single string, for what is no string, and for text that is not valid Unicode.
         """
@@ -52,13 +71,13 @@ class CLIPTokenizer:
             raise ValueError("got a single string, wanted a list of strings: pass [text]")
         ids = torch.full((len(texts), self.length), self.pad_id, dtype=torch.int64)  # (B, T)
         for row, text in zip(ids, texts, strict=True):
-            tokens = [SOT, *_encode(text).ids[: self.length - 2], EOT]
+            tokens = [*self.before, *self._encode(text).ids[: self.room], *self.after]
             row[: len(tokens)] = torch.tensor(tokens)
         return ids
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens alone: no start, end, truncation or padding.  Raises ValueError as a call does."""
-        return list(_encode(text).ids)
+        return list(self._encode(text).ids)
 
     def dropped(self, text: str) -> str:
         """The end of the text, as it was written, that does not fit into `length` tokens; '' if all of it fits.
@@ -66,34 +85,77 @@ class CLIPTokenizer:
         It begins with the first character that lost a token, which may lie inside a word: in a script without spaces
         or in a row of emoji a whole word would be most of the text.  Raises ValueError as a call does.
         """
-        encoding = _encode(text)
-        room = self.length - 2
-        if len(encoding.ids) <= room:
+        encoding = self._encode(text)
+        if len(encoding.ids) <= self.room:
             return ""
-        first, _ = encoding.offsets[room]
+        first, _ = encoding.offsets[self.room]
         # Python strips some control characters that are tokens: what was dropped must not look as if all had fitted.
         return text[first:].strip() or text[first:]
 
+    def _encode(self, text: str) -> Encoding:
+        """One text -> its tokens and their offsets in it, without start, end, truncation or padding.
 
-def _encode(text: str) -> Encoding:
-    """One text -> its tokens and their offsets in it, without start, end, truncation or padding.
+        One text at a time: encode_batch starts threads, after which older `tokenizers` warn at a fork (a DataLoader's).
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"got a lone surrogate, {text[error.start]!a}, at character {error.start}, "
+                "wanted valid Unicode: remove it"
+            ) from None
+        return self._backend().encode(text, add_special_tokens=False)
 
-    One text at a time: encode_batch starts threads, after which older `tokenizers` warn at a fork (a DataLoader's).
+
+@dataclass(frozen=True)
+class CLIPTokenizer(TextTokenizer):
+    """CLIP's tokenizer; rows are padded with 49407 for CLIP-L, with 0 for OpenCLIP."""
+
+    pad_id: int = EOT
+
+    before = (SOT,)
+    after = (EOT,)
+
+    def _backend(self) -> Tokenizer:
+        return _clip()
+
+
+@dataclass(frozen=True)
+class BERTTokenizer(TextTokenizer):
+    """bert-base-uncased's tokenizer, of LDM's text-to-image models: [CLS], the text, [SEP]."""
+
+    before = (101,)
+    after = (102,)
+
+    def _backend(self) -> Tokenizer:
+        return _bert()
+
+
+@dataclass(frozen=True)
+class T5Tokenizer(TextTokenizer):
+    """T5's tokenizer from the checkpoint's own `spiece.model` or `tokenizer.json`: the text and </s>.
+
+    The mask that T5Encoder wants is `ids != pad_id`.  Raises ValueError for a file that is neither, one line.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"got a lone surrogate, {text[error.start]!a}, at character {error.start}, wanted valid Unicode: remove it"
-        ) from None
-    return _load().encode(text, add_special_tokens=False)
+
+    path: Path | None = None
+
+    after = (1,)
+
+    def _backend(self) -> Tokenizer:
+        if self.path is None:
+            raise ValueError("T5's vocabulary is not here: wanted the path of a spiece.model or tokenizer.json")
+        return _t5(self.path)
+
+
+# ---- backends: nothing may change them, for everyone shares them ----------------------------------------------------
 
 
 @cache
-def _load() -> Tokenizer:
-    """CLIP's normalisation, word splitting and BPE, in 0.1 s; nothing may change it, for everyone shares it."""
+def _clip() -> Tokenizer:
+    """CLIP's normalisation, word splitting and BPE, in 0.1 s."""
     _, *lines = gzip.decompress(_MERGES.read_bytes()).decode("utf-8").splitlines()  # the first line is the licence
     # By code point: OpenAI's order, because bytes that are no printable character stand at 256 and above.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -115,3 +177,83 @@ def _load() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+@cache
+def _bert() -> Tokenizer:
+    """BERT's normalisation (lower case, no accents), word splitting and WordPiece."""
+    _, *tokens = gzip.decompress(_BERT_VOCAB.read_bytes()).decode("utf-8").split("\n")[:-1]
+    assert len(tokens) == 30522, "bert_vocab.txt.gz is not what scripts/make_vocab.py writes"
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+@cache
+def _t5(path: Path) -> Tokenizer:
+    content = path.read_bytes()
+    try:
+        if content[:1] == b"{":
+            return Tokenizer.from_str(content.decode("utf-8"))
+        return _sentencepiece(content)
+    except Exception as error:  # `tokenizers` raises Exception itself
+        raise ValueError(f"{path}: is no spiece.model or tokenizer.json ({error}): download it again") from error
+
+
+def _sentencepiece(content: bytes) -> Tokenizer:
+    """A serialised sentencepiece ModelProto of a unigram model -> its tokenizer.  Raises ValueError for another."""
+    pieces: list[tuple[str, float]] = []
+    special: list[str] = []
+    unknown, charsmap = 0, b""
+    for field, value in _fields(content):
+        if field == 1:
+            piece = dict(_fields(value))
+            text, (score,), kind = piece[1].decode("utf-8"), struct.unpack("<f", piece[2]), piece.get(3, 1)
+            if kind == 2:
+                unknown = len(pieces)
+            if kind in (2, 3):
+                special.append(text)
+            pieces.append((text, score))
+        elif field == 2 and dict(_fields(value)).get(3, 1) != 1:
+            raise ValueError("not a unigram model")
+        elif field == 3:
+            charsmap = dict(_fields(value)).get(2, b"")
+    if not pieces:
+        raise ValueError("no pieces in it")
+    tokenizer = Tokenizer(Unigram(pieces, unk_id=unknown, byte_fallback=False))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    mapped = [normalizers.Precompiled(charsmap)] if charsmap else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [*mapped, normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    return tokenizer
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: (number, int or bytes), fixed-width ones as bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = message[at]
+            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        key = varint()
+        field, wire = key >> 3, key & 7
+        if wire == 0:
+            yield field, varint()
+            continue
+        size = {1: 8, 5: 4}[wire] if wire != 2 else varint()
+        if at + size > len(message):
+            raise ValueError("truncated")
+        yield field, message[at : at + size]
+        at += size

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "manifests.json.gz"
-KEPT = ("unet_", "vae_", "taesd_", "text_clip_l")
+KEPT = ("unet_", "vae_", "taesd_", "text_", "t5_")
 LEFT_OUT = ("unet_if_",)
 
 

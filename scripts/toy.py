@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from random_checkpoint import SMALL, random_tensor
 from torch import Tensor, nn
 
+from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.vae_kl import VAESpec
@@ -102,6 +105,23 @@ TINY = TAESDSpec(embed_dim=4, encoder=True, decoder=True)
 CLASSES = ClassSpec(num_classes=11, width=40, unconditional=10)
 LABEL_MAP = LabelMapSpec(num_labels=6, channels=3, halvings=2)
 
+OPEN_CLIP = OpenCLIPTextSpec(
+    vocab_size=120,
+    length=20,
+    width=64,
+    mlp_width=256,
+    layers=3,
+    heads=4,
+    skip=1,
+    norm=True,
+    end_id=119,
+    projection=True,
+)
+BERT = BERTSpec(vocab_size=120, length=20, width=48, layers=2)
+T5 = T5Spec(
+    vocab_size=120, width=48, mlp_width=80, layers=2, heads=4, head_dim=8, buckets=8, max_distance=12
+)  # heads * head_dim is not the width, as in no released encoder
+
 T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
 T_FRACTIONAL = torch.tensor([437.25, 999.0])
 
@@ -150,8 +170,15 @@ def layouts() -> list[list[tuple[int, float, float, float, float]]]:
 def token_ids(vocab_size: int, length: int) -> Tensor:
     """Two prompts (2,length): start, 9 or 20 random tokens, and the end repeated, as CLIP's tokenizer pads."""
     ids = np.random.Generator(np.random.PCG64(4)).integers(0, vocab_size - 2, (2, length))
-    ids[:, 0], ids[0, 10:], ids[1, 21:] = vocab_size - 2, vocab_size - 1, vocab_size - 1
+    ids[:, 0], ids[0, 10:], ids[1, min(21, length - 2) :] = vocab_size - 2, vocab_size - 1, vocab_size - 1
     return torch.from_numpy(ids)
+
+
+def padded_ids(vocab_size: int, length: int) -> Tensor:
+    """The same prompts with one end each, and padding 0 after it, as of OpenCLIP, BERT and T5."""
+    ids = token_ids(vocab_size, length)
+    first = (ids == vocab_size - 1).int().argmax(dim=1, keepdim=True)
+    return ids.where(torch.arange(length) <= first, 0)
 
 
 # ---- samplers -------------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ldm_lite.tokenizer import _MERGES, EOT, SOT, CLIPTokenizer
+from ldm_lite.tokenizer import _BERT_VOCAB, _MERGES, EOT, SOT, BERTTokenizer, CLIPTokenizer, T5Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer.json").read_text(encoding="utf-8"))
 CASES = [(case["pattern"] * case["repeat"], case["ids"], case["total"]) for case in GOLDEN["cases"]]
+WORD_PIECES = json.loads((Path(__file__).parent / "data" / "wordpieces.json").read_text(encoding="utf-8"))
+SPIECE = Path(__file__).parent / "data" / "small_spiece.model"
 ASTRONAUT = [SOT, 320, 1125, 539, 550, 18376, EOT]
 TOO_LONG = [text for text, _, total in CASES if total > 77]
 
@@ -157,3 +159,59 @@ if child:
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "parallelism" not in done.stderr
+
+
+# ---- BERT -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_vocabulary_is_that_of_bert() -> None:
+    pieces = gzip.decompress(_BERT_VOCAB.read_bytes()).partition(b"\n")[2]
+    assert hashlib.sha256(pieces).hexdigest().startswith("07eced375cec144d27c900241f3e3394")
+
+
+def test_bert_ids_are_those_of_transformers() -> None:
+    bert = BERTTokenizer()
+    for case in WORD_PIECES["bert"]:
+        text, ids = case["pattern"] * case["repeat"], case["ids"]
+        assert bert([text]).tolist() == [ids + [0] * (77 - len(ids))], ascii(text)[:60]
+
+
+def test_bert_drops_what_does_not_fit_and_keeps_its_end() -> None:
+    bert = BERTTokenizer(length=6)
+    assert bert(["a photo of an astronaut"]).tolist() == [[101, 1037, 6302, 1997, 2019, 102]]
+    assert bert.dropped("a photo of an Astronaut ") == "Astronaut"
+    assert bert([""]).tolist() == [[101, 102, 0, 0, 0, 0]]
+
+
+# ---- T5 -------------------------------------------------------------------------------------------------------------
+
+
+def test_t5_ids_are_those_of_sentencepiece() -> None:
+    t5 = T5Tokenizer(path=SPIECE)
+    for case in WORD_PIECES["t5"]:
+        assert t5.encode(case["text"]) == case["ids"], ascii(case["text"])
+    ids = t5(["A photo", "photo " * 90])
+    assert ids[0, 0] != 1
+    assert ids[0].tolist() == [*t5.encode("A photo"), 1, *[0] * (76 - len(t5.encode("A photo")))]
+    assert ids[1, -1] == 1
+
+
+def test_t5_reads_the_json_of_tokenizers_too(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    t5 = T5Tokenizer(path=SPIECE)
+    t5._backend().save(str(path))
+    assert torch.equal(T5Tokenizer(path=path)(["a fox  </s> x"]), t5(["a fox  </s> x"]))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"PK\x03\x04", b"\x0a\xff\x01abc", b"\xff" * 30])
+def test_t5_says_so_when_the_file_is_no_vocabulary(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "spiece.model"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"spiece.model: is no spiece.model or tokenizer.json") as caught:
+        T5Tokenizer(path=path)
+    assert "\n" not in str(caught.value)
+
+
+def test_t5_has_no_vocabulary_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r"wanted the path of a spiece.model"):
+        T5Tokenizer()

@@ -1,0 +1,99 @@
+"""The text encoder that CompVis trained with its text-to-image models: a transformer as of x-transformers.
+
+Shape letters: B batch, T tokens (77, or 92 of boxes), D width, H heads (8), C all heads' channels (512).
+Source: Rombach et al. 2022, sec. 4.3.1; `BERTEmbedder` and `x_transformer.py` of latent-diffusion.
+It reads every token, padding too: there is no mask.  The files' `to_logits` is of no use here and left out.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import merge_heads, split_heads
+
+HEADS = 8
+HEAD_DIM = 64  # whatever the width
+
+
+@dataclass(frozen=True)
+class BERTSpec:
+    """The numbers of an LDM text encoder."""
+
+    vocab_size: int
+    length: int
+    width: int
+    layers: int  # attention and feed-forward each
+
+
+class PositionEmbedding(nn.Module):
+    """One vector for each place in the text."""
+
+    def __init__(self, spec: BERTSpec) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(spec.length, spec.width)
+
+    def forward(self, num_tokens: int) -> Tensor:
+        return self.emb.weight[:num_tokens]
+
+
+class Attention(nn.Module):
+    """Self-attention over all tokens (B,T,D) -> (B,T,D); q, k and v have no bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.to_q = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
+        self.to_k = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
+        self.to_v = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
+        self.to_out = nn.Linear(HEADS * HEAD_DIM, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(proj(x), HEADS) for proj in (self.to_q, self.to_k, self.to_v))  # (B, H, T, C/H)
+        return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
+
+
+class FeedForward(nn.Module):
+    """Linear to four times the width, exact GELU, and back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU())
+        self.net = nn.Sequential(inner, nn.Identity(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class AttentionLayers(nn.Module):
+    """Attention and feed-forward in turn, each with its norm, on the normalised input and added to it."""
+
+    def __init__(self, spec: BERTSpec) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(spec.width), kind(spec.width)])
+            for _ in range(spec.layers)
+            for kind in (Attention, FeedForward)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            norm, block = layer.children()
+            x = x + block(norm(x))
+        return x
+
+
+class BERTTextEncoder(nn.Module):
+    """Token ids -> one vector a token: the last layer's output, normalised."""
+
+    def __init__(self, spec: BERTSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.token_emb = nn.Embedding(spec.vocab_size, spec.width)
+        self.pos_emb = PositionEmbedding(spec)
+        self.attn_layers = AttentionLayers(spec)
+        self.norm = nn.LayerNorm(spec.width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Token ids (B,T), T <= length, padding included -> context (B,T,D) in the weights' dtype."""
+        x = self.token_emb(token_ids) + self.pos_emb(token_ids.shape[1])
+        return self.norm(self.attn_layers(x))

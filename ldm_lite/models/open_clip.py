@@ -1,0 +1,133 @@
+"""The CLIP text encoder with the key names of OpenCLIP: ViT-H of Stable Diffusion 2.x, ViT-bigG of SDXL.
+
+Shape letters: B batch, T tokens (77), D width.
+Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpenCLIPEmbedder2 of generative-models.
+The files' `logit_scale` is of no use here and left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import merge_heads, split_heads
+
+
+@dataclass(frozen=True)
+class OpenCLIPTextSpec:
+    """The numbers of an OpenCLIP text encoder."""
+
+    vocab_size: int
+    length: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int  # weights do not tell
+    skip: int  # how many of the last layers the context leaves out: 1 in every released family
+    norm: bool  # whether the context goes through ln_final: in Stable Diffusion 2, not in SDXL
+    end_id: int  # the pooled output is read at the first of these tokens
+    projection: bool  # whether there is a text_projection; without it nothing can be pooled
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention (B,T,D) -> (B,T,D); the rows of in_proj are those of q, k and v."""
+
+    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.in_proj_weight = nn.Parameter(torch.randn(3 * spec.width, spec.width) * spec.width**-0.5)
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * spec.width))
+        self.out_proj = nn.Linear(spec.width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (B, T, 3 * D)
+        q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, dim=2))  # (B, H, T, D/H)
+        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+class MLP(nn.Module):
+    """Linear, exact GELU, linear."""
+
+    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(spec.width, spec.mlp_width)
+        self.c_proj = nn.Linear(spec.mlp_width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class ResidualAttentionBlock(nn.Module):
+    """Self-attention and MLP, each on the normalised input and added to it."""
+
+    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(spec.width)
+        self.attn = Attention(spec)
+        self.ln_2 = nn.LayerNorm(spec.width)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """The stack of blocks."""
+
+    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+        super().__init__()
+        self.resblocks = nn.ModuleList(ResidualAttentionBlock(spec) for _ in range(spec.layers))
+
+
+class OpenCLIPTextEncoder(nn.Module):
+    """Token ids -> one vector a token (the context), and one for the whole text (pooled)."""
+
+    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.positional_embedding = nn.Parameter(torch.randn(spec.length, spec.width) * 0.01)
+        self.transformer = Transformer(spec)
+        self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
+        self.ln_final = nn.LayerNorm(spec.width)
+        projection = nn.Parameter(torch.randn(spec.width, spec.width) * spec.width**-0.5) if spec.projection else None
+        self.register_parameter("text_projection", projection)
+
+    def forward(self, token_ids: Tensor, clip_skip: int = 1) -> Tensor:
+        """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
+
+        clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
+        so on.  Raises ValueError if there are not so many.
+        """
+        return self._context(self._run(self._embed(token_ids), 0, self._depth(clip_skip)))
+
+    def context_and_pooled(self, token_ids: Tensor, clip_skip: int = 1) -> tuple[Tensor, Tensor]:
+        """Token ids (B,T) -> context (B,T,D), as of forward, and the projected last layer at the end of the text (B,D).
+
+        Raises ValueError as forward does.  FrozenOpenCLIPEmbedder2.
+        """
+        assert self.text_projection is not None, "this encoder was made without a text_projection"
+        depth = self._depth(clip_skip)
+        x = self._run(self._embed(token_ids), 0, depth)
+        last = self.ln_final(self._run(x, depth, self.spec.layers))
+        end = (token_ids == self.spec.end_id).int().argmax(dim=1)  # (B,), 0 where there is none
+        pooled = last[torch.arange(len(last), device=last.device), end] @ self.text_projection
+        return self._context(x), pooled
+
+    def _depth(self, clip_skip: int) -> int:
+        most = self.spec.layers - self.spec.skip
+        if not 1 <= clip_skip <= most:
+            raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
+        return most + 1 - clip_skip
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return self.token_embedding(token_ids) + self.positional_embedding[: token_ids.shape[1]]
+
+    def _run(self, x: Tensor, first: int, end: int) -> Tensor:
+        for block in self.transformer.resblocks[first:end]:
+            x = block(x)
+        return x
+
+    def _context(self, x: Tensor) -> Tensor:
+        return self.ln_final(x) if self.spec.norm else x

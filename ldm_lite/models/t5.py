@@ -1,0 +1,181 @@
+"""The T5 v1.1 encoder with the key names of Hugging Face, as DeepFloyd IF reads its prompts.
+
+Shape letters: B batch, T tokens, D width, H heads, C channels of a head.
+Source: Raffel et al. 2020, sec. 2.1; Shazeer 2020 (the gated feed-forward of v1.1); transformers T5EncoderModel.
+Files name the token embedding twice; `encoder.embed_tokens.weight`, the second name, is left out here.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import merge_heads, split_heads
+
+
+@dataclass(frozen=True)
+class T5Spec:
+    """The numbers of a T5 v1.1 encoder."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int
+    head_dim: int
+    buckets: int  # of relative positions
+    max_distance: int  # beyond which positions share a bucket; weights do not tell
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-6) times a weight: neither mean nor bias.  float32 in, the weight's dtype out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
+        return self.weight * normalised.to(self.weight.dtype)
+
+
+def relative_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
+    """(T,T) int64: the bucket of each key's position relative to each query's.
+
+    Half of the buckets are for keys that come after; of each half, one half is for single distances and the other
+    grows by a constant factor up to max_distance.  Raffel et al. 2020, sec. 2.1.
+    """
+    position = torch.arange(length)
+    relative = position[None, :] - position[:, None]  # (query, key)
+    half = buckets // 2
+    single = half // 2
+    distance = relative.abs()
+    growth = torch.log(distance.clamp(min=1) / single) / math.log(max_distance / single)
+    far = (single + (growth * (half - single)).long()).clamp(max=half - 1)
+    return torch.where(distance < single, distance, far) + (relative > 0) * half
+
+
+class SelfAttention(nn.Module):
+    """Self-attention (B,T,D) -> (B,T,D) whose scores are not scaled, in float32."""
+
+    def __init__(self, spec: T5Spec, has_bias: bool) -> None:
+        super().__init__()
+        self.spec = spec
+        inner = spec.heads * spec.head_dim
+        self.q = nn.Linear(spec.width, inner, bias=False)
+        self.k = nn.Linear(spec.width, inner, bias=False)
+        self.v = nn.Linear(spec.width, inner, bias=False)
+        self.o = nn.Linear(inner, spec.width, bias=False)
+        self.relative_attention_bias = nn.Embedding(spec.buckets, spec.heads) if has_bias else None
+
+    def position_bias(self, length: int) -> Tensor:
+        """What the layers add to their scores for relative position (1,H,T,T) float32; the first layer's alone."""
+        assert self.relative_attention_bias is not None
+        buckets = relative_buckets(length, self.spec.buckets, self.spec.max_distance)
+        bias: Tensor = self.relative_attention_bias(buckets.to(self.q.weight.device))  # (T, T, H)
+        return bias.float().permute(2, 0, 1)[None]
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (split_heads(proj(x), self.spec.heads).float() for proj in (self.q, self.k, self.v))  # (B, H, T, C)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        return self.o(merge_heads(out.to(x.dtype)))
+
+
+class DenseReluDense(nn.Module):
+    """Gated feed-forward: wo(gelu(wi_0 x) * wi_1 x), the GELU being the approximation by tanh.
+
+    In float16 the product and wo run in float32: there both overflow, which is why T5 in float16 is known for NaN.
+    """
+
+    def __init__(self, spec: T5Spec) -> None:
+        super().__init__()
+        self.wi_0 = nn.Linear(spec.width, spec.mlp_width, bias=False)
+        self.wi_1 = nn.Linear(spec.width, spec.mlp_width, bias=False)
+        self.wo = nn.Linear(spec.mlp_width, spec.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = F.gelu(self.wi_0(x), approximate="tanh"), self.wi_1(x)
+        if x.dtype == torch.float16:
+            return F.linear(gate.float() * value.float(), self.wo.weight.float())
+        return self.wo(gate * value)
+
+
+class AttentionLayer(nn.Module):
+    """Self-attention on the normalised input."""
+
+    def __init__(self, spec: T5Spec, has_bias: bool) -> None:
+        super().__init__()
+        self.SelfAttention = SelfAttention(spec, has_bias)
+        self.layer_norm = RMSNorm(spec.width)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.SelfAttention(self.layer_norm(x), bias)
+
+
+class FeedForwardLayer(nn.Module):
+    """The feed-forward on the normalised input."""
+
+    def __init__(self, spec: T5Spec) -> None:
+        super().__init__()
+        self.DenseReluDense = DenseReluDense(spec)
+        self.layer_norm = RMSNorm(spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.DenseReluDense(self.layer_norm(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each added to its input (B,T,D), which stays in float32."""
+
+    def __init__(self, spec: T5Spec, has_bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([AttentionLayer(spec, has_bias), FeedForwardLayer(spec)])
+
+    def position_bias(self, length: int) -> Tensor:
+        """SelfAttention.position_bias, of the first block alone."""
+        attention = self.layer[0]
+        assert isinstance(attention, AttentionLayer)
+        return attention.SelfAttention.position_bias(length)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        attention, feed_forward = self.layer
+        x = x + attention(x, bias)
+        return x + feed_forward(x)
+
+
+class Encoder(nn.Module):
+    """The stack of blocks; the first holds the position bias of all."""
+
+    def __init__(self, spec: T5Spec) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(Block(spec, has_bias=i == 0) for i in range(spec.layers))
+        self.final_layer_norm = RMSNorm(spec.width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        first = self.block[0]
+        assert isinstance(first, Block)
+        bias = first.position_bias(x.shape[1])  # (1, H, T, T)
+        if mask is not None:
+            bias = bias.masked_fill(~mask[:, None, None, :], -torch.inf)  # (B, H, T, T)
+        for block in self.block:
+            x = block(x, bias)
+        return self.final_layer_norm(x)
+
+
+class T5Encoder(nn.Module):
+    """Token ids -> one vector a token: the last layer's output, normalised."""
+
+    def __init__(self, spec: T5Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.shared = nn.Embedding(spec.vocab_size, spec.width)
+        self.encoder = Encoder(spec)
+
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Token ids (B,T) -> (B,T,D) in the weights' dtype, padding included.
+
+        mask (B,T) bool is False at padding, which no token then reads; a row must not be all padding.
+        """
+        return self.encoder(self.shared(token_ids).float(), mask)
