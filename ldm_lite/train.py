@@ -4,10 +4,11 @@ From nothing (--preset) or from a checkpoint (--ckpt), on a folder of captioned 
 file draws (--renderer).  Writes checkpoints in the original layout, whose main weights are the averages.
 """
 
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from ldm_lite.cli import LoadOptions, option
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import nn
+    from torch import Tensor, nn
 
     from ldm_lite.pipeline import Pipeline
     from ldm_lite.training.data import Source
@@ -50,6 +51,11 @@ class Options:
     average: float = option(0.999, "share of the running average of the weights kept at every step", "--ema-decay")
     clip: float = option(1.0, "most norm of the gradient")
     freeze_text: bool = option(False, "leave the text encoder as it is")
+    lora_rank: int | None = option(
+        None, "train a LoRA of this rank beside frozen weights (16 is usual)", "--network_dim"
+    )
+    lora_alpha: float | None = option(None, "its factors count alpha / rank (default: the rank)", "--network_alpha")
+    lora_text: bool = option(False, "a LoRA of the text encoder too")
     caption_dropout: float = option(0.1, "share of captions left empty, for guidance")
     min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)")
     tokens: int = option(77, "tokens of a caption")
@@ -106,14 +112,18 @@ def train(
         log.info("going on at step %d", run.step)
     if options.checkpointing:  # after Run has copied the networks for their averages
         _checkpoint_activations(pipe.unet)
-    for network in task.networks.values() if options.compile else ():
+    for network in (task.networks.values() if options.lora_rank is None else [pipe.unet]) if options.compile else ():
         network.compile()
     run.fit(
         source,
         on_step=on_step,
         on_save=lambda step: _save(options, pipe, run),
     )
-    return folder / "model.safetensors"
+    return _path(options)
+
+
+def _path(options: Options) -> Path:
+    return Path(options.out) / ("model.safetensors" if options.lora_rank is None else "lora.safetensors")
 
 
 def _source(options: Options, resolution: int) -> "Source":
@@ -183,6 +193,8 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
     from ldm_lite.training.data import encode, order
     from ldm_lite.training.tasks import AutoencoderTask, DiffusionTask, measure_scale
 
+    if options.lora_rank is not None and (options.stage == "autoencoder" or options.preset is not None):
+        raise ValueError("a LoRA is of the diffusion stage of a checkpoint: leave out --stage and --preset")
     if options.stage == "autoencoder":
         return pipe, AutoencoderTask(pipe.vae), source
     text = pipe.text_encoder
@@ -206,12 +218,26 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
         pipe.vae,
         pipe.schedule,
         pipe.family.scale_factor,
-        train_text=not options.freeze_text,
+        _trained(options, pipe),
         caption_dropout=options.caption_dropout,
         min_snr=options.min_snr,
         tokens=options.tokens,
     )
     return pipe, task, source
+
+
+def _trained(options: Options, pipe: "Pipeline") -> "dict[str, nn.Module]":
+    """What a diffusion run trains: whole networks, or a LoRA of them."""
+    from ldm_lite.training.lora import LowRank
+
+    text = options.lora_text if options.lora_rank is not None else not options.freeze_text
+    networks: dict[str, nn.Module] = {"unet": pipe.unet}
+    if text:
+        assert pipe.text_encoder is not None
+        networks["text_encoder"] = pipe.text_encoder
+    if options.lora_rank is None:
+        return networks
+    return {"lora": LowRank(networks, options.lora_rank, options.lora_alpha)}
 
 
 def _checkpoint_activations(unet: "nn.Module") -> None:
@@ -229,16 +255,42 @@ def _checkpoint_activations(unet: "nn.Module") -> None:
 
 def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     """Write the checkpoint with the averages as its weights, and a grid of samples beside it."""
-    import torch
     from safetensors.torch import save_file
+
+    from ldm_lite.training import lora
+    from ldm_lite.training.loop import write_whole
+
+    tensors, about = _whole(options, pipe, run) if options.lora_rank is None else lora.file(pipe, run.average["lora"])
+    write_whole(_path(options), lambda path: save_file(tensors, path, metadata=about | {"step": str(run.step)}))
+    if options.stage == "diffusion":
+        with _averaged(pipe, run) as average:
+            sheet = _samples(average, options.samples.split("|"))
+        write_whole(run.folder / f"samples-{run.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+    _plot(run.folder)
+
+
+@contextlib.contextmanager
+def _averaged(pipe: "Pipeline", run: "Run") -> "Iterator[Pipeline]":
+    """The pipeline with the averages in place of what is trained."""
+    from ldm_lite.training.lora import LowRank
+
+    if isinstance(lora := run.task.networks.get("lora"), LowRank):
+        with lora.using(run.average["lora"]):
+            yield pipe
+    else:
+        yield replace(pipe, **run.average)  # type: ignore[arg-type]
+
+
+def _whole(options: Options, pipe: "Pipeline", run: "Run") -> "tuple[dict[str, Tensor], dict[str, str]]":
+    """The tensors and the metadata of a checkpoint in the original layout."""
+    import torch
 
     from ldm_lite.checkpoint import prefix
     from ldm_lite.identify import describe
-    from ldm_lite.training.loop import write_whole
 
-    average = replace(pipe, **run.average)  # type: ignore[arg-type]
     kept = ["vae"] if options.stage == "autoencoder" else ["unet", "vae", "text_encoder"]
-    weights = {name: getattr(average, name).state_dict() for name in kept}
+    with _averaged(pipe, run) as average:
+        weights = {name: getattr(average, name).state_dict() for name in kept}
     tensors = {
         prefix(name, values) + key: value.to("cpu", torch.float16).contiguous()
         for name, values in weights.items()
@@ -247,15 +299,10 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     if options.preset is not None and "text_encoder" in run.average:
         table = prefix("text_encoder", weights["text_encoder"]) + "embeddings.token_embedding.weight"
         tensors[table][run.untrained_tokens()] = 0  # what no caption has used says nothing, and zeros compress
-    about = {"step": str(run.step)}
-    if options.stage == "diffusion":
-        about |= describe(average.family)
-        tensors["betas"] = torch.from_numpy(pipe.schedule.betas).float()  # the family's, or the first checkpoint's own
-    write_whole(run.folder / "model.safetensors", lambda path: save_file(tensors, path, metadata=about))
-    if options.stage == "diffusion":
-        sheet = _samples(average, options.samples.split("|"))
-        write_whole(run.folder / f"samples-{run.step:07}.png", lambda path: sheet.save(path, format="PNG"))
-    _plot(run.folder)
+    if options.stage == "autoencoder":
+        return tensors, {}
+    tensors["betas"] = torch.from_numpy(pipe.schedule.betas).float()  # the family's, or the first checkpoint's own
+    return tensors, describe(pipe.family)
 
 
 def _plot(folder: Path) -> None:

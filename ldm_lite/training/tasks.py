@@ -58,15 +58,12 @@ class DiffusionTask:
     vae: AutoencoderKL  # frozen
     schedule: Schedule
     scale_factor: float
-    train_text: bool
+    networks: dict[str, nn.Module]  # what is trained of them, or beside them
     caption_dropout: float
     min_snr: float | None
     tokens: int  # length that captions are cut or padded to
 
     def __post_init__(self) -> None:
-        self.networks: dict[str, nn.Module] = {"unet": self.unet}
-        if self.train_text:
-            self.networks["text_encoder"] = self.text_encoder
         self._tokenizer = CLIPTokenizer(self.tokens)
         device = next(self.unet.parameters()).device
         alpha_bar = torch.tensor(self.schedule.alpha_bar, dtype=torch.float64)
