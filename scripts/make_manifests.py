@@ -12,15 +12,14 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "manifests.json.gz"
-KEPT = ("unet_", "vae_", "taesd_", "text_", "t5_")
-LEFT_OUT = ("unet_if_",)
+KEPT = ("unet_", "control_", "t2i_adapter_", "vae_", "taesd_", "text_", "t5_")
 
 
 def main() -> None:
     """Write the manifests and say how many."""
     manifests = {}
     for path in sorted(Path(sys.argv[1]).glob("*.json")):
-        if path.stem.startswith(KEPT) and not path.stem.startswith(LEFT_OUT):
+        if path.stem.startswith(KEPT):
             manifest = json.loads(path.read_text(encoding="utf-8"))
             assert manifest["n_keys"] == len(manifest["shapes"]), path
             manifests[path.stem] = {key: manifest[key] for key in ("name", "params", "shapes")}

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
+from ldm_lite.models.unet_if import IFSpec
 from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.models.vae_vq import VQSpec
 
@@ -122,6 +124,33 @@ T5 = T5Spec(
     vocab_size=120, width=48, mlp_width=80, layers=2, heads=4, head_dim=8, buckets=8, max_distance=12
 )  # heads * head_dim is not the width, as in no released encoder
 
+# T2I-Adapters for SD1 and sdxl_base above, of every kind.
+ADAPTERS = {
+    "rgb": AdapterSpec(in_channels=3, factor=8, channels=(32, 64, 64), num_res_blocks=2, light=False),
+    "gray": AdapterSpec(in_channels=1, factor=8, channels=(32, 64, 64), num_res_blocks=2, light=False),
+    "light": AdapterSpec(in_channels=3, factor=8, channels=(32, 64, 64), num_res_blocks=2, light=True),
+    "xl": AdapterSpec(in_channels=1, factor=16, channels=(32, 64, 64, 64), num_res_blocks=2, light=False),
+}
+
+IF_I = IFSpec(
+    in_channels=3,
+    out_channels=6,
+    model_channels=32,
+    channel_mult=(1, 2, 3),
+    num_res_blocks=(2, 2, 2),
+    attends=(False, True, True),
+    head_dim=16,
+    text_dim=48,
+    pool_heads=4,
+    super_resolution=False,
+)
+IF_STAGES = {
+    "if_I": IF_I,
+    "if_II": replace(
+        IF_I, in_channels=6, num_res_blocks=(1, 2, 3), attends=(False, False, True), super_resolution=True
+    ),
+}
+
 T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
 T_FRACTIONAL = torch.tensor([437.25, 999.0])
 
@@ -165,6 +194,17 @@ def layouts() -> list[list[tuple[int, float, float, float, float]]]:
     corners = np.sort(values.random((30, 2, 2)), axis=1).reshape(30, 4)
     boxes = [(int(label), *map(float, box)) for label, box in zip(values.integers(0, 8191, 30), corners, strict=True)]
     return [[*boxes[:4], (3, 0.0, 0.0, 1.0, 1.0)], [], boxes]
+
+
+def if_inputs(spec: IFSpec, h: int = 16, w: int = 24) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x (2,in_channels,h,w), context (2,7,text_dim), and for a stage II the noise levels of its small images (2,)."""
+    y = torch.tensor([250.0, 0.0]) if spec.super_resolution else None
+    return normal(1, 2, spec.in_channels, h, w), normal(2, 2, 7, spec.text_dim), y
+
+
+def picture(channels: int = 3, h: int = 64, w: int = 96) -> Tensor:
+    """A picture (1,channels,h,w) in [0,1]."""
+    return normal(9, 1, channels, h, w).sigmoid()
 
 
 def token_ids(vocab_size: int, length: int) -> Tensor:

@@ -25,7 +25,7 @@ LAYERS = [
     {"models", "diffusion"},
 ]
 LEAVES = {"cli", "hub", "image", "boxes", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
-BLOCKS = {"models.vae_vq": {"models.vae_kl"}}
+BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

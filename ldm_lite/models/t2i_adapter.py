@@ -1,0 +1,103 @@
+"""T2I-Adapter: a small network that turns a picture into features for the way down of a UNet, once a job.
+
+What is unusual about it: it sees neither the latents nor the timestep, so it costs nothing per step.
+
+Shape letters: B batch, c channels of the picture (1 or 3), C channels, h w latent size.
+Source: Mou et al. 2023, sec. 3; the original ldm/modules/encoders/adapter.py, and Adapter/models/adapters.py for XL.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The numbers in which adapters differ."""
+
+    in_channels: int  # of the picture
+    factor: int  # pixels to a position of the first features: 8, or 16 for SDXL
+    channels: tuple[int, ...]  # of the features, one for each level of the UNet; for SDXL the last is the middle's
+    num_res_blocks: int  # of each level
+    light: bool  # the small kind: a narrow stack between two 1x1 convolutions a level
+
+    @property
+    def halved(self) -> tuple[bool, ...]:
+        """Whether a level begins by halving the size."""
+        return tuple(i == 2 if self.factor == 16 else i > 0 for i in range(len(self.channels)))
+
+
+class AdapterBlock(nn.Module):
+    """Two convolutions around a ReLU, added to their input, which may first change its size and channels."""
+
+    def __init__(self, in_channels: int, channels: int, halved: bool = False, kernel: int = 1) -> None:
+        super().__init__()
+        self.halved = halved
+        self.in_conv = nn.Identity() if in_channels == channels else nn.Conv2d(in_channels, channels, 1)
+        self.block1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.block2 = nn.Conv2d(channels, channels, kernel, padding=kernel // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # With a ceiling, as the UNet's strided convolutions go to half of an odd size.
+        x = self.in_conv(F.avg_pool2d(x, 2, ceil_mode=True) if self.halved else x)
+        return x + self.block2(F.relu(self.block1(x)))
+
+
+class LightBlock(nn.Module):
+    """A level of a light adapter: a quarter of the width between two 1x1 convolutions."""
+
+    def __init__(self, in_channels: int, channels: int, halved: bool, num_res_blocks: int) -> None:
+        super().__init__()
+        self.halved = halved
+        inner = channels // 4
+        self.in_conv = nn.Conv2d(in_channels, inner, 1)
+        self.body = nn.Sequential(*[AdapterBlock(inner, inner, kernel=3) for _ in range(num_res_blocks)])
+        self.out_conv = nn.Conv2d(inner, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(x, 2, ceil_mode=True) if self.halved else x
+        return self.out_conv(self.body(self.in_conv(x)))
+
+
+class T2IAdapter(nn.Module):
+    """A picture -> features for each level of a UNet."""
+
+    def __init__(self, spec: AdapterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        channels = spec.in_channels * spec.factor**2
+        if not spec.light:
+            self.conv_in = nn.Conv2d(channels, spec.channels[0], 3, padding=1)
+            channels = spec.channels[0]
+        self.body = nn.ModuleList()
+        for width, halved in zip(spec.channels, spec.halved, strict=True):
+            if spec.light:
+                self.body.append(LightBlock(channels, width, halved, spec.num_res_blocks))
+            else:
+                self.body.append(AdapterBlock(channels, width, halved))
+                self.body.extend(AdapterBlock(width, width) for _ in range(spec.num_res_blocks - 1))
+            channels = width
+
+    def forward(self, picture: Tensor) -> tuple[Tensor, ...]:
+        """The picture (B,c,H,W) in [0,1], H and W multiples of the factor -> features (B,C,h,w), one a level."""
+        x = F.pixel_unshuffle(picture, self.spec.factor)  # (B, c*f*f, H/f, W/f)
+        x = x if self.spec.light else self.conv_in(x)
+        features, last = [], 0 if self.spec.light else self.spec.num_res_blocks - 1
+        for i, block in enumerate(self.body):
+            x = block(x)
+            if self.spec.light or i % self.spec.num_res_blocks == last:
+                features.append(x)
+        return tuple(features)
+
+    def place(self, features: tuple[Tensor, ...], num_res_blocks: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+        """The features as UNet.forward takes them: one entry for each of its input blocks, and one for the middle.
+
+        num_res_blocks is that of the UNet.  They go after the last residual block of each level; XL's first after the
+        downsampler that follows, since it is of half the size, and XL's last after the middle.
+        """
+        ends = [sum(num_res_blocks[: i + 1]) + i for i in range(len(num_res_blocks))]
+        where = [ends[0] + 1, *ends[1:], ends[-1] + 1] if self.spec.factor == 16 else ends
+        if len(where) != len(features):
+            raise ValueError(f"this adapter has features for {len(features)} levels, the UNet takes {len(where)}")
+        return tuple(features[where.index(i)] if i in where else None for i in range(ends[-1] + 2))

@@ -1,0 +1,190 @@
+"""Make tests/data/control.npz: what the original ControlNet, T2I-Adapter and DeepFloyd IF compute, and diffusers.
+
+    pip install diffusers einops omegaconf opencv-python-headless
+    git clone https://github.com/lllyasviel/ControlNet && git clone https://github.com/deep-floyd/IF
+    git clone https://github.com/TencentARC/T2I-Adapter && git -C T2I-Adapter worktree add ../T2I-Adapter-SD origin/SD
+    python scripts/make_control_goldens.py --originals .
+
+The networks are the originals' own classes, filled with toy.fill's weights, in float32; modules that importing them
+needs, but what is used of them does not, are replaced by empty ones.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cv2
+import diffusers
+import numpy as np
+import peers
+import torch
+import toy
+from diffusers import ControlNetModel
+from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
+from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
+from random_checkpoint import SMALL, random_tensor
+from torch import Tensor
+
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.unet import UNet
+
+PREFIX = "model.diffusion_model."
+
+CONTROL_STUBS = ("torchvision.utils", "torchvision", "ldm.models.diffusion.ddpm", "ldm.models.diffusion.ddim")
+KEPT = (6, -1)  # of a ControlNet's results: of the last downsampler and of the middle
+
+
+def controlnets(originals: Path) -> Arrays:
+    """A ControlNet's results and those of the UNet that it steers: plain, in guess mode, averaged over the image."""
+    arrays: Arrays = {}
+    with repository(originals / "ControlNet", ("cldm",), CONTROL_STUBS):
+        cldm = importlib.import_module("cldm.cldm")
+        for name, config in (("sd1", COMPVIS), ("sd2", STABILITY)):
+            network = toy.fill(
+                cldm.ControlNet(**{k: v for k, v in config.items() if k != "out_channels"}, hint_channels=3)
+            )
+            unet = toy.fill(cldm.ControlledUnetModel(**config))
+            x, context, _ = toy.unet_inputs(toy.UNETS[name])
+            control = network(x=x, hint=toy.picture(), timesteps=toy.T, context=context)
+            arrays |= {f"control.{name}.{i}": control[i] for i in KEPT}
+            last = len(control) - 1
+            variants = {
+                "plain": control,
+                "half": [0.5 * c for c in control],
+                "guess": [0.825 ** (last - i) * c for i, c in enumerate(control)],
+                "pool": [c.mean(dim=(2, 3), keepdim=True) for c in control],
+            }
+            for variant, given in variants.items():
+                # The original adds in place: it is given copies.
+                out = unet(x, toy.T, context=context, control=[c.clone() for c in given])
+                arrays[f"controlled.{name}.{variant}"] = out
+    arrays |= {f"control.diffusers.{i}": value for i, value in diffusers_control().items()}
+    return arrays
+
+
+def diffusers_control() -> dict[int, Tensor]:
+    """The same network by diffusers, at an odd size."""
+    spec = toy.SD1
+    config: dict[str, Any] = {
+        "block_out_channels": tuple(spec.model_channels * mult for mult in spec.channel_mult),
+        "layers_per_block": 2,
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "cross_attention_dim": spec.context_dim,
+        "attention_head_dim": 4,
+        "conditioning_embedding_out_channels": (16, 32, 96, 256),
+    }
+    weights = toy.fill(ControlNet(spec)).state_dict()
+    network = ControlNetModel(**config)
+    network.load_state_dict(convert_controlnet_checkpoint(dict(weights), config), strict=True)
+    x, context, _ = toy.unet_inputs(spec, h=9, w=7)
+    down, middle = network.eval()(x, toy.T, context, toy.picture(h=72, w=56).expand(2, -1, -1, -1), return_dict=False)
+    results = [*down, middle]
+    return {i: results[i] for i in KEPT}
+
+
+def adapters(originals: Path) -> Arrays:
+    """Features of every kind of adapter, and the output of the UNet that they go into (for SDXL's, by diffusers)."""
+    arrays: Arrays = {}
+    sd = originals / "T2I-Adapter-SD"
+    with repository(sd, ("ldm.modules.extra_condition",), ("ldm.modules.extra_condition.api", "pytorch_lightning")):
+        module = importlib.import_module("ldm.modules.encoders.adapter")
+        model = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel
+        x, context, _ = toy.unet_inputs(toy.SD1)
+        for name in ("rgb", "gray", "light"):
+            spec = toy.ADAPTERS[name]
+            arguments: dict[str, Any] = {"cin": 64 * spec.in_channels, "channels": list(spec.channels), "nums_rb": 2}
+            if spec.light:
+                network = module.Adapter_light(**arguments)
+            else:
+                network = module.Adapter(**arguments, ksize=1, sk=True, use_conv=False)
+            features = toy.fill(network)(toy.picture(spec.in_channels))
+            arrays[f"adapted.{name}"] = toy.fill(model(**COMPVIS))(x, toy.T, context=context, features_adapter=features)
+    with repository(originals / "T2I-Adapter", ("Adapter", "Adapter.models")):
+        module = importlib.import_module("Adapter.models.adapters")
+        spec = toy.ADAPTERS["xl"]
+        network = module.Adapter_XL(cin=256, channels=list(spec.channels), nums_rb=2, ksize=1, sk=True, use_conv=False)
+        features = toy.fill(network)(toy.picture(1))
+    spec = toy.UNETS["sdxl_base"]
+    shapes = {PREFIX + key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
+    unet = peers.unet(replace(SMALL, unet=spec), {key: random_tensor(key, shape) for key, shape in shapes.items()})
+    x, context, y = toy.unet_inputs(spec)
+    both = [feature.expand(2, -1, -1, -1).clone() for feature in features]
+    out = unet(x, toy.T, context, class_labels=y, down_intrablock_additional_residuals=both)
+    arrays["adapted.xl"] = out.sample
+    return arrays
+
+
+IF: dict[str, dict[str, Any]] = {
+    "if_I": {
+        "in_channels": 3,
+        "model_channels": 32,
+        "out_channels": 6,
+        "num_res_blocks": [2, 2, 2],
+        "attention_resolutions": "8,4",
+        "activation": "gelu",
+        "encoder_dim": 48,
+        "att_pool_heads": 4,
+        "encoder_channels": 96,
+        "image_size": 16,
+        "channel_mult": "1,2,3",
+        "num_head_channels": 16,
+        "use_scale_shift_norm": True,
+        "resblock_updown": True,
+    },
+}
+IF["if_II"] = IF["if_I"] | {
+    "in_channels": 6,
+    "num_res_blocks": [1, 2, 3],
+    "attention_resolutions": "4",
+    "efficient_activation": True,
+    "scale_skip_connection": True,
+}
+
+
+def deepfloyd(originals: Path) -> Arrays:
+    """Both stages' UNets."""
+    arrays: Arrays = {}
+    with repository(originals / "IF", ("deepfloyd_if", "deepfloyd_if.model")):
+        module = importlib.import_module("deepfloyd_if.model.unet")
+        nn = importlib.import_module("deepfloyd_if.model.nn")
+        for name, arguments in IF.items():
+            x, context, y = toy.if_inputs(toy.IF_STAGES[name])
+            if y is None:
+                arrays[name] = toy.fill(module.UNetModel(**arguments))(x, toy.T, context)
+                continue
+            network = toy.fill(module.SuperResUNetModel(low_res_diffusion=None, **arguments))
+            noise_level = network.aug_proj(nn.timestep_embedding(y, 32))
+            arrays[name] = module.UNetModel.forward(network, x, toy.T, context, aug_emb=noise_level)
+    return arrays
+
+
+def made_with(originals: Path) -> str:
+    """Versions and commits, as JSON."""
+    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, cv2)}
+    for name in ("ControlNet", "IF", "T2I-Adapter", "T2I-Adapter-SD"):
+        git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
+        versions[name] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return json.dumps(versions)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
+    originals = parser.parse_args().originals.resolve()
+    with torch.no_grad():
+        arrays = controlnets(originals) | adapters(originals) | deepfloyd(originals)
+    write(
+        DATA / "control.npz",
+        {name: value.float() for name, value in arrays.items()},
+        torch.float32,
+        made_with(originals),
+    )
+
+
+if __name__ == "__main__":
+    main()

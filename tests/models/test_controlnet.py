@@ -1,0 +1,138 @@
+"""ControlNet and T2I-Adapter against the originals and diffusers (the goldens), their keys, and their contract."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from ldm_lite.families import UNETS
+from ldm_lite.models.controlnet import ControlNet, guess_scales
+from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
+from ldm_lite.models.unet import UNet
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "control.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+PREFIX = "model.diffusion_model."
+
+WIDTHS = (320, 640, 1280, 1280)
+RELEASED = {
+    "control_sd15": lambda: ControlNet(UNETS["sd1"]),
+    "control_sd21": lambda: ControlNet(UNETS["sd2"]),
+    "t2i_adapter_sd_rgb": lambda: T2IAdapter(AdapterSpec(3, 8, WIDTHS, 2, light=False)),
+    "t2i_adapter_sd_gray": lambda: T2IAdapter(AdapterSpec(1, 8, WIDTHS, 2, light=False)),
+    "t2i_adapter_light_color": lambda: T2IAdapter(AdapterSpec(3, 8, WIDTHS, 4, light=True)),
+    "t2i_adapter_sdxl": lambda: T2IAdapter(AdapterSpec(1, 16, WIDTHS, 2, light=False)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_has_the_keys_of_the_released_files(name: str) -> None:
+    with torch.device("meta"):
+        network: nn.Module = RELEASED[name]()
+    manifest = MANIFESTS[name]
+    assert {key: list(value.shape) for key, value in network.state_dict().items()} == manifest["shapes"]
+    assert sum(p.numel() for p in network.parameters()) == manifest["params"]
+
+
+def controlled(name: str, variant: str) -> torch.Tensor:
+    """The UNet's output with a ControlNet's results, changed as the original changes them."""
+    spec = toy.UNETS[name]
+    x, context, _ = toy.unet_inputs(spec)
+    net = toy.fill(ControlNet(spec))
+    control = net(x, toy.T, context, net.embed_hint(toy.picture()))
+    if variant == "half":
+        control = tuple(0.5 * c for c in control)
+    elif variant == "guess":
+        control = tuple(scale * c for scale, c in zip(guess_scales(len(control)), control, strict=True))
+    elif variant == "pool":
+        control = tuple(c.mean(dim=(2, 3), keepdim=True) for c in control)
+    return toy.fill(UNet(spec))(x, toy.T, context, control=control)
+
+
+@pytest.mark.parametrize("variant", ["plain", "half", "guess", "pool"])
+@pytest.mark.parametrize("name", ["sd1", "sd2"])
+def test_equals_the_original(name: str, variant: str) -> None:
+    assert toy.relative_error(controlled(name, variant), GOLDEN[f"controlled.{name}.{variant}"]) < 1e-5
+
+
+def test_equals_diffusers_at_an_odd_latent_size() -> None:
+    x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
+    net = toy.fill(ControlNet(toy.SD1))
+    control = net(x, toy.T, context, net.embed_hint(toy.picture(h=72, w=56)))
+    for i in (6, -1):
+        assert toy.relative_error(control[i], GOLDEN[f"control.diffusers.{i}"]) < 1e-5
+
+
+def test_the_unet_takes_its_results_at_any_size_and_zeros_change_nothing() -> None:
+    x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
+    net, unet = toy.fill(ControlNet(toy.SD1)), toy.fill(UNet(toy.SD1))
+    control = net(x, toy.T, context, net.embed_hint(toy.picture(h=72, w=56)))
+    plain = unet(x, toy.T, context)
+    assert toy.relative_error(unet(x, toy.T, context, control=control), plain.numpy()) > 0.1
+    torch.testing.assert_close(unet(x, toy.T, context, control=tuple(0 * c for c in control)), plain)
+
+
+def test_guess_scales_are_the_originals() -> None:
+    scales = guess_scales(13)
+    assert scales[-1] == 1
+    assert scales[0] == pytest.approx(0.825**12)
+    assert scales == sorted(scales)
+
+
+@pytest.mark.parametrize("name", ["rgb", "gray", "light"])
+def test_an_adapter_and_its_unet_equal_the_original(name: str) -> None:
+    x, context, _ = toy.unet_inputs(toy.SD1)
+    adapter = toy.fill(T2IAdapter(toy.ADAPTERS[name]))
+    features = adapter.place(adapter(toy.picture(adapter.spec.in_channels)), toy.SD1.num_res_blocks)
+    out = toy.fill(UNet(toy.SD1))(x, toy.T, context, features=features)
+    assert toy.relative_error(out, GOLDEN[f"adapted.{name}"]) < 1e-5
+
+
+def test_an_xl_adapter_and_its_unet_equal_diffusers() -> None:
+    spec = toy.UNETS["sdxl_base"]
+    x, context, y = toy.unet_inputs(spec)
+    adapter = toy.fill(T2IAdapter(toy.ADAPTERS["xl"]))
+    features = adapter.place(adapter(toy.picture(1)), spec.num_res_blocks)
+    out = toy.fill(UNet(spec), PREFIX)(x, toy.T, context, y, features=features)
+    assert toy.relative_error(out, GOLDEN["adapted.xl"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["rgb", "light"])
+def test_an_adapter_fits_odd_latent_sizes(name: str) -> None:
+    x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
+    adapter = toy.fill(T2IAdapter(toy.ADAPTERS[name]))
+    features = adapter.place(adapter(toy.picture(h=72, w=56)), toy.SD1.num_res_blocks)
+    assert toy.fill(UNet(toy.SD1))(x, toy.T, context, features=features).shape == x.shape
+
+
+def test_an_adapter_for_another_unet_is_refused() -> None:
+    adapter = toy.fill(T2IAdapter(replace(toy.ADAPTERS["rgb"], channels=(32, 64))))
+    with pytest.raises(ValueError, match="2 levels, the UNet takes 3"):
+        adapter.place(adapter(toy.picture()), toy.SD1.num_res_blocks)
+
+
+def test_compiles_with_its_unet_to_one_graph_for_all_steps() -> None:
+    torch._dynamo.reset()
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    net, unet = toy.fill(ControlNet(SMALL.unet)), toy.fill(UNet(SMALL.unet))
+    hint, counter = net.embed_hint(toy.picture()), CompileCounter()
+
+    def both(x: torch.Tensor, t: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return unet(x, t, context, control=tuple(scale * c for c in net(x, t, context, hint)))
+
+    compiled = torch.compile(both, fullgraph=True, backend=counter)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t, scale in ((toy.T, 1.0), (toy.T_FRACTIONAL, 0.5)):
+            given = x, t, torch.tensor(scale)
+            torch.testing.assert_close(compiled(*given), both(*given))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -1,0 +1,90 @@
+"""The DeepFloyd IF UNet against the original (the goldens), the keys of the released ones, and its contract."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from torch._dynamo.testing import CompileCounter
+
+from ldm_lite.models.unet_if import IFSpec, UNetIF
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "control.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+
+RELEASED = {
+    "if_I_XL": IFSpec(
+        in_channels=3,
+        out_channels=6,
+        model_channels=704,
+        channel_mult=(1, 2, 3, 4),
+        num_res_blocks=(3, 3, 3, 3),
+        attends=(False, True, True, True),
+        head_dim=64,
+        text_dim=4096,
+        pool_heads=64,
+        super_resolution=False,
+    ),
+    "if_II_L": IFSpec(
+        in_channels=6,
+        out_channels=6,
+        model_channels=160,
+        channel_mult=(1, 2, 4, 6, 8),
+        num_res_blocks=(2, 2, 3, 5, 5),
+        attends=(False, False, False, True, True),
+        head_dim=64,
+        text_dim=4096,
+        pool_heads=64,
+        super_resolution=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_has_the_keys_of_the_released_files(name: str) -> None:
+    with torch.device("meta"):
+        network = UNetIF(RELEASED[name])
+    manifest = MANIFESTS[f"unet_{name}"]
+    assert {key: list(value.shape) for key, value in network.state_dict().items()} == manifest["shapes"]
+    assert sum(p.numel() for p in network.parameters()) == manifest["params"]
+
+
+@pytest.mark.parametrize("name", toy.IF_STAGES)
+def test_equals_the_original(name: str) -> None:
+    x, context, y = toy.if_inputs(toy.IF_STAGES[name])
+    out = toy.fill(UNetIF(toy.IF_STAGES[name]))(x, toy.T, context, y)
+    assert toy.relative_error(out, GOLDEN[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", toy.IF_STAGES)
+def test_works_at_any_size(name: str) -> None:
+    x, context, y = toy.if_inputs(toy.IF_STAGES[name], h=15, w=9)
+    assert toy.fill(UNetIF(toy.IF_STAGES[name]))(x, toy.T, context, y).shape == (2, 6, 15, 9)
+
+
+def test_compiles_to_one_graph_for_all_steps() -> None:
+    torch._dynamo.reset()
+    spec = replace(toy.IF_STAGES["if_II"], channel_mult=(1, 2), num_res_blocks=(1, 1), attends=(False, True))
+    network, counter = toy.fill(UNetIF(spec)), CompileCounter()
+    compiled = torch.compile(network, fullgraph=True, backend=counter)
+    x, context, y = toy.if_inputs(spec)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in (toy.T, toy.T_FRACTIONAL):
+            torch.testing.assert_close(compiled(x, t, context, y), network(x, t, context, y))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_the_text_and_the_noise_of_the_small_image_matter() -> None:
+    spec = toy.IF_STAGES["if_II"]
+    x, context, y = toy.if_inputs(spec)
+    network = toy.fill(UNetIF(spec))
+    out = network(x, toy.T, context, y)
+    assert y is not None
+    for changed in (network(x, toy.T, context.roll(1, dims=0), y), network(x, toy.T, context, y + 100)):
+        assert toy.relative_error(changed, out.numpy()) > 1e-3
