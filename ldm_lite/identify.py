@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 
 from ldm_lite.diffusion.schedule import Prediction
-from ldm_lite.families import FAMILIES, SD1, UNETS, Family
+from ldm_lite.families import FAMILIES, SD1, Family
 from ldm_lite.fingerprint import Shapes, infer_text, infer_unet, infer_vae
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.networks import UNETS
 
 
 def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:

@@ -16,12 +16,16 @@ from ldm_lite import hub
 from ldm_lite.checkpoint import Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
-from ldm_lite.families import Family, build
+from ldm_lite.families import Family
 from ldm_lite.identify import complete, identify, parse_prediction
+from ldm_lite.models.bert import BERTSpec
+from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
 from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
-from ldm_lite.tokenizer import CLIPTokenizer
+from ldm_lite.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 
 log = logging.getLogger("ldm_lite")
 
@@ -40,7 +44,7 @@ class Pipeline:
     vae: AutoencoderKL
     text_encoder: nn.Module | None  # what reads prompts (or classes, or boxes), if anything does
     text_encoder_2: nn.Module | None
-    tokenizer: CLIPTokenizer | None
+    tokenizer: TextTokenizer | None
     description: str  # what was loaded, from where, in one line
 
     @property
@@ -113,11 +117,22 @@ def load(
         f"parameters, {short_name(torch_dtype)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    tokenizer = None if family.text is None else CLIPTokenizer(family.text.length)
+    tokenizer = _tokenizer(family.text)
     networks = {"text_encoder": None, "text_encoder_2": None, **networks}
     return Pipeline(
         name=path.stem, family=family, schedule=schedule, tokenizer=tokenizer, description=description, **networks
     )
+
+
+def _tokenizer(spec: EncoderSpec | None) -> TextTokenizer | None:
+    """The tokenizer of the texts that an encoder reads, if it reads any."""
+    if isinstance(spec, CLIPTextSpec):
+        return CLIPTokenizer(spec.length)
+    if isinstance(spec, OpenCLIPTextSpec):
+        return CLIPTokenizer(spec.length, pad_id=0)
+    if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # else it reads boxes
+        return BERTTokenizer(spec.length)
+    return None
 
 
 def _components(path: Path, others: Mapping[str, str | os.PathLike[str] | None]) -> dict[str, Component]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ldm_lite.tokenizer import EOT, SOT, CLIPTokenizer
+from ldm_lite.tokenizer import TextTokenizer
 
 SYNTAXES = ("plain", "a1111")
 BREAK = "BREAK"
-COMMA = 267  # ",</w>"
 MOST_BACK = 20  # tokens from a comma to the end of a chunk
 
 _TOKENS = re.compile(
@@ -76,14 +75,14 @@ class Chunks:
     weights: Tensor
 
 
-def chunks(tokenizer: CLIPTokenizer, text: str, syntax: str = "plain") -> Chunks:
+def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks:
     """A prompt -> its chunks.  Raises ValueError for an unknown syntax, and for text that the tokenizer refuses."""
     if syntax not in SYNTAXES:
         raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
     if syntax == "plain":
         ids = tokenizer([text])
         return Chunks(ids, torch.ones(ids.shape))
-    room = tokenizer.length - 2
+    room, comma = tokenizer.room, tokenizer.encode(",")[0]
     full: list[list[tuple[int, float]]] = [[]]
     for piece, weight in parse(text):
         if piece == BREAK:
@@ -91,18 +90,22 @@ def chunks(tokenizer: CLIPTokenizer, text: str, syntax: str = "plain") -> Chunks
             continue
         for token in tokenizer.encode(piece):
             if len(full[-1]) == room:
-                full.append([] if token == COMMA else _carried(full[-1]))
+                full.append([] if token == comma else _carried(full[-1], comma))
             full[-1].append((token, weight))
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
-    rows = [[(SOT, 1.0), *row, *[(EOT, 1.0)], *[(tokenizer.pad_id, 1.0)] * (room - len(row))] for row in full]
-    ids = torch.tensor([[token for token, _ in row] for row in rows])
-    return Chunks(ids, torch.tensor([[weight for _, weight in row] for row in rows]))
+    ids, weights = torch.full((len(full), tokenizer.length), tokenizer.pad_id), torch.ones(len(full), tokenizer.length)
+    for i, row in enumerate(full):
+        tokens = [*tokenizer.before, *(token for token, _ in row), *tokenizer.after]
+        ids[i, : len(tokens)] = torch.tensor(tokens)
+        first = len(tokenizer.before)
+        weights[i, first : first + len(row)] = torch.tensor([weight for _, weight in row])
+    return Chunks(ids, weights)
 
 
-def _carried(chunk: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _carried(chunk: list[tuple[int, float]], comma: int) -> list[tuple[int, float]]:
     """What a full chunk hands to the next: all after its last comma, if that is near its end."""
-    commas = [i for i, (token, _) in enumerate(chunk) if token == COMMA]
+    commas = [i for i, (token, _) in enumerate(chunk) if token == comma]
     if not commas or len(chunk) - commas[-1] > MOST_BACK:
         return []
     carried = chunk[commas[-1] + 1 :]

@@ -148,9 +148,9 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
     from ldm_lite import checkpoint, fingerprint, hub, pipeline
     from ldm_lite.diffusion.schedule import Schedule, linear_betas
     from ldm_lite.identify import parse_prediction
-    from ldm_lite.models.clip import CLIPTextEncoder
+    from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
     from ldm_lite.models.unet import UNet
-    from ldm_lite.models.vae_kl import AutoencoderKL
+    from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
     from ldm_lite.runtime.precision import pick_device
     from ldm_lite.tokenizer import CLIPTokenizer
     from ldm_lite.training.presets import PRESETS, initialise, initialise_text
@@ -172,7 +172,8 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
         raise ValueError(
             "a new diffusion model needs an autoencoder: train one with --stage autoencoder, and name it with --vae"
         )
-    assert family.text is not None
+    assert isinstance(family.vae, VAESpec)
+    assert isinstance(family.text, CLIPTextSpec)
     with torch.device(device):
         unet, vae, text = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
     initialise(unet)

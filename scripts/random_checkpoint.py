@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ldm_lite.checkpoint import EMA, on_meta, prefix
 from ldm_lite.diffusion.schedule import linear_betas
-from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, SD1, SD1_UNET, Family, build
+from ldm_lite.families import FAMILIES, SD1, Family
 from ldm_lite.identify import describe as metadata
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.networks import CLIP_L, KL_F8, SD1_UNET, build
 
 # SD 1.x in miniature: every kind of layer, a few hundred thousand parameters.
 SMALL = replace(

@@ -200,8 +200,8 @@ def make_hostile(kind: str, path: Path, small: Path) -> None:
     elif kind == "Flux":
         save_file({"double_blocks.0.img_attn.qkv.weight": torch.zeros(4, 4)}, path)
     elif kind == "SDXL":
-        from ldm_lite.families import UNETS
         from ldm_lite.models.unet import UNet
+        from ldm_lite.networks import UNETS
 
         with torch.device("meta"):
             shapes = {k: tuple(v.shape) for k, v in UNet(UNETS["sdxl_base"]).state_dict().items()}

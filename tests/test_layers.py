@@ -21,7 +21,7 @@ LAYERS = [
     {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes"},
     {"identify"},
     {"families"},
-    {"fingerprint"},
+    {"networks", "fingerprint"},
     {"models", "diffusion"},
 ]
 LEAVES = {"cli", "hub", "image", "boxes", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}

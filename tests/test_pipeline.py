@@ -18,12 +18,13 @@ from ldm_lite import hub
 from ldm_lite.conditioning import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.families import CLIP_L, FAMILIES, KL_F8, UNETS
+from ldm_lite.families import FAMILIES
 from ldm_lite.generate import denoise
 from ldm_lite.identify import identify
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.networks import CLIP_L, KL_F8, UNETS
 from ldm_lite.pipeline import Pipeline
 
 DATA = Path(__file__).parent / "data"

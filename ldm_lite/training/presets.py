@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from ldm_lite.families import CLIP_L, KL_F8, SD1, SD1_UNET
+from ldm_lite.families import SD1
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import AttentionBlock, ResBlock, SpatialTransformer, UNet
+from ldm_lite.networks import CLIP_L, KL_F8, SD1_UNET
 
 EMOJI_64 = replace(
     SD1,

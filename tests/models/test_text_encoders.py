@@ -12,27 +12,14 @@ import toy
 from torch import nn
 
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
-from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
+from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.t5 import T5Encoder, T5Spec, relative_buckets
+from ldm_lite.networks import BERT_LARGE, OPEN_CLIP_G, OPEN_CLIP_H
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "text.npz")
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 
-OPEN_CLIP_H = OpenCLIPTextSpec(
-    vocab_size=49408,
-    length=77,
-    width=1024,
-    mlp_width=4096,
-    layers=24,
-    heads=16,
-    skip=1,
-    norm=True,
-    end_id=49407,
-    projection=True,
-)
-OPEN_CLIP_G = replace(OPEN_CLIP_H, width=1280, mlp_width=5120, layers=32, heads=20, norm=False)
-BERT_LARGE = BERTSpec(vocab_size=30522, length=77, width=1280, layers=32)
 T5_XXL = T5Spec(
     vocab_size=32128, width=4096, mlp_width=10240, layers=24, heads=64, head_dim=64, buckets=32, max_distance=128
 )

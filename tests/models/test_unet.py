@@ -15,9 +15,9 @@ import toy
 from random_checkpoint import SMALL
 from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.families import UNETS
 from ldm_lite.fingerprint import infer_unet
 from ldm_lite.models.unet import AttentionBlock, UNet, UNetSpec
+from ldm_lite.networks import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")

@@ -12,21 +12,14 @@ import torch
 import toy
 from random_checkpoint import SMALL
 
-from ldm_lite.families import KL_F8
 from ldm_lite.fingerprint import infer_vae
 from ldm_lite.models.vae_kl import AutoencoderKL, Downsample, VAESpec
+from ldm_lite.networks import AUTOENCODERS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
-KL_F4 = replace(KL_F8, channel_mult=(1, 2, 4), z_channels=3, embed_dim=3)
-RELEASED = {
-    "vae_kl_f4": KL_F4,
-    "vae_kl_f4_x4upscaler": replace(KL_F4, z_channels=4, embed_dim=4),
-    "vae_kl_f8_sd": KL_F8,
-    "vae_kl_f16": replace(KL_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=16, embed_dim=16, attn_levels=(4,)),
-    "vae_kl_f32": replace(KL_F8, channel_mult=(1, 1, 2, 2, 4, 4), z_channels=64, embed_dim=64, attn_levels=(4, 5)),
-}
+RELEASED = {f"vae_{name}": spec for name, spec in AUTOENCODERS.items() if name.startswith("kl_")}
 
 
 @pytest.fixture(scope="module")

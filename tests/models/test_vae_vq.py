@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,22 +9,14 @@ import pytest
 import torch
 import toy
 
-from ldm_lite.families import KL_F8
 from ldm_lite.models import vae_vq
-from ldm_lite.models.vae_vq import VectorQuantizer, VQModel, VQSpec
+from ldm_lite.models.vae_vq import VectorQuantizer, VQModel
+from ldm_lite.networks import AUTOENCODERS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "zoo.npz")
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
-VQ_F4 = VQSpec(**{**vars(KL_F8), "channel_mult": (1, 2, 4), "z_channels": 3, "embed_dim": 3, "num_codes": 8192})
-VQ_F8 = replace(VQ_F4, channel_mult=(1, 2, 2, 4), z_channels=4, embed_dim=4, attn_levels=(3,), num_codes=16384)
-RELEASED = {
-    "vae_vq_f4": VQ_F4,
-    "vae_vq_f4_noattn": replace(VQ_F4, mid_attn=False),
-    "vae_vq_f8": VQ_F8,
-    "vae_vq_f8_n256": replace(VQ_F8, num_codes=256),
-    "vae_vq_f16": replace(VQ_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=8, embed_dim=8, attn_levels=(4,)),
-}
+RELEASED = {f"vae_{name}": spec for name, spec in AUTOENCODERS.items() if name.startswith("vq_")}
 
 
 @pytest.mark.parametrize("name", toy.VQS)
