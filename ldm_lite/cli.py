@@ -64,7 +64,9 @@ class LoadOptions:
 class SaveOptions:
     """Where results go."""
 
-    out: str = option("outputs/txt2img-samples", "folder for the images, or the name of a .png", "--outdir")
+    out: str | None = option(
+        None, "folder for the images, or the name of a .png (default: outputs/COMMAND-samples)", "--outdir"
+    )
     skip_save: bool = option(False, "do not save single images")
     skip_grid: bool = option(False, "do not save a grid of all images")
     n_rows: int = option(0, "images in a row of the grid (default: the batch size)")
@@ -265,11 +267,12 @@ def memory() -> str:
 class Saver:
     """Writes images under the next free names: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
-    def __init__(self, options: SaveOptions) -> None:
+    def __init__(self, options: SaveOptions, command: str) -> None:
         """Raises ValueError for senseless options and a folder that cannot be written to; makes nothing yet."""
         if options.n_rows < 0:
             raise ValueError(f"got n_rows {options.n_rows}, wanted 0 or more")
-        self.out = Path(options.out).expanduser()
+        self.options = options
+        self.out = Path(f"outputs/{command}-samples" if options.out is None else options.out).expanduser()
         self.single = self.out.suffix.lower() == ".png"
         folder = self.out.parent if self.single else self.out
         while not folder.exists():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import broken_weights
-from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.pipeline import Pipeline
@@ -43,12 +43,14 @@ def denoise(
     rescale: float = 0.0,
     percentile: float | None = None,
     draw: Draw | None = None,
+    kept: Kept | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
     noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
     guidance.classifier_free makes them; rescale in [0,1] and percentile in (0,1) as in guidance.py.  draw gives the
-    noise of stochastic samplers.  Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
+    noise of stochastic samplers; kept is what is not to change.  Raises ValueError for shapes that do not fit the
+    model, and if the plan needs a draw.
     """
     for conditioning in branches.conditionings:
         check(pipe, noise, conditioning)
@@ -60,7 +62,12 @@ def denoise(
         return None if value is None else torch.tensor(value, dtype=torch.float32, device=device)
 
     guided = len(branches.weights) > 1
-    guidance = Guidance(tensor(branches.weights if guided else None), tensor(rescale or None), tensor(percentile))
+    guidance = Guidance(
+        tensor(branches.weights if guided else None),
+        tensor(rescale or None),
+        tensor(percentile),
+        None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept)),
+    )
     conditioning = _stacked(branches.conditionings, device, dtype)
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
@@ -111,6 +118,25 @@ def check(pipe: Pipeline, noise: Tensor, conditioning: Conditioning) -> None:
     if (y is not None) != labelled or (y is not None and len(y) != len(noise)):
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
         raise ValueError(f"got as y {got}, wanted {f'{len(noise)} rows' if labelled else 'none'}")
+
+
+@torch.no_grad()
+def encode(pipe: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of their latents (B,C,h,w), in the UNet's scale.
+
+    float32 on the pipeline's device; a sample is mean + deviation * noise.  An encoder that overflows in half precision
+    is run again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
+    """
+    vae, dtype = pipe.vae, next(pipe.vae.parameters()).dtype
+    mean, logvar = vae.encode(pixels.to(pipe.device, dtype))
+    if not torch.isfinite(mean + logvar).all() and dtype != torch.float32:
+        log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
+        mean, logvar = copy.deepcopy(vae).float().encode(pixels.to(pipe.device, torch.float32))
+    if not torch.isfinite(mean + logvar).all():
+        raise ValueError(
+            f"the picture's latents are not finite: {broken_weights(pipe.networks) or 'its pixels are not'}"
+        )
+    return mean.float() * pipe.family.scale_factor, (logvar.float() / 2).exp() * pipe.family.scale_factor
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ def run(options: Options, load: LoadOptions) -> None:
     """Load, compare, print the table, save the picture."""
     from ldm_lite.diffusion.names import make_plan
 
-    steps, saver = _numbers(options.steps), cli.Saver(SaveOptions(out=options.out))
+    steps, saver = _numbers(options.steps), cli.Saver(SaveOptions(out=options.out), "samplers")
     pipe = ldm_lite.load(**load.arguments())
     for count in (*steps, options.reference):
         make_plan("heun", pipe.schedule, count, spacing=options.spacing)

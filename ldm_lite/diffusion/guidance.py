@@ -39,12 +39,37 @@ def classifier_free(cond: Conditioning, uncond: Conditioning | None, scale: floa
     return Branches((uncond, cond), (1 - scale, scale))
 
 
+def instructed(
+    cond: Conditioning, uncond: Conditioning | None, concat: Tensor, scale: float, image_scale: float
+) -> Branches:
+    """Guidance by a text and a picture: neither + image_scale * (picture - neither) + scale * (both - picture).
+
+    concat (B,C',h,w) is the picture; uncond may be None if both scales are 1.  Branches of no weight are left out.
+    Brooks et al. 2023, eq. 3.
+    """
+    both = cond._replace(concat=concat)
+    if uncond is None:
+        return Branches((both,), (1.0,))
+    picture, neither = uncond._replace(concat=concat), uncond._replace(concat=torch.zeros_like(concat))
+    weighted = ((neither, 1 - image_scale), (picture, image_scale - scale), (both, scale))
+    used = [(branch, weight) for branch, weight in weighted if weight != 0 or branch is both]
+    return Branches(*zip(*used, strict=True))
+
+
+class Kept(NamedTuple):
+    """What is to stay: there the prediction of x0 is replaced by the truth, so that every sampler leads to it."""
+
+    latents: Tensor  # (B,C,h,w)
+    mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 where they stay, 1 where anything may come
+
+
 class Guidance(NamedTuple):
     """How outputs are mixed; values are tensors, so that a compiled step serves all of them.  None = not done."""
 
     weights: Tensor | None  # (K,) of K branches; None for one
     rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
     percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
+    kept: Kept | None = None
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
@@ -57,10 +82,16 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
         out = mixed(outs, guidance.weights)
         if guidance.rescale is not None:
             out = rescaled(out, outs[-1], guidance.rescale)
+    if guidance.percentile is None and guidance.kept is None:
+        return out
+    p, q = to_x0[0], to_x0[1]
+    x0 = p * x + q * out
     if guidance.percentile is not None:
-        p, q = to_x0[0], to_x0[1]
-        out = (dynamic_threshold(p * x + q * out, guidance.percentile) - p * x) / q
-    return out
+        x0 = dynamic_threshold(x0, guidance.percentile)
+    if guidance.kept is not None:
+        latents, mask = guidance.kept
+        x0 = mask * x0 + (1 - mask) * latents
+    return (x0 - p * x) / q
 
 
 def mixed(outs: Tensor, weights: Tensor) -> Tensor:

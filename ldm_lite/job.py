@@ -1,0 +1,212 @@
+"""A job: the options, prompts and results that all commands that make pictures have in common, and their main part.
+
+A command's own Options extend JobOptions; serve() loads the checkpoint, and shows and saves what the command makes.
+"""
+
+import argparse
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ldm_lite
+from ldm_lite import cli
+from ldm_lite.cli import LoadOptions, option
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from ldm_lite.pipeline import Pipeline
+
+log = logging.getLogger("ldm_lite")
+
+OnStep = Callable[[int, int, "Tensor"], None]  # (step from 1, number of steps, latents (B,C,h,w) after it)
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What to make.  None = what the checkpoint's family has as its default."""
+
+    original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
+
+    prompt: str | None = option(None, "what to make an image of", positional=True)
+    negative_prompt: str = option("", "what to keep away from")
+    from_file: str | None = option(
+        None, "a text file with a prompt in each line, blank ones left out, in place of a prompt"
+    )
+    prompt_syntax: str = option("plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length")
+    clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the last")
+    sampler: str = option("ddim", "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all")
+    spacing: str | None = option(
+        None,
+        "leading, trailing, linspace, karras, exponential, sgm_uniform, beta or lcm (default: the sampler's own)",
+        "--scheduler",
+    )
+    steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps")
+    scale: float | None = option(None, "classifier-free guidance; 1 is none, and twice as fast")
+    guidance_rescale: float = option(0.0, "share of guidance's excess contrast taken back, 0 to 1")
+    dynamic_threshold: float | None = option(None, "percentile of x0 to clamp to, 0 to 1, for models of pixels")
+    eta: float | None = option(None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta")
+    churn: float | None = option(None, "noise added and removed again over all steps, for euler, heun and dpm2")
+    seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
+    height: int | None = option(None, "pixels, a multiple of 8", "--H")
+    width: int | None = option(None, "pixels, a multiple of 8", "--W")
+    n_samples: int | None = option(
+        None, "images at a time; from a file: prompts at a time (default: 1)", "--batch_size"
+    )
+    n_iter: int | None = option(None, "times that the job is repeated, with new seeds (default: 1)")
+    fixed_code: bool = option(False, "start every batch from the same noise")
+    compat: bool = option(False, "noise, timesteps and defaults (2 x 3 images) of the original script to the letter")
+
+    @property
+    def batch_size(self) -> int:
+        """Images at a time."""
+        return (self.original_counts[0] if self.compat else 1) if self.n_samples is None else self.n_samples
+
+    @property
+    def repeats(self) -> int:
+        """Times that the job is done."""
+        return (self.original_counts[1] if self.compat else 1) if self.n_iter is None else self.n_iter
+
+
+def check(options: JobOptions) -> None:
+    """Raises ValueError for options that are wrong whatever the checkpoint."""
+    from ldm_lite.diffusion.names import resolve
+
+    sampler, _ = resolve(options.sampler)
+    if options.compat and sampler not in ("ddim", "plms"):
+        raise ValueError(f"--compat knows the samplers of the original script, ddim and plms, not {sampler}")
+    for name in ("guidance_rescale", "dynamic_threshold"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"got {name} {value}, wanted 0 to 1")
+    for name in ("n_samples", "n_iter"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"got {name} {value}, wanted 1 or more")
+    if options.scale is not None and not math.isfinite(options.scale):
+        raise ValueError(f"got scale {options.scale}, wanted a finite number")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"got seed {options.seed}, wanted 0 to 2^63 - 1")
+
+
+def read_prompts(options: JobOptions) -> list[str]:
+    """The prompts of one repetition.  Raises ValueError if there are none, or a file that is no list of them."""
+    if options.from_file is None:
+        if options.prompt is None:
+            raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
+        return [options.prompt] * options.batch_size
+    if options.prompt is not None:
+        raise ValueError("got a prompt and --from-file: give one of them")
+    path = Path(options.from_file)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text, wanted a prompt in each line") from error
+    # To the original script a blank line is a prompt.
+    prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"{path}: holds no prompt, wanted one in each line")
+    return prompts
+
+
+COMMANDS = {"txt2img": ("txt2img", "img2img", "inpaint"), "inpaint": ("inpaint",), "instruct": ("img2img",)}
+
+
+def check_command(pipe: "Pipeline", command: str) -> None:
+    """Raises ValueError, naming the right command, if a checkpoint is not for this one."""
+    able = COMMANDS[pipe.family.task]
+    if command not in able:
+        raise ValueError(
+            f"{pipe.name} is a checkpoint of {pipe.family.title}, which {command} cannot use: "
+            f"take python -m ldm_lite.{' or '.join(able)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One image, with what it was made from."""
+
+    pixels: "Tensor"  # (3,H,W) float32 in [-1,1], on the CPU
+    prompt: str
+    seed: int
+    parameters: str  # the A1111 text that its PNG carries
+
+    @property
+    def image(self) -> "Image":
+        """As a PIL image, RGB."""
+        from ldm_lite.image import to_pil
+
+        return to_pil(self.pixels)
+
+    @property
+    def array(self) -> "NDArray[np.uint8]":
+        """As numpy, (H,W,3) in [0,255]."""
+        from ldm_lite.image import to_array
+
+        return to_array(self.pixels)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def original_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the original scripts that are named otherwise here; serve() heeds them."""
+    section = parser.add_argument_group("flags of the original script that are named otherwise here")
+    section.add_argument("--plms", dest="sampler", action="store_const", const="plms", help="--sampler plms")
+    section.add_argument(
+        "--dpm_solver", dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
+    )
+    section.add_argument("--precision", choices=("full", "autocast"), help="full: --dtype fp32; autocast: the default")
+    section.add_argument("--config", help="not needed: the checkpoint says what it is")
+    section.add_argument("--C", type=int, help="latent channels: checked against the checkpoint")
+    section.add_argument("--f", type=int, help="pixels to a latent position: checked against the checkpoint")
+
+
+def _heed(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
+    """What the original's own flags change in what is loaded."""
+    if "config" in original:
+        log.info("--config is not needed: the checkpoint says what it is")
+    if original.get("precision") == "full" and load.dtype is None:
+        return dataclasses.replace(load, dtype="fp32")
+    return load
+
+
+MOST_IN_GRID = 100  # a grid needs all of its images in memory
+
+
+def serve(
+    make: "Callable[[Pipeline, OnStep], Iterator[Result]]",
+    count: int,
+    columns: int,
+    load: LoadOptions,
+    saver: cli.Saver,
+    original: dict[str, Any],
+) -> None:
+    """Load, make `count` images, save each when it is ready and a grid with so many columns, and say where they are."""
+    from ldm_lite.image import grid
+
+    pipe, save = ldm_lite.load(**_heed(original, load).arguments()), saver.options
+    for name, value in (("C", pipe.vae.spec.embed_dim), ("f", pipe.vae.spec.factor)):
+        if original.get(name, value) != value:
+            raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
+
+    with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
+    start, in_grid = time.perf_counter(), []
+    for result in make(pipe, cli.Progress()):
+        if not save.skip_save:
+            print(saver.sample(result.image, result.parameters), flush=True)
+        if with_grid:
+            in_grid.append(result.image)
+    if in_grid:
+        print(saver.grid(grid(in_grid, columns=save.n_rows or columns), result.parameters), flush=True)
+    log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, cli.memory())

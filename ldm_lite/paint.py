@@ -1,0 +1,239 @@
+"""Painting: prompts x canvases -> batches of noise and conditioning -> results, for every command that makes pictures.
+
+A command says what its options come to (Setup) and what it paints on (Canvas: where a picture begins, what of it
+stays, what the network reads beside the prompt); paint() does the rest.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import ldm_lite
+from ldm_lite.job import JobOptions, OnStep, Result
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ldm_lite.diffusion.guidance import Branches, Conditioning
+    from ldm_lite.diffusion.plan import Plan
+    from ldm_lite.diffusion.schedule import Level
+    from ldm_lite.generate import Draw
+    from ldm_lite.pipeline import Pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class Canvas:
+    """What a batch of pictures is painted on, and what is done with each of them then."""
+
+    latent_shape: tuple[int, int, int]
+    init: "Tensor | None" = None  # (1,C,h,w) latents of a picture to begin with, in the UNet's scale
+    deviation: "Tensor | None" = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every picture
+    mask: "Tensor | None" = None  # (1,1,h,w): 0 where init is to stay
+    concat: "Tensor | None" = None  # (1,C',h,w): what the network reads beside the latents
+    finish: "Callable[[Tensor], Tensor]" = lambda pixels: pixels  # of a decoded picture (3,H,W) in [-1,1]
+    settings: Mapping[str, object] = field(default_factory=dict)  # more for the PNG's text
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Options with nothing left open."""
+
+    prompts: list[str]  # of one repetition
+    plan: "Plan | None"  # None: not a single step
+    scale: float
+    image_scale: float | None = None  # three-way guidance, for networks that follow instructions
+    start: "Level | None" = None  # where the plan begins with a canvas's init; None: it begins with noise alone
+
+
+def paint(
+    pipe: "Pipeline",
+    options: JobOptions,
+    setup: Setup,
+    canvases: Iterable[Canvas],
+    *,
+    context: "Tensor | None" = None,
+    uncond: "Tensor | None" = None,
+    on_step: OnStep | None = None,
+) -> Iterator[Result]:
+    """All prompts and repetitions of a setup on each canvas: the results, each as soon as it is decoded.
+
+    context (N,T,D) are ready embeddings in place of N prompts, and uncond (1,T,D) or (N,T,D) those of the negative
+    prompt.  on_step is called after every denoising step.
+    """
+    import torch
+
+    from ldm_lite import generate
+
+    painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)
+    embed = painter.embedder(context, uncond)
+    generator = torch.Generator(pipe.device).manual_seed(options.seed) if options.compat else None
+    for number, canvas in enumerate(canvases):
+        begin = painter.beginner(canvas, generator)
+        for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
+            rows = range(first, min(first + options.batch_size, count))
+            offset = (number * options.repeats + repeat) * count
+            seeds = [options.seed + (row - first if options.fixed_code else offset + row) for row in rows]
+            (cond, negative), (init, noise, draw) = embed(rows), begin(seeds)
+            latents = painter.latents(canvas, cond, negative, init, noise, draw)
+            for pixels, row, seed in zip(generate.decode(pipe, latents), rows, seeds, strict=True):
+                pixels, prompt = canvas.finish(pixels), setup.prompts[row]
+                yield Result(pixels, prompt, seed, painter.parameters(canvas, pixels, prompt, seed))
+
+
+@dataclass(frozen=True, eq=False)
+class _Painter:
+    """The parts of paint()."""
+
+    pipe: "Pipeline"
+    options: JobOptions
+    setup: Setup
+    on_step: OnStep | None
+
+    def embedder(
+        self, context: "Tensor | None", uncond: "Tensor | None"
+    ) -> "Callable[[range], tuple[Conditioning, Conditioning | None]]":
+        """-> a function: rows of the job's prompts -> what the network reads of them, and of the negative prompt."""
+        from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
+        from ldm_lite.diffusion.guidance import Conditioning
+
+        pipe, options, prompts = self.pipe, self.options, self.setup.prompts
+        # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
+        texts = {options.negative_prompt, *(prompts if context is None else ())}
+        reading = Reading(options.prompt_syntax, options.clip_skip, count_chunks(pipe, texts, options.prompt_syntax))
+        guided = self.setup.scale != 1 or self.setup.image_scale not in (None, 1)
+
+        @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before
+        def encode(*prompts: str) -> Conditioning:
+            return encode_prompts(pipe, prompts, reading)
+
+        def embed(rows: range) -> tuple[Conditioning, Conditioning | None]:
+            some = slice(rows.start, rows.stop)
+            cond = encode(*prompts[some]) if context is None else Conditioning(context[some])
+            if not guided:
+                return cond, None
+            if uncond is None:
+                return cond, encode(*[options.negative_prompt] * len(rows))
+            return cond, Conditioning(uncond.expand(len(prompts), -1, -1)[some])
+
+        return embed
+
+    def beginner(
+        self, canvas: Canvas, generator: "torch.Generator | None"
+    ) -> "Callable[[list[int]], tuple[Tensor | None, Tensor, Draw]]":
+        """-> a function: the seeds of a batch -> latents of the canvas's picture, first noise, later noise."""
+        import torch
+
+        from ldm_lite import generate
+
+        shape, batch_size = canvas.latent_shape, self.options.batch_size
+
+        def pictures(count: int, draw: "Draw") -> "Tensor | None":
+            if canvas.init is None:
+                return None
+            latents = canvas.init.expand(count, -1, -1, -1)
+            return latents if canvas.deviation is None else latents + canvas.deviation * draw().to(latents.device)
+
+        def seeded(seeds: list[int]) -> "tuple[Tensor | None, Tensor, Draw]":
+            draw = generate.seeded_noise(seeds, shape)
+            noise = draw()
+            return pictures(len(seeds), draw), noise, draw
+
+        if generator is None:
+            return seeded
+        # The original samples a picture's latents once a job, with a generator on the CPU.
+        on_cpu = generator if generator.device.type == "cpu" else torch.Generator().manual_seed(self.options.seed)
+        init = pictures(batch_size, generate.shared_noise(on_cpu, batch_size, shape))
+        fixed = self.options.fixed_code and init is None
+        code = generate.shared_noise(generator, batch_size, shape)() if fixed else None
+
+        def shared(seeds: list[int]) -> "tuple[Tensor | None, Tensor, Draw]":
+            draw = generate.shared_noise(generator, len(seeds), shape)
+            noise = draw() if code is None else code[: len(seeds)]
+            return (None if init is None else init[: len(seeds)]), noise, draw
+
+        return shared
+
+    def latents(
+        self,
+        canvas: Canvas,
+        cond: "Conditioning",
+        uncond: "Conditioning | None",
+        init: "Tensor | None",
+        noise: "Tensor",
+        draw: "Draw",
+    ) -> "Tensor":
+        """The last latents (B,C,h,w) of one batch."""
+        from ldm_lite import generate
+        from ldm_lite.diffusion.guidance import Kept
+
+        options, plan, x = self.options, self.setup.plan, noise
+        if init is not None and self.setup.start is not None:
+            x = self.setup.start.a * init + self.setup.start.s * noise.to(init.device)
+            plan = None if plan is None else dataclasses.replace(plan, initial=1.0)
+        if plan is None:
+            return x
+        if options.compat:  # the original draws noise at every call, if only to multiply it by zero
+            plan = dataclasses.replace(plan, draws=plan.draws | True)
+        steps = generate.denoise(
+            self.pipe,
+            x,
+            self.branches(canvas, cond, uncond, len(x)),
+            plan,
+            rescale=options.guidance_rescale,
+            percentile=options.dynamic_threshold,
+            draw=draw,
+            kept=None if init is None or canvas.mask is None else Kept(init, canvas.mask),
+        )
+        for step, x in enumerate(steps, start=1):
+            if self.on_step is not None:
+                self.on_step(step, plan.num_steps, x)
+        return x
+
+    def branches(self, canvas: Canvas, cond: "Conditioning", uncond: "Conditioning | None", num: int) -> "Branches":
+        """The conditionings of a batch of num pictures, with what the network reads beside the latents."""
+        from ldm_lite.diffusion.guidance import classifier_free, instructed
+
+        scale, image_scale = self.setup.scale, self.setup.image_scale
+        if canvas.concat is None:
+            return classifier_free(cond, uncond, scale)
+        concat = canvas.concat.expand(num, -1, -1, -1)
+        if image_scale is not None:
+            return instructed(cond, uncond, concat, scale, image_scale)
+        uncond = None if uncond is None else uncond._replace(concat=concat)
+        return classifier_free(cond._replace(concat=concat), uncond, scale)
+
+    def parameters(self, canvas: Canvas, pixels: "Tensor", prompt: str, seed: int) -> str:
+        """The text of one picture's PNG."""
+        from ldm_lite.diffusion.names import label
+        from ldm_lite.image import parameters
+
+        options, plan = self.options, self.setup.plan
+        _, height, width = pixels.shape
+        settings: dict[str, object] = {
+            "Steps": 0 if plan is None else plan.num_steps,
+            "Sampler": label(options.sampler),
+            "CFG scale": self.setup.scale,
+            "Seed": options.seed if options.compat else seed,
+            "Size": f"{width}x{height}",
+            "Model": self.pipe.name,
+        }
+        stated = {
+            **canvas.settings,
+            "Image CFG scale": self.setup.image_scale,
+            "Schedule type": options.spacing,
+            "Eta": options.eta,
+            "Sigma churn": options.churn,
+            "Clip skip": options.clip_skip if options.clip_skip > 1 else None,
+            "Guidance rescale": options.guidance_rescale or None,
+            "Dynamic threshold": options.dynamic_threshold,
+            "Prompt syntax": options.prompt_syntax if options.prompt_syntax != "plain" else None,
+        }
+        settings |= {key: value for key, value in stated.items() if value is not None}
+        if options.compat:
+            settings["Noise"] = f"original script, image {seed - options.seed}"
+        settings["Version"] = f"ldm_lite {ldm_lite.__version__}"
+        return parameters(prompt, options.negative_prompt, settings)
