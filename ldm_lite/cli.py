@@ -43,6 +43,7 @@ class LoadOptions:
     vae: str | None = option(None, "take the autoencoder from this file")
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: str | None = option(None, "take the text encoder from this file")
+    lora: tuple[str, ...] = option((), "merge a LoRA file, FILE or FILE:WEIGHT; repeatable")
     ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
     zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
@@ -54,6 +55,8 @@ class LoadOptions:
         """As ldm_lite.load takes them.  Raises ValueError for metadata without a "="."""
         values = dataclasses.asdict(self)
         values["source"] = values.pop("ckpt")
+        parts = {role: values.pop(role) for role in ("vae", "unet", "text_encoder")}
+        values["parts"] = {role: file for role, file in parts.items() if file is not None}
         if bad := [item for item in self.metadata if "=" not in item]:
             raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
         values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
@@ -131,7 +134,7 @@ def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
     if hint is bool:
         kwargs["action"] = "store_true"
     elif typing.get_origin(hint) is tuple:
-        kwargs |= {"action": "append", "metavar": "KEY=VALUE"}
+        kwargs |= {"action": "append", "metavar": "TEXT"}
     else:
         kwargs |= {"type": hint, "choices": each.metadata["choices"]}
         if each.metadata["choices"] is None:

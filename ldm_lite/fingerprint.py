@@ -13,7 +13,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 # ---- what is not a latent diffusion checkpoint ----------------------------------------------------------------------
 
 FOREIGN = {  # a pattern among the keys -> what such a file is; the first match wins
-    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA",
+    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with --lora)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding",
     r"^control_model\.|^input_hint_block\.|^zero_convs\.|^controlnet_cond_embedding\.": "a ControlNet",

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ldm_lite import hub
+from ldm_lite import adapters, hub
 from ldm_lite.checkpoint import Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
@@ -78,23 +78,23 @@ def load(
     dtype: str | torch.dtype | None = None,
     ema: str = "auto",
     prediction: str | None = None,
-    vae: str | os.PathLike[str] | None = None,
-    unet: str | os.PathLike[str] | None = None,
-    text_encoder: str | os.PathLike[str] | None = None,
+    parts: Mapping[str, str | os.PathLike[str]] | None = None,
+    lora: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
     zero_snr: bool = False,
 ) -> Pipeline:
     """Open a checkpoint: a path, "owner/repository/file" on the hub, or None for the bundled model.
 
-    vae, unet and text_encoder are other files (bare or whole) that a network is taken from instead.  ema is "auto"
-    (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v; metadata adds to the file's;
-    zero_snr shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
+    ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
+    other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder".  lora
+    names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to the file's; zero_snr
+    shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
-    path = hub.resolve(source)
+    path, loras = hub.resolve(source), [adapters.parse(text) for text in lora]
     torch_device, torch_dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
-    components = _components(path, {"unet": unet, "vae": vae, "text_encoder": text_encoder})
+    components = _components(path, parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
     about = {**main.metadata, **(metadata or {})}
     try:
@@ -111,6 +111,7 @@ def load(
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
         load_weights(network, components[role], role.replace("_", " "), torch_device, torch_dtype)
+    adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
@@ -135,12 +136,10 @@ def _tokenizer(spec: EncoderSpec | None) -> TextTokenizer | None:
     return None
 
 
-def _components(path: Path, others: Mapping[str, str | os.PathLike[str] | None]) -> dict[str, Component]:
+def _components(path: Path, others: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
     """The networks' weights by role: those of the main file, but for what other files are to give."""
     components = split(open_checkpoint(path))
     for name, source in others.items():
-        if source is None:
-            continue
         given = split(open_checkpoint(hub.resolve(source)))
         if name not in given:
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")

@@ -251,3 +251,13 @@ def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path
 )
 def test_a_file_and_its_weight(text: str, wanted: tuple[str, float]) -> None:
     assert parse(text) == wanted
+
+
+def test_loading_with_loras(tmp_path: Path, small: Pipeline, small_path: Path) -> None:
+    lora = write(tmp_path / "a.safetensors", kohya())
+    Merged(networks(small), [(lora, 0.2), (lora, 0.5)])
+    pipe = ldm_lite.load(small_path, device="cpu", lora=[f"{tmp_path / 'a.safetensors'}:{x}" for x in (0.2, 0.5)])
+    assert all(map(torch.equal, pipe.unet.state_dict().values(), small.unet.state_dict().values()))
+    check(pipe)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        ldm_lite.load(small_path, device="cpu", lora=["none.safetensors:0.5"])
