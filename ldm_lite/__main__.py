@@ -8,6 +8,7 @@ import ldm_lite
 
 COMMANDS = {
     "txt2img": "text to image",
+    "reconstruct": "a picture through an autoencoder and back",
     "samplers": "compare samplers: a table and a picture",
     "train": "train or fine-tune",
 }

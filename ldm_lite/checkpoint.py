@@ -190,6 +190,8 @@ def _unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
 COMPONENTS = (
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
+    ("vae", "decoder.1.weight", ("",)),  # TAESD
+    ("vae", "encoder.0.weight", ("",)),
     (
         "text_encoder",
         "embeddings.token_embedding.weight",
@@ -228,11 +230,9 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
 
     Raises ValueError, one line, if there is none or the file is of a kind that ldm_lite does not read.
     """
-    stored = {_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)}
+    stored = _tiny({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
     if what := foreign(stored):
-        raise ValueError(
-            f"{checkpoint.path}: is {what}, wanted a Stable Diffusion 1.x checkpoint in the original layout"
-        )
+        raise ValueError(f"{checkpoint.path}: is {what}, wanted a latent diffusion checkpoint in the original layout")
     components = {}
     used: set[str] = set()
     for role, probe, prefixes in COMPONENTS:
@@ -256,6 +256,25 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
 def _plain(key: str) -> str:
     """A key without what torch.compile and DataParallel add to it."""
     return key.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _tiny(stored: Mapping[str, str]) -> Mapping[str, str]:
+    """A TAESD file's keys as one network of two: the original's are numbers alone, a file each, diffusers' say layers.
+
+    Those of any other file stay as they are.
+    """
+    if "1.weight" in stored and "19.weight" in stored:
+        return {f"decoder.{key}": long for key, long in stored.items()}
+    if "0.weight" in stored and "1.conv.0.weight" in stored:
+        return {f"encoder.{key}": long for key, long in stored.items()}
+    if "decoder.layers.0.weight" in stored or "encoder.layers.0.weight" in stored:
+        # diffusers' decoder begins after the clamp, which the original counts
+        pattern = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
+        return {
+            pattern.sub(lambda m: f"{m[1]}.{int(m[2]) + (m[1] == 'decoder')}.", key): long
+            for key, long in stored.items()
+        }
+    return stored
 
 
 def ema(unet: Component) -> Component | None:

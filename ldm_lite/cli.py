@@ -109,10 +109,12 @@ def parse(
             _add(section, each, hints[each.name])
     extend(parser)
     given = vars(parser.parse_args(argv))
-    if (prompt := given.pop("prompt_argument", None)) is not None:
-        if "prompt" in given:
-            parser.error("got a prompt both as an argument and as --prompt")
-        given["prompt"] = prompt
+    for key in [key for key in given if key.endswith("_argument")]:
+        name, value = key.removesuffix("_argument"), given.pop(key)
+        if value is not None and name in given:
+            parser.error(f"got a {name} both as an argument and as --{name}")
+        if value is not None:
+            given[name] = value
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     made = [
         group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given}) for group in groups

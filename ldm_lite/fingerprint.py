@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.models.vae_vq import VQSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -18,7 +20,6 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding",
     r"^control_model\.|^input_hint_block\.|^zero_convs\.|^controlnet_cond_embedding\.": "a ControlNet",
     r"^(adapter\.)?body\.0\.(block1|body\.0)\.": "a T2I-Adapter",
-    r"^(encoder|decoder)\.layers\.\d+\.conv\.|^\d+\.conv\.0\.weight": "a TAESD autoencoder",
     r"^encoder_pooling\.1\.": "a DeepFloyd IF stage",
     r"SelfAttention\.relative_attention_bias": "a T5 text encoder",
     r"joint_blocks\.": "Stable Diffusion 3",
@@ -29,7 +30,7 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"^edm_(mean|std)$": "Playground 2.5",
     r"^edm_vpred\.": "CosXL",
     r"^(unet\.)?(down_blocks|up_blocks|mid_block)\.": "a UNet in the format of diffusers",
-    r"^quantize\.embedding\.|^first_stage_model\.quantize\.": "a VQ autoencoder, or a model on top of one",
+    r"^(first_stage_model\.)?quantize\.(embed|proj)\.": "a Gumbel VQ autoencoder, or a model on top of one",
 }
 
 
@@ -99,12 +100,18 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
     )
 
 
-def infer_vae(shapes: Shapes) -> VAESpec:
-    """Shapes of a KL autoencoder's weights, keys without prefix -> its spec.  Raises KeyError if one is missing."""
+def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
+    """Shapes of an autoencoder's weights, keys without prefix -> its spec.  Raises KeyError if one is missing."""
+    tiny = [
+        side for side in ("encoder", "decoder") if f"{side}.1.conv.0.weight" in shapes or f"{side}.1.weight" in shapes
+    ]
+    if tiny:
+        embed_dim = shapes["decoder.1.weight"][1] if "decoder" in tiny else shapes["encoder.14.weight"][0]
+        return TAESDSpec(embed_dim, encoder="encoder" in tiny, decoder="decoder" in tiny)
     channels = shapes["encoder.conv_in.weight"][0]
     levels = range(_count(shapes, r"encoder\.down\.(\d+)\."))
     widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels]
-    return VAESpec(
+    spec = VAESpec(
         channels=channels,
         channel_mult=tuple(width // channels for width in widths),
         num_res_blocks=_count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
@@ -113,6 +120,8 @@ def infer_vae(shapes: Shapes) -> VAESpec:
         attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
         mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
     )
+    codes = shapes.get("quantize.embedding.weight")
+    return spec if codes is None else VQSpec(**vars(spec), num_codes=codes[0])
 
 
 def infer_text(shapes: Shapes, heads: int, activation: str) -> CLIPTextSpec:

@@ -128,15 +128,15 @@ def encode(pipe: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
     is run again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
     """
     vae, dtype = pipe.vae, next(pipe.vae.parameters()).dtype
-    mean, logvar = vae.encode(pixels.to(pipe.device, dtype))
-    if not torch.isfinite(mean + logvar).all() and dtype != torch.float32:
+    mean, deviation = vae.distribution(pixels.to(pipe.device, dtype))
+    if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
         log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
-        mean, logvar = copy.deepcopy(vae).float().encode(pixels.to(pipe.device, torch.float32))
-    if not torch.isfinite(mean + logvar).all():
+        mean, deviation = copy.deepcopy(vae).float().distribution(pixels.to(pipe.device, torch.float32))
+    if not torch.isfinite(mean + deviation).all():
         raise ValueError(
             f"the picture's latents are not finite: {broken_weights(pipe.networks) or 'its pixels are not'}"
         )
-    return mean.float() * pipe.family.scale_factor, (logvar.float() / 2).exp() * pipe.family.scale_factor
+    return mean.float() * pipe.family.scale_factor, deviation.float() * pipe.family.scale_factor
 
 
 @torch.no_grad()

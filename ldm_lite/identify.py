@@ -13,6 +13,7 @@ from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.families import FAMILIES, SD1, Family
 from ldm_lite.fingerprint import Shapes, infer_text, infer_unet, infer_vae
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.networks import UNETS
 
@@ -41,6 +42,21 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Famil
         raise ValueError(f"a tensor that every such network has is missing: {error.args[0]}") from error
     stated = metadata.get("prediction", metadata.get("modelspec.prediction_type"))
     return family if stated is None else replace(family, prediction=parse_prediction(stated))
+
+
+def with_vae(family: Family, shapes: Shapes, name: str) -> Family:
+    """The family with an autoencoder of these shapes, out of another file of that name, in place of its own.
+
+    The scale factor stays the family's, which no autoencoder's file tells; but TAESD's latents are the UNet's own.
+    Raises ValueError if its latents are not like those of the family's autoencoder.
+    """
+    own, other = family.vae, infer_vae(shapes)
+    if (other.embed_dim, other.factor) != (own.embed_dim, own.factor):
+        raise ValueError(
+            f"{name}: does not fit: its latents have {other.embed_dim} channels at 1/{other.factor} of the size, but "
+            f"{family.title} wants {own.embed_dim} at 1/{own.factor}"
+        )
+    return replace(family, vae=other, scale_factor=1.0 if isinstance(other, TAESDSpec) else family.scale_factor)
 
 
 def _as_inferred(spec: UNetSpec) -> UNetSpec:

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,22 @@ from ldm_lite.checkpoint import Checkpoint, Component, load_weights, on_meta, op
 from ldm_lite.checkpoint import ema as ema_copy
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
 from ldm_lite.families import Family
-from ldm_lite.identify import complete, identify, parse_prediction
+from ldm_lite.fingerprint import infer_vae
+from ldm_lite.identify import complete, identify, parse_prediction, with_vae
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.taesd import TAESD
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.models.vae_vq import VQModel
 from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
 from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
 from ldm_lite.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 
 log = logging.getLogger("ldm_lite")
+
+Autoencoder = AutoencoderKL | VQModel | TAESD
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Pipeline:
     family: Family
     schedule: Schedule
     unet: UNet
-    vae: AutoencoderKL
+    vae: Autoencoder
     text_encoder: nn.Module | None  # what reads prompts (or classes, or boxes), if anything does
     text_encoder_2: nn.Module | None
     tokenizer: TextTokenizer | None
@@ -94,14 +98,19 @@ def load(
     start = time.perf_counter()
     path, loras = hub.resolve(source), [adapters.parse(text) for text in lora]
     torch_device, torch_dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
-    components = _components(path, parts or {})
+    own = split(open_checkpoint(path))
+    components = own | _others(parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
     about = {**main.metadata, **(metadata or {})}
     try:
-        family = identify({role: component.shapes for role, component in components.items()}, about)
+        # By its own autoencoder: another one must fit.
+        known_by = components | {role: own[role] for role in ("vae",) if role in own}
+        family = identify({role: component.shapes for role, component in known_by.items()}, about)
         complete(components, family.networks)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
+    if parts and "vae" in parts:
+        family = with_vae(family, components["vae"].shapes, name=str(parts["vae"]))
     if prediction is not None:
         family = replace(family, prediction=parse_prediction(prediction))
     schedule = _schedule(family, main, zero_snr)
@@ -125,6 +134,27 @@ def load(
     )
 
 
+def load_autoencoder(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Autoencoder:
+    """The autoencoder of a checkpoint, or of a file of its own: KL, VQ or TAESD.
+
+    Raises FileNotFoundError or ValueError, one line that says what to do.
+    """
+    torch_device = pick_device(device)
+    path = hub.resolve(source)
+    components = split(open_checkpoint(path))
+    if "vae" not in components:
+        raise ValueError(f"{path}: holds no autoencoder, only {', '.join(components)}")
+    with on_meta():
+        network: Any = build(infer_vae(components["vae"].shapes))
+    load_weights(network, components["vae"], "vae", torch_device, pick_dtype(dtype, torch_device))
+    return network
+
+
 def _tokenizer(spec: EncoderSpec | None) -> TextTokenizer | None:
     """The tokenizer of the texts that an encoder reads, if it reads any."""
     if isinstance(spec, CLIPTextSpec):
@@ -136,10 +166,10 @@ def _tokenizer(spec: EncoderSpec | None) -> TextTokenizer | None:
     return None
 
 
-def _components(path: Path, others: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
-    """The networks' weights by role: those of the main file, but for what other files are to give."""
-    components = split(open_checkpoint(path))
-    for name, source in others.items():
+def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
+    """The weights that other files are to give, by role.  Raises ValueError for a file that has none of that role."""
+    components = {}
+    for name, source in sources.items():
         given = split(open_checkpoint(hub.resolve(source)))
         if name not in given:
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")

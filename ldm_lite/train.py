@@ -172,7 +172,8 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
         raise ValueError(
             "a new diffusion model needs an autoencoder: train one with --stage autoencoder, and name it with --vae"
         )
-    assert isinstance(family.vae, VAESpec)
+    if type(family.vae) is not VAESpec:
+        raise ValueError(f"{load.vae}: is no KL autoencoder, the only kind that models are trained with here")
     assert isinstance(family.text, CLIPTextSpec)
     with torch.device(device):
         unet, vae, text = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
@@ -191,32 +192,36 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
     import torch
 
     from ldm_lite.models.clip import CLIPTextEncoder
+    from ldm_lite.models.vae_kl import AutoencoderKL
     from ldm_lite.training.data import encode, order
     from ldm_lite.training.tasks import AutoencoderTask, DiffusionTask, measure_scale
 
     if options.lora_rank is not None and (options.stage == "autoencoder" or options.preset is not None):
         raise ValueError("a LoRA is of the diffusion stage of a checkpoint: leave out --stage and --preset")
+    vae = pipe.vae
+    if not isinstance(vae, AutoencoderKL):
+        raise ValueError(f"{pipe.family.title} has no KL autoencoder, the only kind that models are trained with here")
     if options.stage == "autoencoder":
-        return pipe, AutoencoderTask(pipe.vae), source
+        return pipe, AutoencoderTask(vae), source
     text = pipe.text_encoder
     if pipe.family.task != "txt2img" or not isinstance(text, CLIPTextEncoder):
         raise ValueError(
             f"{pipe.family.title} reads an image beside the text: only models of text alone are trained here"
         )
-    pipe.vae.requires_grad_(False).eval()
+    vae.requires_grad_(False).eval()
     if options.preset is not None:
         pixels = torch.stack(
             [source.example(i)[0] for i in order(source, options.seed, 0, min(512, source.size or 512))]
         )
-        pipe = replace(pipe, family=replace(pipe.family, scale_factor=measure_scale(pipe.vae, pixels)))
+        pipe = replace(pipe, family=replace(pipe.family, scale_factor=measure_scale(vae, pixels)))
         log.info("scale factor %.4f", pipe.family.scale_factor)
     if source.size is not None:
         log.info("encoding %d images", source.size)
-        source = encode(source, pipe.vae, options.batch, options.workers)
+        source = encode(source, vae, options.batch, options.workers)
     task = DiffusionTask(
         pipe.unet,
         text,
-        pipe.vae,
+        vae,
         pipe.schedule,
         pipe.family.scale_factor,
         _trained(options, pipe),

@@ -88,9 +88,10 @@ class TAESD(nn.Module):
             raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of 8")
         return self.encoder((x + 1) / 2)
 
-    def latents(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """encode(x): here an image has one latent, whatever the noise."""
-        return self.encode(x)
+    def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """encode(x), and zero: mean and standard deviation of the latents, of which an image has one here."""
+        z = self.encode(x)
+        return z, torch.zeros_like(z)
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents (B,embed_dim,h,w) in the UNet's scale -> pixels (B,3,8h,8w), about [-1,1], unclamped.

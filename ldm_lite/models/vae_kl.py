@@ -214,10 +214,10 @@ class AutoencoderKL(nn.Module):
         mean, logvar = self.quant_conv(self.encoder(x)).chunk(2, dim=1)
         return mean, logvar.clamp(-30.0, 20.0)
 
-    def latents(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,h,w), unscaled: the mean, or with noise a sample."""
+    def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of the latents (B,embed_dim,h,w), unscaled."""
         mean, logvar = self.encode(x)
-        return mean if noise is None else mean + (logvar / 2).exp() * noise
+        return mean, (logvar / 2).exp()
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents (B,embed_dim,h,w), already divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.

@@ -70,9 +70,10 @@ class VQModel(nn.Module):
         check_pixels(x, self.spec)
         return self.quant_conv(self.encoder(x))
 
-    def latents(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """encode(x): here an image has one latent, whatever the noise."""
-        return self.encode(x)
+    def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """encode(x), and zero: mean and standard deviation of the latents, of which an image has one here."""
+        z = self.encode(x)
+        return z, torch.zeros_like(z)
 
     def decode(self, z: Tensor, quantize: bool = True) -> Tensor:
         """Latents (B,embed_dim,h,w), divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.

@@ -44,7 +44,10 @@ def test_one_of_the_networks_may_be_missing() -> None:
     x, z = toy.normal(7, 1, 3, 16, 16), toy.normal(8, 1, 4, 2, 2)
     decoder, encoder = (TAESD(replace(toy.TINY, **{part: False})) for part in ("encoder", "decoder"))
     assert decoder.decode(z).shape == x.shape
-    assert encoder.latents(x).shape == z.shape
+    mean, deviation = encoder.distribution(x)
+    assert torch.equal(mean, encoder.encode(x))
+    assert mean.shape == z.shape
+    assert not deviation.any()
     with pytest.raises(ValueError, match="is a decoder alone"):
         decoder.encode(x)
     with pytest.raises(ValueError, match="is an encoder alone"):

@@ -1,0 +1,175 @@
+"""Autoencoders of every kind from files of their own, in place of a checkpoint's, and pictures through them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import SMALL, lightning, random_tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import ldm_lite
+from ldm_lite import cli, generate
+from ldm_lite.image import to_array, to_pixels
+from ldm_lite.models.taesd import TAESD
+from ldm_lite.networks import AutoencoderSpec, build
+from ldm_lite.pipeline import load_autoencoder
+from ldm_lite.reconstruct import main, reconstruct
+
+SPECS: dict[str, AutoencoderSpec] = {"kl": toy.KL_F16, "vq": toy.VQ_F16, "noattn": toy.VQS["noattn"], "taesd": toy.TINY}
+
+
+def weights(spec: AutoencoderSpec) -> dict[str, Tensor]:
+    return dict(toy.fill(build(spec)).state_dict())
+
+
+def diffusers_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """TAESD's names as diffusers writes them, whose decoder begins one layer later."""
+
+    def rename(match: re.Match[str]) -> str:
+        return f"{match[1]}.layers.{int(match[2]) - (match[1] == 'decoder')}."
+
+    return {re.sub(r"^(encoder|decoder)\.(\d+)\.", rename, key): value for key, value in values.items()}
+
+
+@pytest.fixture
+def picture() -> Image.Image:
+    """Of a size that is no multiple of any factor, smooth enough that a reconstruction could be near it."""
+    y, x = np.mgrid[0:21, 0:29]
+    return Image.fromarray(np.stack([8 * y, 6 * x, 4 * (x + y)], axis=2).astype(np.uint8))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_first_stage_alone_is_loaded_as_what_it_is(name: str, tmp_path: Path) -> None:
+    """With what training left beside it (trap 33), in a Lightning file, and as plain safetensors."""
+    own, path = weights(SPECS[name]), tmp_path / "model.ckpt"
+    left = {"loss.logvar": torch.zeros(()), "loss.discriminator.main.0.weight": torch.zeros(64, 3, 4, 4)}
+    torch.save(lightning({**own, **left}), path)
+    save_file(own, tmp_path / "model.safetensors")
+    for file in (path, tmp_path / "model.safetensors"):
+        network = load_autoencoder(file, device="cpu")
+        assert network.spec == SPECS[name]
+        assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+
+
+def test_taesd_is_loaded_under_all_its_names(tmp_path: Path) -> None:
+    own = weights(toy.TINY)
+    save_file(diffusers_names(own), tmp_path / "diffusers.safetensors")
+    network = load_autoencoder(tmp_path / "diffusers.safetensors", device="cpu")
+    assert network.spec == toy.TINY
+    assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+    for part in ("encoder", "decoder"):
+        path = tmp_path / f"{part}.pth"
+        torch.save({key.removeprefix(f"{part}."): v for key, v in own.items() if key.startswith(part)}, path)
+        network = load_autoencoder(path, device="cpu")
+        assert network.spec == replace(toy.TINY, encoder=part == "encoder", decoder=part == "decoder")
+        assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_picture_of_any_size_goes_through(name: str, picture: Image.Image) -> None:
+    network = toy.fill(build(SPECS[name]))
+    result = reconstruct(network, picture)
+    assert result.image.size == picture.size
+    factor = SPECS[name].factor
+    inner = tuple(side // factor * factor for side in picture.size)
+    whole = picture.crop((0, 0, *inner))
+    exact = reconstruct(network, whole)
+    assert np.array_equal(np.asarray(exact.image), to_array(network(to_pixels(whole)[None])[0]))
+    error = np.asarray(exact.image, dtype=float) - np.asarray(whole, dtype=float)
+    assert exact.psnr == pytest.approx(20 * np.log10(255) - 10 * np.log10((error**2).mean()))
+
+
+class Mirror(nn.Module):
+    """An autoencoder that loses nothing."""
+
+    spec = SPECS["kl"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_is_equal_has_an_infinite_ratio(picture: Image.Image) -> None:
+    result = reconstruct(Mirror(), picture)  # type: ignore[arg-type]
+    assert result.psnr == float("inf")
+    assert np.array_equal(np.asarray(result.image), np.asarray(picture))
+
+
+def test_the_command(tmp_path: Path, picture: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a first stage alone, and on a whole checkpoint's: the bundled model's, if none is named."""
+    save_file(weights(toy.VQ_F16), tmp_path / "vq.safetensors")
+    picture.save(tmp_path / "in.png")
+    for ckpt in (["--ckpt", str(tmp_path / "vq.safetensors")], []):
+        out = tmp_path / f"out{len(ckpt)}.png"
+        assert main([str(tmp_path / "in.png"), *ckpt, "--out", str(out), "--device", "cpu"]) == 0
+        path, psnr = capsys.readouterr().out.splitlines()
+        assert path == str(out)
+        assert Image.open(out).size == picture.size
+        assert re.fullmatch(r"PSNR \d+\.\d\d dB", psnr)
+    assert float(psnr.split()[1]) > 15  # the bundled one is trained
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no picture: name one"),
+        (["missing.png"], "missing.png: No such file"),
+        ([__file__], "is not an image"),
+        (["{in}", "--ckpt", "{unet}"], "holds no autoencoder, only unet"),
+        (["{in}", "--ckpt", "{decoder}"], "is a decoder alone"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, picture: Image.Image, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"in": tmp_path / "in.png", "unet": tmp_path / "unet.safetensors", "decoder": tmp_path / "d.safetensors"}
+    picture.save(files["in"])
+    save_file(weights(toy.SD1), files["unet"])  # type: ignore[arg-type]
+    save_file(weights(replace(toy.TINY, encoder=False)), files["decoder"])
+    assert main([argument.format(**files) for argument in arguments] + ["--device", "cpu"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+# ---- in place of a checkpoint's own ---------------------------------------------------------------------------------
+
+
+def test_taesd_takes_the_unets_latents_as_they_are(small_path: Path, tmp_path: Path) -> None:
+    """Trap 26: no scale factor, and images in [0,1] inside."""
+    own = weights(replace(toy.TINY, encoder=False))
+    save_file({key.removeprefix("decoder."): value for key, value in own.items()}, tmp_path / "decoder.safetensors")
+    pipe = ldm_lite.load(small_path, device="cpu", parts={"vae": tmp_path / "decoder.safetensors"})
+    assert isinstance(pipe.vae, TAESD)
+    latents = toy.normal(8, 1, 4, 4, 6)
+    wanted = torch.from_numpy(np.load(Path(__file__).parent / "data" / "zoo.npz")["taesd.decode"])
+    assert toy.relative_error(next(generate.decode(pipe, latents)), wanted[0].clamp(-1, 1).numpy()) < 1e-5
+
+
+def test_another_autoencoder_keeps_the_familys_scale_factor(small_path: Path, tmp_path: Path) -> None:
+    """Trap 6: the file of an autoencoder does not say what its latents are multiplied by."""
+    spec = replace(SMALL.vae, attn_levels=(3,))
+    save_file({key: random_tensor(key, tuple(v.shape), 5) for key, v in weights(spec).items()}, tmp_path / "v.pt")
+    pipe = ldm_lite.load(small_path, device="cpu", parts={"vae": tmp_path / "v.pt"})
+    assert pipe.vae.spec == spec
+    assert pipe.family.scale_factor == 0.18215
+
+
+def test_an_autoencoder_of_other_latents_does_not_fit(small_path: Path, tmp_path: Path) -> None:
+    save_file(weights(toy.VQ_F16), tmp_path / "vq.safetensors")
+    with pytest.raises(ValueError, match=r"vq\.safetensors: does not fit: its latents have 4 channels at 1/4 .* 1/8"):
+        ldm_lite.load(small_path, device="cpu", parts={"vae": tmp_path / "vq.safetensors"})
+
+
+def test_messages_go_through_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(lambda: ldm_lite.load(small_path, parts={"vae": "no.pth"}) and None, debug=False) == 2
+    assert "no.pth: no such file" in capsys.readouterr().err
