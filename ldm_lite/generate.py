@@ -42,15 +42,16 @@ def denoise(
     *,
     rescale: float = 0.0,
     percentile: float | None = None,
+    limit: float | None = None,
     draw: Draw | None = None,
     kept: Kept | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
     noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
-    guidance.classifier_free makes them; rescale in [0,1] and percentile in (0,1) as in guidance.py.  draw gives the
-    noise of stochastic samplers; kept is what is not to change.  Raises ValueError for shapes that do not fit the
-    model, and if the plan needs a draw.
+    guidance.classifier_free makes them; rescale in [0,1], percentile in (0,1) and limit >= 1 as in guidance.py.  draw
+    gives the noise of stochastic samplers; kept is what is not to change.  Raises ValueError for shapes that do not fit
+    the model, and if the plan needs a draw.
     """
     for conditioning in branches.conditionings:
         check(pipe, noise, conditioning)
@@ -67,6 +68,7 @@ def denoise(
         tensor(rescale or None),
         tensor(percentile),
         None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept)),
+        tensor(limit),
     )
     conditioning = _stacked(branches.conditionings, device, dtype)
     x = noise.to(device, torch.float32) * plan.initial

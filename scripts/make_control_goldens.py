@@ -1,4 +1,4 @@
-"""Make tests/data/control.npz: what the original ControlNet, T2I-Adapter and DeepFloyd IF compute, and diffusers.
+"""Make tests/data/control.npz and if.npz: what the original ControlNet, T2I-Adapter and DeepFloyd IF compute.
 
     pip install diffusers einops omegaconf opencv-python-headless
     git clone https://github.com/lllyasviel/ControlNet && git clone https://github.com/deep-floyd/IF
@@ -13,9 +13,11 @@ import argparse
 import importlib
 import json
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cv2
 import diffusers
@@ -29,6 +31,7 @@ from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
 from random_checkpoint import SMALL, random_tensor
 from torch import Tensor
 
+from ldm_lite.diffusion.schedule import SECTIONS
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.unet import UNet
 
@@ -162,6 +165,69 @@ def deepfloyd(originals: Path) -> Arrays:
     return arrays
 
 
+def deepfloyd_sampling(originals: Path) -> Arrays:
+    """Every table of timesteps, and the trajectories of toy.IF_RUNS; all in float64, which the original's tables are.
+
+    What is changed in it: its tables are read as they are, not as float32, and noise comes from toy.noises.
+    """
+    arrays: Arrays = {}
+    with repository(originals / "IF", ("deepfloyd_if", "deepfloyd_if.model")):
+        respace = importlib.import_module("deepfloyd_if.model.respace")
+        diffusion = importlib.import_module("deepfloyd_if.model.gaussian_diffusion")
+        diffusion._extract_into_tensor = lambda table, t, shape: torch.from_numpy(table)[t][:, None, None, None]
+        for name in (*SECTIONS, *map(str, toy.IF_STEPS)):
+            ts = sorted(respace.space_timesteps(1000, TABLES.get(name, name)), reverse=True)
+            arrays[f"timesteps.{name}"] = torch.tensor(ts).double()
+        for name, (respacing, percentile, limit, scale) in toy.IF_RUNS.items():
+            process = respace.create_gaussian_diffusion(
+                learn_sigma=True,
+                noise_schedule="cosine",
+                rescale_timesteps=True,
+                rescale_learned_sigmas=True,
+                timestep_respacing=TABLES.get(respacing, respacing),
+            )
+            fresh = iter(torch.from_numpy(toy.noises(60)))
+            start = next(fresh)
+            with mock.patch.object(torch, "randn_like", noise_like(fresh)):
+                samples = process.p_sample_loop_progressive(
+                    if_model(scale),
+                    start.shape if scale is None else (4, *start.shape[1:]),
+                    noise=start if scale is None else torch.cat([start, start]),
+                    dynamic_thresholding_p=percentile,
+                    dynamic_thresholding_c=limit,
+                    device="cpu",
+                )
+                states = [sample["sample"][: len(start)] for sample in samples]
+            arrays[f"run.{name}"] = torch.stack(states)
+    return arrays
+
+
+TABLES = {"fast27": "fast27", **{k: ",".join(map(str, v)) for k, v in SECTIONS.items() if k != "fast27"}}
+
+
+def noise_like(fresh: Iterator[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Stands for torch.randn_like: the same noise for both halves of a guided batch."""
+    return lambda x: next(fresh).repeat(len(x) // toy.SHAPE[0], 1, 1, 1)
+
+
+def if_model(scale: float | None) -> Callable[..., Tensor]:
+    """The network as the original's embeddings_to_image calls it: cond, which keeps its variance, then uncond."""
+    uncond, cond = (torch.from_numpy(value) for value in toy.contexts())
+
+    def plain(x: Tensor, t: Tensor) -> Tensor:
+        return toy.denoiser_with_variance(x, t)
+
+    def guided(x: Tensor, t: Tensor) -> Tensor:
+        half = x[: len(x) // 2]
+        out = toy.denoiser_with_variance(torch.cat([half, half]), t, torch.cat([cond, uncond]))
+        eps, variance = out.chunk(2, dim=1)
+        with_text, without = eps.chunk(2)
+        mixed = without + scale * (with_text - without)
+        return torch.cat([torch.cat([mixed, mixed]), variance], dim=1)
+
+    return plain if scale is None else guided
+
+
 def made_with(originals: Path) -> str:
     """Versions and commits, as JSON."""
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, cv2)}
@@ -176,14 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
     originals = parser.parse_args().originals.resolve()
+    about = made_with(originals)
     with torch.no_grad():
         arrays = controlnets(originals) | adapters(originals) | deepfloyd(originals)
-    write(
-        DATA / "control.npz",
-        {name: value.float() for name, value in arrays.items()},
-        torch.float32,
-        made_with(originals),
-    )
+        write(DATA / "control.npz", arrays, torch.float32, about)
+        torch.set_default_dtype(torch.float64)
+        write(DATA / "if.npz", deepfloyd_sampling(originals), torch.float64, about)
 
 
 if __name__ == "__main__":

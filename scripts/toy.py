@@ -238,6 +238,20 @@ def denoiser(x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | No
     return 0.9 * x + 0.3 * torch.sin(2 * x - x.roll(1, dims=-1) + phase[:, None, None, None])
 
 
+def denoiser_with_variance(x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+    """As denoiser, followed by as many channels of variance, in [-1,1]."""
+    return torch.cat([denoiser(x, t, context), torch.cos(3 * x + t.to(x.dtype)[:, None, None, None] / 50)], dim=1)
+
+
+IF_STEPS = (1, 2, 3, 7, 50, 150, 333, 999, 1000)  # of the plain respacing, whose timesteps are stored
+# Runs of DeepFloyd IF: (respacing, percentile and limit of the dynamic threshold, scale of guidance).
+IF_RUNS = {
+    "smart27": ("smart27", 0.95, 1.5, None),
+    "fast27": ("fast27", 0.9, 1.0, None),
+    "guided": ("19", 0.95, 1.5, 7.0),
+}
+
+
 def noises(num: int) -> NDArray[np.float64]:
     """(num, *SHAPE) unit noise: the first starts a run, the others are drawn in order."""
     return np.random.Generator(np.random.PCG64(5)).standard_normal((num, *SHAPE))

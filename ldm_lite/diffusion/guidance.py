@@ -70,6 +70,7 @@ class Guidance(NamedTuple):
     rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
     percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
     kept: Kept | None = None
+    limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: the most that is clamped to
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
     p, q = to_x0[0], to_x0[1]
     x0 = p * x + q * out
     if guidance.percentile is not None:
-        x0 = dynamic_threshold(x0, guidance.percentile)
+        x0 = dynamic_threshold(x0, guidance.percentile, guidance.limit)
     if guidance.kept is not None:
         latents, mask = guidance.kept
         x0 = mask * x0 + (1 - mask) * latents
@@ -112,10 +113,11 @@ def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
     return share * guided * ratio + (1 - share) * guided
 
 
-def dynamic_threshold(x0: Tensor, percentile: Tensor) -> Tensor:
-    """x0 (B,C,h,w) clamped to [-s,s] and divided by s, with s the percentile of |x0| of each image, at least 1.
+def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor | None = None) -> Tensor:
+    """x0 (B,C,h,w) clamped to [-s,s] and divided by s, with s the percentile of |x0| of each image, in [1,limit].
 
-    For models of pixels in [-1,1].  Saharia et al. 2022, sec. 2.3.
+    For models of pixels in [-1,1]; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
     """
     s = torch.quantile(x0.abs().flatten(1), percentile, dim=1).clamp(min=1)[:, None, None, None]  # (B, 1, 1, 1)
+    s = s if limit is None else torch.minimum(s, limit)
     return torch.clamp(x0, -s, s) / s

@@ -5,7 +5,7 @@ import inspect
 
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.schedule import SPACINGS, TABLES, Level, Schedule, Spacing, levels_of
 
 # AUTOMATIC1111's names, which are also what a PNG's parameters say.
 LABELS = {
@@ -108,8 +108,8 @@ def make_plan(
     spacing = named_spacing if spacing is None else spacing
     if not 1 <= steps <= len(schedule.alpha_bar):
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
-    if spacing is not None and spacing not in SPACINGS:
-        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
+    if spacing is not None and spacing not in SPACINGS | TABLES:
+        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS | TABLES)}")
     arguments: dict[str, object] = {} if spacing is None else {"spacing": spacing}
     if last is not None:
         whole = inspect.signature(SAMPLERS[key]).parameters["spacing"].default if spacing is None else spacing

@@ -4,7 +4,7 @@ A row is one model call.  It replaces each register by a linear expression in th
 call made (eps or x0, as the plan keeps) and fresh NOISE.  X is the latent, in the variance-preserving scale.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -32,8 +32,18 @@ class Plan:
     mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
     step: Array  # (N,) the user's step that the call belongs to
     draws: NDArray[np.bool_]  # (N,) whether the row uses noise
+    stretch: Array  # (N,) log of how much more noise a row may add, at the word of a network that learned its variance
     initial: float
     end: Level  # where the last row leaves the latent
+
+    def with_learned_variance(self) -> "Plan":
+        """The same for a network that may put out its own variance, from this plan's, the posterior's, up to beta.
+
+        That is the one coefficient of a row which depends on the data.  Nichol and Dhariwal 2021, eq. 15.
+        """
+        after = np.append(self.level[1:, 1], self.end.s)
+        ratio = np.divide(self.level[:, 1], after, out=np.ones_like(after), where=self.draws)
+        return replace(self, stretch=np.log(ratio))
 
     @property
     def num_steps(self) -> int:
@@ -81,6 +91,7 @@ class Rows:
             mix=np.stack(mixes),
             step=np.array(steps),
             draws=np.any(np.stack(mixes)[:, :, -1] != 0, axis=1),
+            stretch=np.zeros(len(steps)),
             initial=initial,
             end=end,
         )

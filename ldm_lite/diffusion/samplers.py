@@ -50,8 +50,8 @@ def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta
 
 
 def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
-    """Ancestral sampling with the posterior's variance, which is DDIM with eta 1.  Ho et al. 2020, eq. 7."""
-    return ddim(schedule, steps, spacing, eta=1.0)
+    """Ancestral sampling with the posterior's variance, or the network's own: DDIM of eta 1.  Ho et al. 2020, eq. 7."""
+    return ddim(schedule, steps, spacing, eta=1.0).with_learned_variance()
 
 
 def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:

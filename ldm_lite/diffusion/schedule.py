@@ -4,7 +4,7 @@ Latents are kept in the variance-preserving scale x = a x0 + s eps with a = sqrt
 A sampler visits a descending list of such levels; a spacing makes that list.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -86,6 +86,12 @@ def _from_sigma(t: float, sigma: float) -> Level:
 def linear_betas(start: float, end: float, num: int = 1000) -> Array:
     """The betas of every LDM family, linear in their square roots: "linear" there, "scaled_linear" in diffusers."""
     return np.linspace(start**0.5, end**0.5, num, dtype=np.float64) ** 2
+
+
+def cosine_betas(num: int = 1000) -> Array:
+    """Betas of alpha_bar = cos^2((t + 0.008) / 1.008 * pi / 2), at most 0.999.  Nichol and Dhariwal 2021, eq. 17."""
+    alpha_bar = np.cos((np.arange(num + 1) / num + 0.008) / 1.008 * np.pi / 2) ** 2
+    return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], 0.999)
 
 
 # ---- spacings: (schedule, steps) -> steps + 1 descending levels, the last of which is where sampling ends -----------
@@ -174,12 +180,60 @@ def exponential(schedule: Schedule, steps: int) -> list[Level]:
     return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
 
 
+# DeepFloyd IF's tables: how many timesteps each of as many equal parts of the schedule gives, the cleanest first.
+SECTIONS = {
+    "fast27": (10, 10, 3, 2, 2),
+    "smart27": (7, 4, 2, 1, 2, 4, 7),
+    "smart50": (10, 6, 4, 3, 2, 2, 3, 4, 6, 10),
+    "smart100": (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 10, 13),
+    "smart185": (1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20),
+    "super27": (1, 1, 1, 1, 1, 1, 1, 2, 5, 13),
+    "super40": (2, 2, 2, 2, 2, 2, 3, 4, 6, 15),
+    "super100": (4, 4, 6, 6, 8, 8, 10, 10, 14, 30),
+}
+
+
+def respaced(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps evenly from 999 to 0 (0 alone for one step), rounded, then clean: DeepFloyd IF's plain numbers."""
+    return _in_sections(schedule, (steps,))
+
+
+def _table(name: str) -> "Spacing":
+    """The spacing of one of SECTIONS, which has as many steps as it has.  deepfloyd_if/model/respace.py."""
+    counts = SECTIONS[name]
+
+    def levels(schedule: Schedule, steps: int) -> list[Level]:
+        if steps != sum(counts):
+            raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
+        made = _in_sections(schedule, counts)
+        # The original's own exception, against artefacts of the noisiest timestep.
+        return [schedule.at(len(schedule.alpha_bar) - 3), *made[1:]] if name == "fast27" else made
+
+    return levels
+
+
+def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
+    """Parts of equal size, the first of them one longer where it does not divide, each with so many even timesteps."""
+    size, longer = divmod(len(schedule.alpha_bar), len(counts))
+    ts, start = [], 0
+    for i, count in enumerate(counts):
+        part = size + (i < longer)
+        stride, at = (part - 1) / max(1, count - 1), 0.0
+        for _ in range(count):
+            ts.append(start + round(at))
+            at += stride  # summed, as in the original: the halves round the same way
+        start += part
+    return [*(schedule.at(t) for t in reversed(ts)), CLEAN]
+
+
 Spacing = Callable[[Schedule, int], list[Level]]
 SPACINGS: dict[str, Spacing] = {
-    each.__name__: each for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original)
+    each.__name__: each
+    for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original, respaced)
 }
+TABLES: dict[str, Spacing] = {name: _table(name) for name in SECTIONS}  # spacings of one number of steps each
 
 
 def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Level]:
     """The levels that a spacing makes, by its name or as a function of one's own."""
-    return (SPACINGS[spacing] if isinstance(spacing, str) else spacing)(schedule, steps)
+    return ((SPACINGS | TABLES)[spacing] if isinstance(spacing, str) else spacing)(schedule, steps)

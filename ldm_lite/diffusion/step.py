@@ -22,11 +22,12 @@ class Row(NamedTuple):
     to_prediction: Tensor  # (2,)
     to_x0: Tensor  # (2,)
     mix: Tensor  # (R, R+2)
+    stretch: Tensor  # ()
 
 
 def rows(plan: Plan, device: torch.device) -> list[Row]:
     """The rows of a plan on a device, copied there at once."""
-    columns = (plan.t, plan.to_prediction, plan.to_x0, plan.mix)
+    columns = (plan.t, plan.to_prediction, plan.to_x0, plan.mix, plan.stretch)
     tensors = [torch.tensor(column, dtype=torch.float32, device=device) for column in columns]
     return [Row(*row) for row in zip(*tensors, strict=True)]
 
@@ -43,13 +44,17 @@ def denoise_step(
     """One row: registers (R,B,C,h,w) float32, of which the first is the latent -> the same after one model call.
 
     noise (B,C,h,w) is unit noise or zeros.  The conditioning has K*B rows for the K branches of the guidance, branch
-    by branch.  The model's input is in dtype; all else is float32.
+    by branch.  The model's input is in dtype; all else is float32.  Where the model puts out twice the channels, the
+    second half is its variance, from -1, the plan's, to 1, the plan's stretched; it is taken from the last branch.
     """
     x = registers[0]
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
     out = model(batch.to(dtype), row.t.expand(batch.shape[0]), conditioning.context, conditioning.y).float()
+    if out.shape[1] == 2 * x.shape[1]:
+        out, variance = out.chunk(2, dim=1)
+        noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)
     out = guide(guidance, out, x, row.to_x0)
     prediction = row.to_prediction[0] * x + row.to_prediction[1] * out
     # Multiply and add, not matmul: the sampler's arithmetic stays float32 where matmuls are TF32.
