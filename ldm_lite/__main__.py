@@ -11,6 +11,7 @@ COMMANDS = {
     "reconstruct": "a picture through an autoencoder and back",
     "samplers": "compare samplers: a table and a picture",
     "train": "train or fine-tune",
+    "bench": "measure: speed, memory, against peers",
 }
 
 

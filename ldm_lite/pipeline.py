@@ -76,7 +76,7 @@ class Pipeline:
 
 
 def load(
-    source: str | os.PathLike[str] | None = None,
+    source: str | os.PathLike[str] | Checkpoint | None = None,
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
@@ -87,7 +87,7 @@ def load(
     metadata: Mapping[str, str] | None = None,
     zero_snr: bool = False,
 ) -> Pipeline:
-    """Open a checkpoint: a path, "owner/repository/file" on the hub, or None for the bundled model.
+    """Open a checkpoint: a path, "owner/repository/file" on the hub, an open one, or None for the bundled model.
 
     ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
     other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder".  lora
@@ -96,9 +96,11 @@ def load(
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
-    path, loras = hub.resolve(source), [adapters.parse(text) for text in lora]
+    loras = [adapters.parse(text) for text in lora]
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(hub.resolve(source))
+    path = checkpoint.path
     torch_device, torch_dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
-    own = split(open_checkpoint(path))
+    own = split(checkpoint)
     components = own | _others(parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
     about = {**main.metadata, **(metadata or {})}

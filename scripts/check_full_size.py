@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import diffusers
-import peers
 import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 import ldm_lite
+from ldm_lite.benchmark import peers
 from ldm_lite.conditioning import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan

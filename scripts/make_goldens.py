@@ -31,13 +31,14 @@ from unittest import mock
 
 import diffusers
 import numpy as np
-import peers
 import scipy.stats
 import torch
 import toy
 import transformers
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor, nn
+
+from ldm_lite.benchmark import peers
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 Arrays = dict[str, Any]

@@ -20,7 +20,6 @@ from unittest import mock
 
 import diffusers
 import numpy as np
-import peers
 import peft
 import torch
 import toy
@@ -30,6 +29,7 @@ from random_checkpoint import SMALL, random_tensor, state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ldm_lite.benchmark import peers
 from ldm_lite.families import SD1, Family
 from ldm_lite.tokenizer import CLIPTokenizer
 

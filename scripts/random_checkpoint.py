@@ -5,7 +5,6 @@ alone, are scaled like trained weights, and are the same on every machine (numpy
 """
 
 import argparse
-import hashlib
 import sys
 import types
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ldm_lite.benchmark.subjects import random_tensor
 from ldm_lite.checkpoint import EMA, on_meta, prefix
 from ldm_lite.diffusion.schedule import linear_betas
 from ldm_lite.families import FAMILIES, SD1, Family
@@ -42,16 +42,6 @@ SMALL = replace(
     text=replace(CLIP_L, width=64, mlp_width=256, layers=2, heads=4),
     resolution=64,
 )
-
-
-def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """float32 values: around 1 for the scales of norms, small for biases, 1/sqrt(fan in) for the rest."""
-    digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
-    values = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:8], "little")))
-    noise = torch.from_numpy(values.standard_normal(shape, dtype=np.float32))
-    if len(shape) == 1:
-        return noise.mul_(0.05).add_(1.0 if key.endswith("weight") else 0.0)
-    return noise.mul_(0.02 if "embedding" in key else float(np.prod(shape[1:])) ** -0.5)
 
 
 def state_dict(family: Family, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

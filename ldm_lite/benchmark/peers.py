@@ -1,10 +1,11 @@
 """The networks and schedulers of diffusers and transformers with the weights of an original checkpoint.
 
-Development only: it makes the independent results that ours are compared with.  `pip install diffusers transformers`.
-The weights are renamed by diffusers' own converters.
+For comparisons of speed (worker.py, in a process of its own) and of numbers (scripts/): the only module that imports
+them.  The weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -13,6 +14,8 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, con
 from torch import Tensor, nn
 
 from ldm_lite.families import Family
+from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.vae_kl import VAESpec
 
 Weights = Mapping[str, Tensor]
 
@@ -52,6 +55,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
 def vae(family: Family, weights: Weights) -> nn.Module:
     """diffusers' AutoencoderKL for a whole original state dict."""
     spec = family.vae
+    assert isinstance(spec, VAESpec)
     levels = len(spec.channel_mult)
     config = {
         "block_out_channels": tuple(spec.channels * mult for mult in spec.channel_mult),
@@ -68,6 +72,7 @@ def vae(family: Family, weights: Weights) -> nn.Module:
 def text_encoder(family: Family, weights: Weights) -> nn.Module:
     """transformers' CLIPTextModel for a whole original state dict; its module tree differs between versions."""
     spec = family.text
+    assert isinstance(spec, CLIPTextSpec)
     config = transformers.CLIPTextConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.width,
@@ -85,7 +90,7 @@ def text_encoder(family: Family, weights: Weights) -> nn.Module:
     return _fill(network, {inside + key: value for key, value in own.items()})
 
 
-def schedulers(family: Family) -> dict[str, Callable[[], object]]:
+def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
     """DDIM and PLMS with the settings of the released Stable Diffusion 1.x pipelines."""
     common = {
         "beta_start": family.beta_start,
@@ -103,7 +108,7 @@ def schedulers(family: Family) -> dict[str, Callable[[], object]]:
 
 @torch.no_grad()
 def sample(
-    network: nn.Module, scheduler: object, noise: Tensor, context: Tensor, uncond: Tensor, steps: int, scale: float
+    network: nn.Module, scheduler: Any, noise: Tensor, context: Tensor, uncond: Tensor, steps: int, scale: float
 ) -> Tensor:
     """diffusers' denoising loop with classifier-free guidance -> the last latents, in the UNet's scale."""
     scheduler.set_timesteps(steps)

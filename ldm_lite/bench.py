@@ -1,0 +1,233 @@
+"""Measure: `python -m ldm_lite.bench` times text to image on this machine, in all the ways there are to run it.
+
+The configurations (benchmark/configurations.py) are first compared with a plain float32 forward and then timed in turn,
+there and back, so that a machine that slows down slows all alike.  Results are written as they come.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import logging
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ldm_lite
+from ldm_lite import cli
+from ldm_lite.cli import option
+
+if TYPE_CHECKING:
+    from ldm_lite.benchmark.contender import Apart, Contender
+    from ldm_lite.benchmark.jobs import Setting
+    from ldm_lite.benchmark.report import Report
+    from ldm_lite.pipeline import Pipeline
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    size: str | None = option(
+        None, "the model: sd1 or another, with random weights, or bundled (default: sd1 on CUDA, else bundled)"
+    )
+    ckpt: str | None = option(None, "measure this checkpoint")
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
+    dtypes: str | None = option(None, "comma-separated: fp16, bf16, fp32 (default: fp16,fp32 on CUDA, else fp32)")
+    configs: str = option(
+        "original,original-efficient,math,efficient,compiled",
+        "comma-separated ways to run it; the first is what the others are compared with",
+    )
+    peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino, each in a process of its own")
+    sections: str = option("step,decode,text,image", "comma-separated: step, decode, text, image")
+    batches: str = option("1,2,4", "comma-separated batch sizes")
+    full: bool = option(False, "batch 16 too")
+    height: int | None = option(None, "pixels (default: the model's)", "--H")
+    width: int | None = option(None, "pixels (default: the model's)", "--W")
+    prompt: str = option("A photo", "of the whole images")
+    sampler: str = option("plms", "of the whole images")
+    steps: int = option(50, "denoising steps of the whole images")
+    n_iter: int = option(2, "batches of whole images in a sample")
+    scale: float = option(7.5, "classifier-free guidance")
+    seed: int = option(1, "of all inputs")
+    rounds: int = option(10, "times that each configuration is timed in a cell, at most")
+    minutes: float = option(9.0, "end after about so many, with whatever was measured")
+    threads: int | None = option(None, "CPU threads (default: as torch chooses)")
+    out: str = option("outputs/bench", "folder for results.json, results.md and results.png")
+    resume: bool = option(False, "keep the results in that folder, and measure what is not among them")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+def bench(options: Options, on_result: "Callable[[Report], None]" = lambda report: None) -> "Report":
+    """Run it -> the report; on_result is called with what there is, whenever there is more.
+
+    Raises ValueError for options that do not fit.  What does not fit into the minutes is left out, with a note.
+    """
+    import torch
+
+    from ldm_lite.benchmark.configurations import CONFIGURATIONS, REFERENCE, Models
+    from ldm_lite.benchmark.jobs import SECTIONS, Cell, work
+    from ldm_lite.benchmark.measure import ceiling
+    from ldm_lite.benchmark.report import RESULTS, Report, from_json
+    from ldm_lite.benchmark.run import GATES, Course, run
+    from ldm_lite.benchmark.subjects import subject
+    from ldm_lite.runtime.precision import DTYPES, pick_device
+
+    deadline = time.monotonic() + 60 * options.minutes
+    device = pick_device(options.device)
+    on_gpu = device.type == "cuda"
+    dtypes = _chosen("dtypes", options.dtypes or ("fp16,fp32" if on_gpu else "fp32"), GATES)
+    configs = _chosen("configs", options.configs, CONFIGURATIONS)
+    sections = _chosen("sections", options.sections, SECTIONS)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+    size = ("sd1" if on_gpu else "bundled") if options.size is None else options.size
+    models = Models(subject(size, options.ckpt), device)
+    pipe = models.loaded(torch.float32)
+    setting = _setting(options, pipe)
+    where = {"size": size, "ckpt": options.ckpt, "device": str(device), "threads": torch.get_num_threads()}
+    report = Report(_about(options, pipe, where), {name: CONFIGURATIONS[name].title for name in configs})
+    report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
+    cells = [Cell(section, dtype, batch) for dtype in dtypes for batch in _batches(options) for section in sections]
+    if options.resume:
+        earlier = from_json((_folder(options) / RESULTS).read_text(encoding="utf-8"))
+        report.tables += earlier.tables
+        cells = [cell for cell in cells if cell not in {table.cell for table in earlier.tables}]
+    with contextlib.ExitStack() as processes:
+        contenders: list[Contender] = [models.contender(name, CONFIGURATIONS[name], setting) for name in configs]
+        for peer in _peers(options, report, {**where, "setting": dataclasses.asdict(setting)}):
+            report.titles[peer.name] = f"{peer.name} ({peer.description})"
+            contenders.append(processes.enter_context(peer))
+        reference = models.contender("reference", REFERENCE, setting)
+        course = Course(reference, contenders, options.rounds, deadline, again=configs[-1])
+        for result in run(course, cells, functools.partial(work, pipe.family, setting)):
+            if isinstance(result, str):
+                report.notes.append(result)
+                log.info("%s", result)
+            else:
+                report.tables.append(result)
+            on_result(report)
+    return report
+
+
+def _peers(options: Options, report: "Report", about: "Mapping[str, object]") -> "Iterable[Apart]":
+    """The peers' processes; one that cannot be had is a note."""
+    from ldm_lite.benchmark.contender import Apart, Unable
+    from ldm_lite.benchmark.worker import PEERS
+
+    for name in _chosen("peer", options.peer, PEERS):
+        try:
+            yield Apart(name, {**about, "framework": name})
+        except Unable as error:
+            report.notes.append(f"{name} {error}")
+            log.warning("%s %s", name, error)
+
+
+def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
+    """Names with commas between.  Raises ValueError for an unknown one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {name!r} in --{flag}: wanted some of {', '.join(known)}")
+    return names
+
+
+def _batches(options: Options) -> list[int]:
+    """The batch sizes, the smallest first.  Raises ValueError for what is none."""
+    try:
+        sizes = {int(size) for size in options.batches.split(",")} | ({16} if options.full else set())
+    except ValueError as error:
+        raise ValueError(f"got --batches {options.batches}, wanted whole numbers with commas between") from error
+    if min(sizes) < 1:
+        raise ValueError(f"got --batches {options.batches}, wanted 1 or more")
+    return sorted(sizes)
+
+
+def _folder(options: Options) -> Path:
+    return Path(options.out).expanduser()
+
+
+def _setting(options: Options, pipe: "Pipeline") -> "Setting":
+    """The work, with nothing left open.  Raises ValueError for a size that the model cannot make."""
+    from ldm_lite.benchmark.jobs import Setting
+    from ldm_lite.diffusion.names import make_plan
+
+    height, width = (pipe.family.resolution if side is None else side for side in (options.height, options.width))
+    pipe.latent_shape(height, width)
+    make_plan(options.sampler, pipe.schedule, options.steps)
+    names = ("prompt", "sampler", "steps", "n_iter", "scale", "seed")
+    return Setting(height, width, **{name: getattr(options, name) for name in names})
+
+
+def _about(options: Options, pipe: "Pipeline", where: "Mapping[str, object]") -> dict[str, object]:
+    """What the report says of itself: enough to run it again."""
+    import torch
+
+    device = torch.device(str(where["device"]))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in ("out", "debug")}
+    flags = " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value!r}" if " " in str(value) else f" {value}")
+        for name, value in given.items()
+        if value != getattr(Options(), name)
+    )
+    return {
+        "command": f"python -m ldm_lite.bench {flags}".strip(),
+        "model": pipe.description,
+        "device": f"{name}, {where['threads']} threads" if device.type == "cpu" else name,
+        "versions": f"ldm_lite {ldm_lite.__version__} ({_commit()}), torch {torch.__version__}, "
+        f"python {platform.python_version()}, {platform.system()}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit of a clone that this runs from, or that it is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "no clone"
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(options: Options) -> None:
+    """Measure, write what there is as it comes, and print the tables."""
+    from ldm_lite.benchmark import report as reports
+
+    folder = _folder(options)
+    report = bench(options, lambda report: reports.write(report, folder))
+    print(reports.markdown(report))
+    print(folder / "results.md")
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no chart without matplotlib: pip install matplotlib")
+    elif report.tables:
+        reports.chart(report, folder / "results.png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line -> its exit status."""
+    (options,), _ = cli.parse(argv, "bench", __doc__.splitlines()[0], (Options,))
+    return cli.run(lambda: run(options), debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The ways to run the networks that are compared: a row each, and how a row becomes networks.
+
+The first five are those of the PyTorch 2 article "Accelerated Generative Diffusion Models".  Its "original" is run here
+by our networks doing the original's arithmetic: weights in float32 that autocast casts at every call, and attention as
+softmax(q k^T) v with all of its weights in memory.  To add a row is to add a way.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ldm_lite.benchmark.contender import Here
+from ldm_lite.benchmark.jobs import Ours, Setting
+from ldm_lite.checkpoint import Checkpoint
+from ldm_lite.pipeline import Pipeline, load
+from ldm_lite.runtime import attention
+from ldm_lite.runtime.precision import DTYPES
+
+N = TypeVar("N", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A way to run the networks."""
+
+    title: str
+    attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, elsewhere PyTorch's choice
+    autocast: bool  # half precision by autocast from float32 weights, in place of weights cast once
+    compile: str  # "off", or "unet": torch.compile of the UNet, as the article did
+
+
+ORIGINAL = Configuration("original", attention="vanilla", autocast=True, compile="off")
+OURS = Configuration("ours", attention="sdpa", autocast=False, compile="off")
+REFERENCE = replace(OURS, title="reference")
+CONFIGURATIONS = {
+    "original": ORIGINAL,
+    "original-efficient": replace(ORIGINAL, title="original, memory-efficient attention", attention="efficient"),
+    "math": replace(OURS, title="ours, math attention", attention="math"),
+    "efficient": replace(OURS, title="ours, memory-efficient attention", attention="efficient"),
+    "compiled": replace(
+        OURS, title="ours, memory-efficient attention, compiled", attention="efficient", compile="unet"
+    ),
+}
+
+
+class Models:
+    """A checkpoint's networks in every configuration and precision, made when first asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        self._loaded: dict[torch.dtype, Pipeline] = {}
+
+    def loaded(self, dtype: torch.dtype = torch.float32) -> Pipeline:
+        """As ldm_lite.load gives it."""
+        if dtype not in self._loaded:
+            self._loaded[dtype] = load(self.checkpoint, device=self.device, dtype=dtype)
+        return self._loaded[dtype]
+
+    def contender(self, name: str, configuration: Configuration, setting: Setting) -> Here:
+        """A configuration that takes part under a name."""
+
+        def make(dtype: str) -> Ours:
+            wanted = DTYPES[dtype]
+            casts = configuration.autocast and wanted != torch.float32
+            pipe = configured(self.loaded(torch.float32 if casts else wanted), configuration)
+            return Ours(pipe, setting, wanted if casts else None)
+
+        return Here(name, self.device, make)
+
+
+def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
+    """A pipeline with networks of its own, set up as the configuration says; weights are shared with the given one.
+
+    Raises ValueError for an attention that the device lacks.
+    """
+    unet, vae = sharing(pipe.unet), sharing(pipe.vae)
+    fused = pipe.device.type != "cuda" and configuration.attention == "efficient"
+    for network in (unet, vae):
+        attention.use(network, "sdpa" if fused else configuration.attention)
+    if configuration.compile == "unet":
+        unet.compile(fullgraph=True, dynamic=False)
+    return replace(pipe, unet=unet, vae=vae)
+
+
+def sharing(network: N) -> N:
+    """A copy of a network with the same weights, not copies of them."""
+    return copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})

@@ -1,0 +1,193 @@
+"""What every contender is given to do: a section of the work at a batch size, the same inputs for all.
+
+step is a guided denoising step (UNet on the doubled batch, guidance, update), decode the autoencoder's decoder, text
+the text encoder, image all of it: prompts to uint8 pixels, as often as n_iter says.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ldm_lite import generate
+from ldm_lite.benchmark.measure import flops
+from ldm_lite.checkpoint import on_meta
+from ldm_lite.conditioning import encode_prompts
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.plan import H, Plan, X
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.families import Family
+from ldm_lite.image import to_array
+from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.networks import build
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tokenizer import CLIPTokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "text": "text encoder", "image": "prompt to pixels"}
+CHECK_SCALE = 0.5  # guidance for comparisons: the mean of both halves, in which no error is amplified
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The work, but for the batch size."""
+
+    height: int  # pixels
+    width: int
+    prompt: str
+    sampler: str
+    steps: int
+    n_iter: int
+    scale: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One table of the report: a section at a precision and a batch size."""
+
+    section: str
+    dtype: str
+    batch: int
+
+
+class Inputs(NamedTuple):
+    """What a batch B is made from, on the CPU in float32: the same in every process and framework."""
+
+    noise: Tensor  # (B,C,h,w)
+    context: Tensor  # (B,T,D)
+    uncond: Tensor  # (B,T,D)
+    ids: Tensor  # (B,T) tokens of the prompt
+    empty: Tensor  # (B,T) tokens of no prompt
+
+
+class Job(NamedTuple):
+    """Work that can be done and compared."""
+
+    run: Callable[[int], object]  # does it so many times
+    check: Callable[[], Tensor]  # does it once -> what it made, to be compared
+
+
+class Jobs(Protocol):
+    """A framework that can do every section."""
+
+    def job(self, section: str, batch: int) -> Job:
+        """The work of a section, with its inputs in place."""
+
+
+def inputs(family: Family, setting: Setting, batch: int) -> Inputs:
+    """The inputs of a batch, from the setting's seed alone.  Raises ValueError for a model that reads no CLIP text."""
+    if not isinstance(family.text, CLIPTextSpec):
+        raise ValueError(f"{family.title} is not measured yet: take a Stable Diffusion 1.x model")
+    factor = family.vae.factor
+    shape = (family.unet.in_channels, setting.height // factor, setting.width // factor)
+    assert family.unet.context_dim is not None
+    generator = torch.Generator().manual_seed(setting.seed)
+    context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)
+    tokenizer = CLIPTokenizer(family.text.length)
+    noise = generate.seeded_noise([setting.seed + k for k in range(batch)], shape)()
+    return Inputs(noise, context, uncond, tokenizer([setting.prompt] * batch), tokenizer([""] * batch))
+
+
+class Work(NamedTuple):
+    """How much a cell is."""
+
+    flops: int  # of one call
+    items: int  # that it makes: steps of the whole batch, or images
+
+
+def work(family: Family, setting: Setting, cell: Cell) -> Work:
+    """How much a call of a cell is."""
+    flops = _flops_of_one(family, setting)
+    items = {"step": 1, "image": cell.batch * setting.n_iter}.get(cell.section, cell.batch)
+    return Work(cell.batch * flops[cell.section], items)
+
+
+@functools.cache
+def _flops_of_one(family: Family, setting: Setting) -> dict[str, int]:
+    """By section, at a batch size of one."""
+    given = inputs(family, setting, 1)
+    with on_meta():
+        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+    x, context, ids = (each.to("meta") for each in (given.noise, given.context, given.ids))
+    step = 2 * flops(lambda: networks["unet"](x, torch.empty(1, device="meta"), context))
+    decode, text = flops(lambda: networks["vae"].decode(x)), flops(lambda: networks["text_encoder"](ids))
+    schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+    num_calls = len(make_plan(setting.sampler, schedule, setting.steps).t)
+    image = setting.n_iter * (num_calls * step + decode + 2 * text)
+    return {"step": step, "decode": decode, "text": text, "image": image}
+
+
+class Ours:
+    """Every section by ldm_lite itself: what the commands run."""
+
+    def __init__(self, pipe: Pipeline, setting: Setting, autocast: torch.dtype | None) -> None:
+        """autocast is the dtype that torch.autocast is to compute in, None for none."""
+        self.pipe, self.setting = pipe, setting
+        self._cast = functools.partial(torch.autocast, pipe.device.type, autocast, enabled=autocast is not None)
+
+    def job(self, section: str, batch: int) -> Job:
+        """The work of a section, with its inputs in place."""
+        given = inputs(self.pipe.family, self.setting, batch)
+        run, check = getattr(self, f"_{section}")(given)
+        return Job(self._inside(run), self._inside(check))
+
+    def _inside(self, work: Callable[P, T]) -> Callable[P, T]:
+        def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+            with torch.no_grad(), self._cast():
+                return work(*args, **kwargs)
+
+        return inside
+
+    def _step(self, given: Inputs) -> Job:
+        pipe = self.pipe
+        cond, uncond = (Conditioning(context.to(pipe.device)) for context in (given.context, given.uncond))
+
+        def steps(count: int, scale: float) -> tuple[Plan, Tensor]:
+            plan = make_plan("ddim", pipe.schedule, count, spacing="trailing")
+            *_, latents = generate.denoise(pipe, given.noise, classifier_free(cond, uncond, scale), plan)
+            return plan, latents
+
+        def check() -> Tensor:
+            plan, latents = steps(1, CHECK_SCALE)
+            x = given.noise.to(latents) * plan.initial
+            return (latents - float(plan.mix[0, 0] @ X) * x) / float(plan.mix[0, 0] @ H)  # the guided prediction
+
+        return Job(lambda calls: steps(calls, self.setting.scale), check)
+
+    def _decode(self, given: Inputs) -> Job:
+        latents = given.noise.to(self.pipe.device) * self.pipe.family.scale_factor
+
+        def decode() -> Tensor:
+            return torch.stack(list(generate.decode(self.pipe, latents)))
+
+        return Job(lambda calls: [decode() for _ in range(calls)], decode)
+
+    def _text(self, given: Inputs) -> Job:
+        ids, encoder = given.ids.to(self.pipe.device), self.pipe.text_encoder
+        assert encoder is not None
+        return Job(lambda calls: [encoder(ids) for _ in range(calls)], lambda: encoder(ids))
+
+    def _image(self, given: Inputs) -> Job:
+        pipe, setting = self.pipe, self.setting
+        plan = make_plan(setting.sampler, pipe.schedule, setting.steps)
+
+        def images() -> Tensor:
+            batch = len(given.noise)
+            for repeat in range(setting.n_iter):
+                cond, uncond = (encode_prompts(pipe, [text] * batch) for text in (setting.prompt, ""))
+                seeds = [setting.seed + repeat * batch + k for k in range(batch)]
+                noise = generate.seeded_noise(seeds, pipe.latent_shape(setting.height, setting.width))()
+                *_, latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, setting.scale), plan)
+                pixels = list(generate.decode(pipe, latents))
+                arrays = [to_array(each) for each in pixels]
+            assert len(arrays) == batch
+            return torch.stack(pixels)
+
+        return Job(lambda calls: [images() for _ in range(calls)], images)

@@ -1,0 +1,122 @@
+"""Clocks, peaks and limits: what a measurement is made of, whatever is measured.
+
+A sample is the time of several calls in a row, on CUDA between two events with one synchronisation at the end.
+"""
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+T = TypeVar("T")
+SAMPLE_S = 0.2  # a sample is of as many calls as take this long, so that the clock's grain does not count
+MOST_CALLS = 50
+
+
+def clock(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that work() takes on the device, waiting for it to finish."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    work()
+    after.record()
+    torch.cuda.synchronize(device)
+    return before.elapsed_time(after) / 1000
+
+
+def calls_in_sample(seconds: float) -> int:
+    """How many calls of a duration make one sample."""
+    return max(1, min(MOST_CALLS, round(SAMPLE_S / max(seconds, 1e-6))))
+
+
+def there_and_back(items: Sequence[T], round_number: int) -> Sequence[T]:
+    """A B C in even rounds, C B A in odd ones: a machine that slows down slows all alike."""
+    return items if round_number % 2 == 0 else items[::-1]
+
+
+def median(samples: Sequence[float]) -> float:
+    """The middle sample, or the mean of the two in the middle."""
+    return statistics.median(samples)
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median; 0 for fewer than three samples."""
+    if len(samples) < 3:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4)
+    return (high - low) / 2 / median(samples)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """The most bytes in use inside a `with` block, beyond those before it: `bytes`, None where it cannot be known.
+
+    On CUDA what tensors take; on Linux's CPUs the resident set of the process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before: int | None = torch.cuda.memory_allocated(self.device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
+        if now is not None and self._before is not None:
+            self.bytes = max(0, now - self._before)
+
+
+def _status(name: str) -> int | None:
+    """A size in bytes out of Linux's /proc/self/status; None elsewhere."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+# ---- work and its limit ---------------------------------------------------------------------------------------------
+
+
+def ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of the best of some large square matmuls: the most that this machine does in this dtype, just now."""
+    best = 0.0
+    for side in (1024, 2048, 4096, 8192):
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        once = min(clock(lambda: a @ b, device) for _ in range(3))  # noqa: B023 (called at once)
+        count = calls_in_sample(once)
+        seconds = min(clock(lambda: [a @ b for _ in range(count)], device) / count for _ in range(3))  # noqa: B023
+        best = max(best, 2 * side**3 / seconds / 1e12)
+        if once > SAMPLE_S / 4:  # so that the largest is large enough, and does not take long
+            break
+    return best
+
+
+def flops(work: Callable[[], object]) -> int:
+    """Floating-point operations of work(), 2 to a multiply-add; on the meta device, so nothing is computed.
+
+    Counted are convolutions, matmuls and attention products, which are all but a thousandth.
+    """
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
