@@ -50,6 +50,9 @@ class LoadOptions:
     metadata: tuple[str, ...] = option((), "add KEY=VALUE to the file's metadata, for an unknown network; repeatable")
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
     dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
+    attention: str | None = option(
+        None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
+    )
 
     def arguments(self) -> dict[str, Any]:
         """As ldm_lite.load takes them.  Raises ValueError for metadata without a "="."""
@@ -60,6 +63,8 @@ class LoadOptions:
         if bad := [item for item in self.metadata if "=" not in item]:
             raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
         values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
+        tuning = {name: values.pop(name) for name in ("attention",)}
+        values["tuning"] = {name: value for name, value in tuning.items() if value is not None}
         return values
 
 

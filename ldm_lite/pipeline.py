@@ -27,6 +27,7 @@ from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.models.vae_vq import VQModel
 from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
 from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
+from ldm_lite.runtime.tuning import tune
 from ldm_lite.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 
 log = logging.getLogger("ldm_lite")
@@ -86,13 +87,15 @@ def load(
     lora: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
     zero_snr: bool = False,
+    tuning: Mapping[str, str] | None = None,
 ) -> Pipeline:
     """Open a checkpoint: a path, "owner/repository/file" on the hub, an open one, or None for the bundled model.
 
     ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
     other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder".  lora
     names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to the file's; zero_snr
-    shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
+    shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").  tuning holds what
+    runtime.tuning.tune takes, for instance {"attention": "flash"}.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
@@ -123,6 +126,7 @@ def load(
     for role, network in networks.items():
         load_weights(network, components[role], role.replace("_", " "), torch_device, torch_dtype)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
+    tune(networks, **(tuning or {}))
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
@@ -154,6 +158,7 @@ def load_autoencoder(
     with on_meta():
         network: Any = build(infer_vae(components["vae"].shapes))
     load_weights(network, components["vae"], "vae", torch_device, pick_dtype(dtype, torch_device))
+    tune({"vae": network})
     return network
 
 

@@ -44,6 +44,21 @@ def timestep_embedding(t: Tensor, dim: int) -> Tensor:
     return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, dim % 2))
 
 
+class Conv1x1(nn.Conv2d):
+    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions: channels last, it moves nothing."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """(B,C,h,w) with the channels of a position next to each other: convolutions like it, tokens are then a view."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 class GEGLU(nn.Module):
     """Linear to twice the width; the first half times the exact GELU of the second.  Shazeer 2020."""
 

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import GEGLU, AttentionFn, attention, merge_heads, split_heads, timestep_embedding
+from ldm_lite.models.ops import (
+    GEGLU,
+    AttentionFn,
+    Conv1x1,
+    attention,
+    channels_last,
+    merge_heads,
+    split_heads,
+    timestep_embedding,
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class ResBlock(nn.Module):
         conv = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(), nn.Identity(), conv)
         same = in_channels == out_channels
-        self.skip_connection = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
+        self.skip_connection = nn.Identity() if same else Conv1x1(in_channels, out_channels)
 
     def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
         # norm, activation, first convolution
@@ -194,11 +203,11 @@ class SpatialTransformer(nn.Module):
         super().__init__()
         self.linear_proj = linear_proj
         self.norm = nn.GroupNorm(32, channels, eps=1e-6)
-        self.proj_in = nn.Linear(channels, channels) if linear_proj else nn.Conv2d(channels, channels, 1)
+        self.proj_in = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
         self.transformer_blocks = nn.ModuleList(
             BasicTransformerBlock(channels, context_dim, num_heads, cross_only) for _ in range(depth)
         )
-        self.proj_out = nn.Linear(channels, channels) if linear_proj else nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         size = x.shape[2:]
@@ -332,7 +341,7 @@ class UNet(Encoder):
         one for the middle: a ControlNet's is added to the skip alone, a T2I-Adapter's to what goes on as well.
         All are in the weights' dtype; t in any.
         """
-        emb = self.embed(t, y, x.dtype)  # (B, E)
+        x, emb = channels_last(x), self.embed(t, y, x.dtype)  # (B, C, h, w), (B, E)
         add = features if features is not None else (None,) * (len(self.input_blocks) + 1)
 
         # down, keeping what the way up will need

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import AttentionFn, attention
+from ldm_lite.models.ops import AttentionFn, Conv1x1, attention, channels_last
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ResnetBlock(nn.Module):
         self.norm2 = _norm(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         if in_channels != out_channels:
-            self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
+            self.nin_shortcut = Conv1x1(in_channels, out_channels)
         self.shortcut = in_channels != out_channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +78,10 @@ class AttnBlock(nn.Module):
         self.head_dim = channels
         self.attention: AttentionFn = attention
         self.norm = _norm(channels)
-        self.q = nn.Conv2d(channels, channels, 1)
-        self.k = nn.Conv2d(channels, channels, 1)
-        self.v = nn.Conv2d(channels, channels, 1)
-        self.proj_out = nn.Conv2d(channels, channels, 1)
+        self.q = Conv1x1(channels, channels)
+        self.k = Conv1x1(channels, channels)
+        self.v = Conv1x1(channels, channels)
+        self.proj_out = Conv1x1(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
@@ -164,7 +164,7 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
+        x = self.conv_in(channels_last(x))
         for level in self.down:
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(z))
+        x = self.mid(self.conv_in(channels_last(z)))
         for level in reversed(self.up):
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(x)))

@@ -1,0 +1,54 @@
+"""How loaded networks run: what makes them faster without changing what they compute, in one call."""
+
+import ctypes
+import logging
+import sys
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ldm_lite.runtime import attention as attention_backends
+from ldm_lite.runtime import winograd
+
+log = logging.getLogger("ldm_lite")
+
+
+def tune(networks: Mapping[str, nn.Module], *, attention: str = "sdpa") -> None:
+    """Set up networks, by their roles, where they are now: in place, once, before they are used.
+
+    attention is a name of runtime.attention.NAMES.  On a GPU the weights become channels last; on a CPU in float32 the
+    3x3 convolutions take Winograd's way, and freed memory is kept for the next tensor.
+    Raises ValueError if the UNet cannot have the attention; other networks then keep PyTorch's, which is said.
+    """
+    for role, network in networks.items():
+        _set_attention(role, network, attention)
+        device = next(network.parameters()).device.type
+        if device == "cuda":
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        elif device == "cpu":
+            winograd.use(network)
+            keep_freed_memory()
+
+
+def _set_attention(role: str, network: nn.Module, name: str) -> None:
+    if not attention_backends.layers(network):
+        return
+    try:
+        attention_backends.use(network, name)
+    except ValueError as error:
+        if role == "unet":
+            raise
+        log.info("%s keeps attention sdpa: %s", role.replace("_", " "), error)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, up to 2 GiB, for the next tensor; without glibc this does nothing.
+
+    By default it returns each large block to the system and gets it back page by page, zeroed: a sixth of the time of
+    a UNet step on a CPU.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
