@@ -186,6 +186,7 @@ def _unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
 
+SGM = "conditioner.embedders."  # what text encoders' keys begin with in files of generative-models: SDXL, SD-Turbo
 # A component's role, a key that it always has, and the prefixes under which it is found; the first match first.
 COMPONENTS = (
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
@@ -195,13 +196,21 @@ COMPONENTS = (
     (
         "text_encoder",
         "embeddings.token_embedding.weight",
-        ("cond_stage_model.transformer.text_model.", "cond_stage_model.transformer.", "text_model.", ""),
+        (
+            "cond_stage_model.transformer.text_model.",
+            "cond_stage_model.transformer.",
+            f"{SGM}0.transformer.text_model.",
+            "text_model.",
+            "",
+        ),
     ),
+    ("text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", "")),
+    ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.",)),
 )
 # Keys that carry no weights, unless a network has them all the same; they are left out in silence.
 NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
-    r"|global_step|loss\..*|embedding_manager\..*)$"
+    r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
     r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr)$"
 )
 EMA = "model_ema."
@@ -220,9 +229,10 @@ class Component:
         return {key: self.checkpoint.shapes[stored] for key, stored in self.keys.items()}
 
 
-def prefix(role: str, keys: Container[str]) -> str:
-    """What the original layout puts before the keys of the network with these keys, in that role."""
-    return next(prefixes[0] for name, probe, prefixes in COMPONENTS if name == role and probe in keys)
+def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
+    """What the original layout (or generative-models') puts before the keys of the network with these keys, so used."""
+    prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name == role and probe in keys)
+    return next((found for found in prefixes if found.startswith(SGM) == sgm), prefixes[0])
 
 
 def split(checkpoint: Checkpoint) -> dict[str, Component]:

@@ -1,6 +1,7 @@
 """Prompts -> what the network reads beside the latents.
 
 A family names its conditioner, one of CONDITIONERS; a new kind of conditioning is one more function there.
+Shape letters: B prompts, K chunks of T tokens each, D width of the context, V of the vector.
 """
 
 import logging
@@ -8,65 +9,165 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.prompt import chunks, weighted
+from ldm_lite.diffusion.schedule import cosine_betas
+from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+from ldm_lite.models.ops import timestep_embedding
+from ldm_lite.networks import EncoderSpec
+from ldm_lite.pipeline import Pipeline, tokenizer_of
+from ldm_lite.prompt import Chunks, chunks, weighted
+from ldm_lite.tokenizer import TextTokenizer
 
 log = logging.getLogger("ldm_lite")
 
+Prompts = Sequence[str | None]  # None = no prompt, which to SDXL is another thing than the empty one
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Reading:
-    """How prompts are read."""
+    """How prompts are read, and what else a family conditions its images on."""
 
     syntax: str = "plain"  # one of prompt.SYNTAXES
-    clip_skip: int = 1  # which of the text encoder's last layers is taken; 1 is the last
+    clip_skip: int = 1  # how far from the end of the text encoder its output is taken; 1 is as it was trained
     num_chunks: int = 1  # of 77 tokens each, or more where a prompt needs them; the last ones empty
+    negative: bool = False  # the prompts say what to keep away from
+    # SDXL: (height, width) in pixels of the image, and of the one that it is to look as if it had been cut from, at
+    # (top, left).  None = the family's resolution, and the image's own.
+    size: tuple[int, int] | None = None
+    original_size: tuple[int, int] | None = None
+    crop: tuple[int, int] = (0, 0)
+    # SDXL refiner: the score to look like.  None = 6, or 2.5 of what to keep away from.
+    aesthetic_score: float | None = None
+    # unCLIP: the CLIP embedding of an image (1,V/2), and the noise level of it in [0,1000).
+    image_embedding: Tensor | None = None
+    noise_level: int = 0
 
 
-Conditioner = Callable[[Pipeline, Sequence[str], Reading], Conditioning]
+Conditioner = Callable[[Pipeline, Prompts, Reading], Conditioning]
 
 PLAINLY = Reading()
 
 
 @torch.no_grad()
-def encode_prompts(pipe: Pipeline, prompts: Sequence[str], reading: Reading = PLAINLY) -> Conditioning:
-    """Prompts, B of them -> what the pipeline's network reads of them, on its device and in its dtype.
+def encode_prompts(pipe: Pipeline, prompts: Prompts, reading: Reading = PLAINLY) -> Conditioning:
+    """Prompts, B of them -> what the pipeline's network reads of them, on its device.
 
     What does not fit into the encoder is said, once a prompt.
     """
     return CONDITIONERS[pipe.family.conditioner](pipe, prompts, reading)
 
 
-def count_chunks(pipe: Pipeline, prompts: Iterable[str], syntax: str = "plain") -> int:
+def count_chunks(pipe: Pipeline, prompts: Iterable[str | None], syntax: str = "plain") -> int:
     """The most chunks that one of the prompts takes: what all of a job must be told to be alike."""
     assert pipe.tokenizer is not None
-    return max(len(chunks(pipe.tokenizer, prompt, syntax).ids) for prompt in prompts)
+    return max(len(chunks(pipe.tokenizer, prompt or "", syntax).ids) for prompt in prompts)
 
 
-def clip(pipe: Pipeline, prompts: Sequence[str], reading: Reading) -> Conditioning:
-    """Stable Diffusion 1.x: CLIP's last hidden states, as context (B, 77 * chunks, D)."""
+def clip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
+    """Stable Diffusion 1.x and 2.x: CLIP's hidden states, as context (B, K * T, D)."""
     assert pipe.tokenizer is not None
     assert pipe.text_encoder is not None
-    if reading.syntax == "plain":
-        for prompt in dict.fromkeys(prompts):
-            if dropped := pipe.tokenizer.dropped(prompt):
-                log.warning("prompt is too long, dropped from it: %s", dropped)
-    ids, weights = _padded(pipe, prompts, reading)
-    context = weighted(pipe.text_encoder(ids.to(pipe.device), reading.clip_skip), weights)  # (B * chunks, 77, D)
-    return Conditioning(context.reshape(len(prompts), -1, context.shape[2]))
+    parts = _read(pipe.tokenizer, prompts, reading)
+    context = pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip)
+    return Conditioning(_joined(weighted(context, parts.weights), len(prompts)))
 
 
-def _padded(pipe: Pipeline, prompts: Sequence[str], reading: Reading) -> tuple[Tensor, Tensor]:
-    """Token ids and weights (B * chunks, 77) of prompts that all have as many chunks."""
+def sdxl(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
+    """SDXL: the hidden states of both encoders side by side, and bigG's pooled output with the sizes as y.
+
+    The sizes go height first: (original, crop's top and left, the image's).  Where there is no prompt, context and
+    pooled output are zeros.  Podell et al. 2023, sec. 2.2; GeneralConditioner of generative-models.
+    """
     assert pipe.tokenizer is not None
-    parts = [chunks(pipe.tokenizer, prompt, reading.syntax) for prompt in prompts]
+    assert pipe.text_encoder is not None
+    parts = _read(pipe.tokenizer, prompts, reading)
+    context = weighted(pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip), parts.weights)
+    context_2, pooled = _big(pipe, pipe.text_encoder_2, pipe.family.text_2, prompts, reading)
+    context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
+    size = _size(pipe, reading)
+    original = size if reading.original_size is None else reading.original_size
+    given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
+    y = _with_numbers(pooled * given[:, None], (*original, *reading.crop, *size))
+    return Conditioning(context * given[:, None, None], y)
+
+
+def refiner(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
+    """SDXL's refiner: bigG alone, with an aesthetic score in place of the image's size."""
+    context, pooled = _big(pipe, pipe.text_encoder, pipe.family.text, prompts, reading)
+    original = _size(pipe, reading) if reading.original_size is None else reading.original_size
+    score = (2.5 if reading.negative else 6.0) if reading.aesthetic_score is None else reading.aesthetic_score
+    return Conditioning(context, _with_numbers(pooled, (*original, *reading.crop, score)))
+
+
+def unclip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
+    """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
+
+    The noise is the same for all images.  Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of
+    stablediffusion, without its normalisation (which for H is the identity).
+    """
+    width = (pipe.family.unet.vector_dim or 0) // 2
+    embedding, level = reading.image_embedding, reading.noise_level
+    if embedding is None:
+        raise ValueError(
+            f"{pipe.family.title} reads an image's CLIP embedding (1, {width}) beside the prompt: "
+            "give one with --image-embedding FILE"
+        )
+    if embedding.shape != (1, width) or not 0 <= level < 1000:
+        raise ValueError(
+            f"got an image embedding {tuple(embedding.shape)} and noise level {level}, wanted (1, {width}) and 0 to 999"
+        )
+    kept = float((1 - cosine_betas())[: level + 1].prod())
+    noise = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    noised = kept**0.5 * embedding.cpu().float() + (1 - kept) ** 0.5 * noise
+    y = torch.cat([noised, timestep_embedding(torch.tensor([level]), width)], dim=1).to(pipe.device)
+    return clip(pipe, prompts, reading)._replace(y=(y * (not reading.negative)).repeat(len(prompts), 1))
+
+
+# ---- parts of these -------------------------------------------------------------------------------------------------
+
+
+def _read(tokenizer: TextTokenizer, prompts: Prompts, reading: Reading) -> Chunks:
+    """Ids and weights (B * K, T) of prompts that all have as many chunks; no prompt is an empty one."""
+    texts = [prompt or "" for prompt in prompts]
+    if reading.syntax == "plain":
+        for text in dict.fromkeys(texts):
+            if dropped := tokenizer.dropped(text):
+                log.warning("prompt is too long, dropped from it: %s", dropped)
+    parts = [chunks(tokenizer, text, reading.syntax) for text in texts]
     num_chunks = max(reading.num_chunks, *(len(part.ids) for part in parts))
-    empty = chunks(pipe.tokenizer, "")
-    padded = [part for prompt in parts for part in (prompt, *[empty] * (num_chunks - len(prompt.ids)))]
-    return torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded])
+    empty = chunks(tokenizer, "")
+    padded = [part for each in parts for part in (each, *[empty] * (num_chunks - len(each.ids)))]
+    return Chunks(torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded]))
 
 
-CONDITIONERS: dict[str, Conditioner] = {"clip": clip}
+def _joined(context: Tensor, num_prompts: int) -> Tensor:
+    """Contexts of chunks (B * K, T, D) -> of prompts (B, K * T, D)."""
+    return context.reshape(num_prompts, -1, context.shape[2])
+
+
+def _big(
+    pipe: Pipeline, encoder: nn.Module | None, spec: EncoderSpec | None, prompts: Prompts, reading: Reading
+) -> tuple[Tensor, Tensor]:
+    """Context (B, K * T, D) and pooled output (B, D) of OpenCLIP; the latter of each prompt's first chunk."""
+    tokenizer = tokenizer_of(spec)
+    assert tokenizer is not None
+    assert isinstance(encoder, OpenCLIPTextEncoder)
+    parts = _read(tokenizer, prompts, reading)
+    context, pooled = encoder.context_and_pooled(parts.ids.to(pipe.device), reading.clip_skip)
+    pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
+    return _joined(weighted(context, parts.weights), len(prompts)), pooled
+
+
+def _size(pipe: Pipeline, reading: Reading) -> tuple[int, int]:
+    return (pipe.family.resolution, pipe.family.resolution) if reading.size is None else reading.size
+
+
+def _with_numbers(pooled: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Pooled outputs (B,D) and the sinusoids of some numbers, 256 each, the same for all of B -> y (B,V)."""
+    sinusoids = timestep_embedding(torch.tensor(numbers, device=pooled.device), 256).flatten()
+    return torch.cat([pooled, sinusoids.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
+
+
+CONDITIONERS: dict[str, Conditioner] = {"clip": clip, "sdxl": sdxl, "refiner": refiner, "unclip": unclip}

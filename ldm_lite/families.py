@@ -4,10 +4,21 @@ identify.py infers a file's architecture from its shapes and looks it up here: t
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.networks import CLIP_L, KL_F8, SD1_UNET, UNETS, AutoencoderSpec, EncoderSpec, Spec
+from ldm_lite.networks import (
+    CLIP_L,
+    KL_F8,
+    OPEN_CLIP_G,
+    OPEN_CLIP_H,
+    SD1_UNET,
+    UNETS,
+    AutoencoderSpec,
+    EncoderSpec,
+    Spec,
+)
 
 
 @dataclass(frozen=True)
@@ -20,12 +31,18 @@ class Family:
     text: EncoderSpec | None  # what reads the prompts (or classes, or boxes)
     text_2: EncoderSpec | None  # a second one
     conditioner: str  # how those make what the UNet reads: a name in conditioning.CONDITIONERS
-    task: str  # what it is for: "txt2img" (and all that can be made of it), "inpaint" or "instruct"
+    task: str  # what it is for: "txt2img" (and all that can be made of it), "inpaint", "instruct" or "depth"
+    sgm: bool  # its files have the text encoders' keys as generative-models names them
     prediction: Prediction
     beta_start: float  # of 1000 betas, linear in their square roots
     beta_end: float
     scale_factor: float  # latents in the UNet's scale = scale_factor * the autoencoder's
+    sampler: str  # by any of its names, with its spacing
     resolution: int  # pixels a side
+    v_resolution: (
+        int | None
+    )  # of its variant that predicts v, which weights tell and shapes do not; None = there is none
+    vae_overflows: bool  # in float16, so that it is kept in float32
     steps: int
     scale: float  # classifier-free guidance
 
@@ -49,18 +66,77 @@ SD1 = Family(
     text_2=None,
     conditioner="clip",
     task="txt2img",
+    sgm=False,
     prediction="eps",
     beta_start=0.00085,
     beta_end=0.012,
     scale_factor=0.18215,
+    sampler="ddim",
     resolution=512,
+    v_resolution=None,
+    vae_overflows=False,
     steps=50,
     scale=7.5,
 )
 
 
+SD2 = replace(
+    SD1,
+    title="Stable Diffusion 2.x",
+    unet=UNETS["sd2"],
+    text=OPEN_CLIP_H,
+    v_resolution=768,
+    scale=9.0,
+)
+UNCLIP = replace(
+    SD2,
+    title="Stable Diffusion 2.1 unCLIP (H)",
+    unet=UNETS["sd2_unclip_h"],
+    conditioner="unclip",
+    prediction="v",
+    resolution=768,
+    v_resolution=None,
+    scale=10.0,
+)
+SDXL = replace(
+    SD1,
+    title="Stable Diffusion XL",
+    unet=UNETS["sdxl_base"],
+    text=replace(CLIP_L, skip=1, norm=False),
+    text_2=OPEN_CLIP_G,
+    conditioner="sdxl",
+    sgm=True,
+    scale_factor=0.13025,
+    resolution=1024,
+    vae_overflows=True,
+    scale=5.0,
+)
+
+TURBO: dict[str, Any] = {"sampler": "euler_a_trailing", "steps": 1, "scale": 1.0}  # Sauer et al. 2023
+
 FAMILIES = {
     "sd1": SD1,
     "sd1_inpaint": replace(SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], task="inpaint"),
     "instruct_pix2pix": replace(SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], task="instruct"),
+    "sd2": SD2,
+    "sd_turbo": replace(SD2, title="SD-Turbo", sgm=True, v_resolution=None, **TURBO),
+    "sd2_inpaint": replace(
+        SD2, title="Stable Diffusion 2 inpainting", unet=UNETS["sd2_inpaint"], task="inpaint", v_resolution=None
+    ),
+    "sd2_depth": replace(
+        SD2, title="Stable Diffusion 2 depth", unet=UNETS["sd2_depth"], task="depth", v_resolution=None
+    ),
+    "sd2_unclip_h": UNCLIP,
+    "sd2_unclip_l": replace(UNCLIP, title="Stable Diffusion 2.1 unCLIP (L)", unet=UNETS["sd2_unclip_l"]),
+    "sdxl_base": SDXL,
+    "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # by its metadata alone
+    "sdxl_inpaint": replace(SDXL, title="Stable Diffusion XL inpainting", unet=UNETS["sdxl_inpaint"], task="inpaint"),
+    "sdxl_refiner": replace(
+        SDXL,
+        title="Stable Diffusion XL refiner",
+        unet=UNETS["sdxl_refiner"],
+        text=OPEN_CLIP_G,
+        text_2=None,
+        conditioner="refiner",
+    ),
 }

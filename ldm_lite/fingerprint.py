@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.models.vae_vq import VQSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
+TextSpec = CLIPTextSpec | OpenCLIPTextSpec
 
 # ---- what is not a latent diffusion checkpoint ----------------------------------------------------------------------
 
@@ -124,15 +127,34 @@ def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
     return spec if codes is None else VQSpec(**vars(spec), num_codes=codes[0])
 
 
-def infer_text(shapes: Shapes, heads: int, activation: str) -> CLIPTextSpec:
-    """Shapes of a CLIP text encoder's weights, keys without prefix -> its spec.  Raises KeyError if one is missing."""
+def infer_text(shapes: Shapes, like: TextSpec, heads: int | None = None) -> TextSpec:
+    """Shapes of a text encoder's weights, keys without prefix, and the spec of one of its kind -> its own spec.
+
+    What shapes do not tell is as there; so are the heads, unless given.  Raises KeyError if a tensor is missing.
+    """
+    heads = like.heads if heads is None else heads
+    if isinstance(like, OpenCLIPTextSpec):
+        vocab_size, width = shapes["token_embedding.weight"]
+        layers = _count(shapes, r"transformer\.resblocks\.(\d+)\.")
+        return replace(
+            like,
+            vocab_size=vocab_size,
+            length=shapes["positional_embedding"][0],
+            width=width,
+            mlp_width=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+            layers=layers,
+            heads=heads,
+            # Converted files have lost the layers that nothing reads, and sometimes the projection.
+            skip=0 if layers == like.layers - like.skip else like.skip,
+            projection="text_projection" in shapes,
+        )
     vocab_size, width = shapes["embeddings.token_embedding.weight"]
-    return CLIPTextSpec(
+    return replace(
+        like,
         vocab_size=vocab_size,
         length=shapes["embeddings.position_embedding.weight"][0],
         width=width,
         mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
         layers=_count(shapes, r"encoder\.layers\.(\d+)\."),
         heads=heads,
-        activation=activation,
     )

@@ -7,6 +7,7 @@ noise, whatever the batch size or the device.
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ def shared_noise(generator: torch.Generator, batch: int, shape: tuple[int, int, 
     return lambda: torch.randn((batch, *shape), generator=generator, device=generator.device)
 
 
+class Handover(NamedTuple):
+    """From a step on, another network goes on with the same plan: SDXL's refiner."""
+
+    pipe: Pipeline
+    branches: Branches
+    step: int  # its first, from 0
+
+
 @torch.no_grad()
 def denoise(
     pipe: Pipeline,
@@ -45,16 +54,24 @@ def denoise(
     limit: float | None = None,
     draw: Draw | None = None,
     kept: Kept | None = None,
+    later: Handover | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
     noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
     guidance.classifier_free makes them; rescale in [0,1], percentile in (0,1) and limit >= 1 as in guidance.py.  draw
-    gives the noise of stochastic samplers; kept is what is not to change.  Raises ValueError for shapes that do not fit
-    the model, and if the plan needs a draw.
+    gives the noise of stochastic samplers; kept is what is not to change; later takes over from one of the steps on.
+    Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
     """
-    for conditioning in branches.conditionings:
-        check(pipe, noise, conditioning)
+    stages = [Handover(pipe, branches, 0)] + ([] if later is None else [later])
+    for stage in stages:
+        for conditioning in stage.branches.conditionings:
+            check(stage.pipe, noise, conditioning)
+    if later is not None and later.pipe.family.prediction != pipe.family.prediction:
+        raise ValueError(
+            f"{pipe.name} predicts {pipe.family.prediction}, but {later.pipe.name} {later.pipe.family.prediction}: "
+            "the second cannot go on where the first leaves off"
+        )
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass draw, for instance generate.seeded_noise(...)")
     device, dtype = pipe.device, pipe.dtype
@@ -62,21 +79,19 @@ def denoise(
     def tensor(value: float | Sequence[float] | None) -> Tensor | None:
         return None if value is None else torch.tensor(value, dtype=torch.float32, device=device)
 
-    guided = len(branches.weights) > 1
-    guidance = Guidance(
-        tensor(branches.weights if guided else None),
-        tensor(rescale or None),
-        tensor(percentile),
-        None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept)),
-        tensor(limit),
-    )
-    conditioning = _stacked(branches.conditionings, device, dtype)
+    truth = None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept))
+    inputs = []
+    for stage in stages:
+        weights = stage.branches.weights if len(stage.branches.weights) > 1 else None
+        guidance = Guidance(tensor(weights), tensor(rescale or None), tensor(percentile), truth, tensor(limit))
+        inputs.append((stage.pipe.unet, _stacked(stage.branches.conditionings, device, dtype), guidance))
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
     silence = torch.zeros_like(x)
     for i, row in enumerate(rows(plan, device)):
         fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
-        registers = denoise_step(pipe.unet, registers, row, fresh, conditioning, guidance, dtype)
+        unet, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
+        registers = denoise_step(unet, registers, row, fresh, conditioning, guidance, dtype)
         if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
             yield registers[0]
 

@@ -11,27 +11,31 @@ import torch
 
 from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.families import FAMILIES, SD1, Family
-from ldm_lite.fingerprint import Shapes, infer_text, infer_unet, infer_vae
+from ldm_lite.fingerprint import Shapes, TextSpec, infer_text, infer_unet, infer_vae
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.networks import UNETS
+from ldm_lite.networks import UNETS, EncoderSpec
 
 
-def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
     """Shapes of a file's networks by role, keys without prefixes, and the file's metadata -> the family.
 
-    A UNet that no row describes is taken at its metadata's word, if that is complete.  Raises ValueError, one line,
-    for a recognised family that is not supported, for an unknown network, and for contradictory metadata.
+    sgm says whether it names text encoders as generative-models does.  A UNet that no row describes is taken at its
+    metadata's word, if that is complete.  Raises ValueError, one line, for a recognised family that is not supported,
+    for an unknown network, and for contradictory metadata.
     """
     if "unet" not in shapes:
         complete(shapes, SD1.networks)
     try:
         spec = infer_unet(shapes["unet"])
-        known = next((f for f in FAMILIES.values() if _as_inferred(f.unet) == spec), None)
+        rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
+        named = FAMILIES.get(metadata.get("family", ""))
         name = next((name for name, row in UNETS.items() if _as_inferred(row) == spec), None)
-        if known is not None:
-            family = known
+        if rows:
+            row = next((row for row in rows if row.sgm == sgm), rows[0])
+            family = _fitted(named if named in rows else row, shapes)
         elif name is not None:
             raise ValueError(
                 f"this is a checkpoint of {name}, which is not supported yet: take a Stable Diffusion 1.x one"
@@ -40,8 +44,20 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Famil
             family = _described(spec, shapes, metadata)
     except KeyError as error:
         raise ValueError(f"a tensor that every such network has is missing: {error.args[0]}") from error
-    stated = metadata.get("prediction", metadata.get("modelspec.prediction_type"))
-    return family if stated is None else replace(family, prediction=parse_prediction(stated))
+    stated = stated_prediction(metadata)
+    return family if stated is None else with_prediction(family, stated)
+
+
+def _fitted(family: Family, shapes: Mapping[str, Shapes]) -> Family:
+    """A row, with a text encoder that lacks what the family has no use for, where the file's does."""
+    text = shapes.get("text_encoder", {})
+    if family.conditioner == "clip" and isinstance(family.text, OpenCLIPTextSpec) and "ln_final.weight" in text:
+        fitted = infer_text(text, family.text)
+        assert isinstance(fitted, OpenCLIPTextSpec)
+        kept = {name: getattr(fitted, name) for name in ("layers", "skip", "projection")}
+        if kept["layers"] - kept["skip"] == family.text.layers - family.text.skip:
+            return replace(family, text=replace(family.text, **kept))
+    return family
 
 
 def with_vae(family: Family, shapes: Shapes, name: str) -> Family:
@@ -64,6 +80,37 @@ def _as_inferred(spec: UNetSpec) -> UNetSpec:
     return replace(spec, num_heads=None, head_dim=None)
 
 
+def stated_prediction(metadata: Mapping[str, str]) -> Prediction | None:
+    """What a file says that it predicts, if it does.  Raises ValueError if that is unknown."""
+    stated = metadata.get("prediction", metadata.get("modelspec.prediction_type"))
+    return None if stated is None else parse_prediction(stated)
+
+
+def with_prediction(family: Family, prediction: Prediction) -> Family:
+    """The family's variant with that prediction."""
+    if prediction == "v" and family.v_resolution is not None:
+        return replace(family, prediction=prediction, resolution=family.v_resolution, v_resolution=None)
+    return replace(family, prediction=prediction, v_resolution=None)
+
+
+V_DEVIATION = 0.09
+
+
+def read_prediction(family: Family, unet: UNet) -> tuple[Family, str]:
+    """A family that predicts eps or v -> the variant that the UNet's weights are of, and why, in words.
+
+    The bias of the last transformer's first norm spreads wider in networks that were trained to predict v: the
+    statistic that ComfyUI decides by.
+    """
+    key = next(key for key in reversed(list(unet.state_dict())) if key.endswith("transformer_blocks.0.norm1.bias"))
+    deviation = float(unet.state_dict()[key].float().std(correction=0))
+    prediction: Prediction = "v" if deviation > V_DEVIATION else "eps"
+    sign = ">" if prediction == "v" else "<="
+    return with_prediction(
+        family, prediction
+    ), f"by its weights: {key} deviates by {deviation:.3f} {sign} {V_DEVIATION}"
+
+
 def parse_prediction(name: str) -> Prediction:
     """A prediction type as people write it ("epsilon", "v_prediction") -> eps, v or x0.  Raises ValueError."""
     short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(name, name)
@@ -75,7 +122,7 @@ def parse_prediction(name: str) -> Prediction:
 def complete(got: Collection[str], wanted: Iterable[str]) -> None:
     """Raises ValueError if one of the wanted roles of networks is not among those got."""
     if lacks := [role for role in wanted if role not in got]:
-        flags = " and ".join(f"--{role.replace('_', '-')} FILE" for role in lacks)
+        flags = " and ".join(dict.fromkeys(f"--{role.removesuffix('_2').replace('_', '-')} FILE" for role in lacks))
         raise ValueError(f"holds only {', '.join(got)}: name what is missing with {flags}")
 
 
@@ -83,9 +130,12 @@ NEEDED = ("unet_num_heads", "text_num_heads", "text_activation", "scale_factor",
 
 
 def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
-    """The family that a file's own metadata describes; ValueError naming the nearest row if it is incomplete."""
+    """The family that a file's own metadata describes; ValueError naming the nearest row if it is incomplete.
+
+    With "family", the name of a row, all that the metadata leave open is as there.
+    """
     lacks = [key for key in (*NEEDED, "prediction") if key not in metadata]
-    if lacks:
+    if lacks and "family" not in metadata:
         name, key = nearest(shapes["unet"])
         raise ValueError(
             f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it as what it is, "
@@ -98,36 +148,60 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
         raise ValueError(
             "the metadata's beta_schedule or num_timesteps is not scaled_linear and 1000, all that is known here"
         )
-    complete(shapes, ("vae", "text_encoder"))
+    name = metadata.get("family", "sd1")
+    if name not in FAMILIES:
+        raise ValueError(f"the metadata name the family {name!r}, wanted one of {', '.join(FAMILIES)}")
+    row = FAMILIES[name]
+    complete(shapes, row.networks)
     try:
-        return Family(
-            title=metadata.get("title", "unnamed model"),
-            unet=replace(unet, num_heads=int(metadata["unet_num_heads"])),
+        return replace(
+            row,
+            title=metadata.get("title", row.title if "family" in metadata else "unnamed model"),
+            unet=_with_heads(unet, row.unet, metadata),
             vae=infer_vae(shapes["vae"]),
-            text=infer_text(
-                shapes["text_encoder"],
-                heads=int(metadata["text_num_heads"]),
-                activation=metadata["text_activation"],
-            ),
-            text_2=None,
-            conditioner="clip",
-            task="txt2img",
-            prediction=parse_prediction(metadata["prediction"]),
-            beta_start=float(metadata["beta_start"]),
-            beta_end=float(metadata["beta_end"]),
-            scale_factor=float(metadata["scale_factor"]),
-            resolution=int(metadata["resolution"]),
-            steps=int(metadata.get("steps", SD1.steps)),
-            scale=float(metadata.get("guidance", SD1.scale)),
+            text=_text(shapes, metadata, "text", row.text),
+            text_2=_text(shapes, metadata, "text_2", row.text_2),
+            beta_start=float(metadata.get("beta_start", row.beta_start)),
+            beta_end=float(metadata.get("beta_end", row.beta_end)),
+            scale_factor=float(metadata.get("scale_factor", row.scale_factor)),
+            resolution=int(metadata.get("resolution", row.resolution)),
+            steps=int(metadata.get("steps", row.steps)),
+            scale=float(metadata.get("guidance", row.scale)),
         )
     except ValueError as error:
         raise ValueError(f"the metadata does not describe a model: {error}") from error
 
 
+def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
+    if "unet_num_heads" in metadata:
+        return replace(unet, num_heads=int(metadata["unet_num_heads"]), head_dim=None)
+    if "unet_head_dim" in metadata:
+        return replace(unet, num_heads=None, head_dim=int(metadata["unet_head_dim"]))
+    return replace(unet, num_heads=row.num_heads, head_dim=row.head_dim)
+
+
+def _text(
+    shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec | None
+) -> EncoderSpec | None:
+    """The spec of a text encoder, "text" or "text_2", of the same kind as another."""
+    if not isinstance(like, TextSpec):
+        return like
+    heads = int(metadata[f"{name}_num_heads"]) if f"{name}_num_heads" in metadata else None
+    spec = infer_text(shapes[name.replace("text", "text_encoder")], like, heads)
+    if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
+        return replace(spec, activation=metadata[f"{name}_activation"])
+    return spec
+
+
 def describe(family: Family) -> dict[str, str]:
     """The metadata that identify() needs to know a family again that no row describes."""
-    assert isinstance(family.text, CLIPTextSpec)
-    about = {
+
+    def kind(family: Family) -> tuple[object, ...]:
+        return family.conditioner, family.task, family.sgm, type(family.text)
+
+    row = next(name for name, row in FAMILIES.items() if kind(row) == kind(family))
+    about: dict[str, object] = {
+        "family": row,
         "title": family.title,
         "prediction": family.prediction,
         "scale_factor": family.scale_factor,
@@ -139,10 +213,14 @@ def describe(family: Family) -> dict[str, str]:
         "steps": family.steps,
         "guidance": family.scale,
         "unet_num_heads": family.unet.num_heads,
-        "text_num_heads": family.text.heads,
-        "text_activation": family.text.activation,
+        "unet_head_dim": family.unet.head_dim,
     }
-    return {key: str(value) for key, value in about.items()}
+    for name, spec in (("text", family.text), ("text_2", family.text_2)):
+        if isinstance(spec, TextSpec):
+            about[f"{name}_num_heads"] = spec.heads
+        if isinstance(spec, CLIPTextSpec):
+            about[f"{name}_activation"] = spec.activation
+    return {key: str(value) for key, value in about.items() if value is not None}
 
 
 def nearest(shapes: Shapes) -> tuple[str, str]:

@@ -31,6 +31,11 @@ def open_mask(path: str | os.PathLike[str]) -> Image.Image:
     return _read(path, to_mask)
 
 
+def open_depth(path: str | os.PathLike[str]) -> Image.Image:
+    """A file -> its grey values, all bits of them, as an image of mode F.  Raises as open_picture does."""
+    return _read(path, lambda image: ImageOps.exif_transpose(image).convert("F" if image.mode[0] in "IF" else "L"))
+
+
 def _read(path: str | os.PathLike[str], convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
     with open(path, "rb") as file:  # first, so that only a file that is there is called no image
         try:
@@ -136,6 +141,17 @@ def mask_latent(weights: Tensor, factor: int) -> Tensor:
     return F.max_pool2d((weights[None] == 1).float(), factor)
 
 
+def depth_latent(picture: Image.Image, size: tuple[int, int]) -> Tensor:
+    """A depth map, lighter = nearer -> (1,1,h,w) float32 of size (h, w), its values stretched to [-1,1].
+
+    As `scripts/gradio/depth2img.py` of stablediffusion does with MiDaS' inverse depth.  A flat map is -1 everywhere.
+    """
+    depth = torch.from_numpy(np.asarray(picture.convert("F")).copy())[None, None]
+    depth = F.interpolate(depth, size=size, mode="bicubic", align_corners=False)
+    low, high = depth.amin(), depth.amax()
+    return 2 * (depth - low) / (high - low).clamp(min=1e-6) - 1
+
+
 def to_array(pixels: Tensor) -> NDArray[np.uint8]:
     """Pixels (3,H,W) in [-1,1], clamped -> (H,W,3) in [0,255], rounded."""
     scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
@@ -158,7 +174,7 @@ def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     return sheet
 
 
-def parameters(prompt: str, negative_prompt: str, settings: Mapping[str, object]) -> str:
+def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, object]) -> str:
     """The text that AUTOMATIC1111's web UI stores in a PNG under "parameters", so that its readers understand it."""
     lines = [prompt]
     if negative_prompt:

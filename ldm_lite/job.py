@@ -39,13 +39,15 @@ class JobOptions:
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
 
     prompt: str | None = option(None, "what to make an image of", positional=True)
-    negative_prompt: str = option("", "what to keep away from")
+    negative_prompt: str | None = option(None, "what to keep away from; to SDXL, '' is another thing than nothing")
     from_file: str | None = option(
         None, "a text file with a prompt in each line, blank ones left out, in place of a prompt"
     )
     prompt_syntax: str = option("plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length")
-    clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the last")
-    sampler: str = option("ddim", "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all")
+    clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the one it was trained with")
+    sampler: str | None = option(
+        None, "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all"
+    )
     spacing: str | None = option(
         None,
         "leading, trailing, linspace, karras, exponential, sgm_uniform, beta or lcm (default: the sampler's own)",
@@ -82,9 +84,10 @@ def check(options: JobOptions) -> None:
     """Raises ValueError for options that are wrong whatever the checkpoint."""
     from ldm_lite.diffusion.names import resolve
 
-    sampler, _ = resolve(options.sampler)
-    if options.compat and sampler not in ("ddim", "plms"):
-        raise ValueError(f"--compat knows the samplers of the original script, ddim and plms, not {sampler}")
+    if options.sampler is not None:
+        sampler, _ = resolve(options.sampler)
+        if options.compat and sampler not in ("ddim", "plms"):
+            raise ValueError(f"--compat knows the samplers of the original script, ddim and plms, not {sampler}")
     for name in ("guidance_rescale", "dynamic_threshold"):
         value = getattr(options, name)
         if value is not None and not 0 <= value <= 1:
@@ -119,7 +122,12 @@ def read_prompts(options: JobOptions) -> list[str]:
     return prompts
 
 
-COMMANDS = {"txt2img": ("txt2img", "img2img", "inpaint"), "inpaint": ("inpaint",), "instruct": ("img2img",)}
+COMMANDS = {
+    "txt2img": ("txt2img", "img2img", "inpaint"),
+    "inpaint": ("inpaint",),
+    "instruct": ("img2img",),
+    "depth": ("txt2img",),
+}
 
 
 def check_command(pipe: "Pipeline", command: str) -> None:
@@ -130,6 +138,11 @@ def check_command(pipe: "Pipeline", command: str) -> None:
             f"{pipe.name} is a checkpoint of {pipe.family.title}, which {command} cannot use: "
             f"take python -m ldm_lite.{' or '.join(able)}"
         )
+
+
+def sampler_of(pipe: "Pipeline", options: JobOptions) -> str:
+    """The name of the sampler that the options ask for, or else the checkpoint's family."""
+    return pipe.family.sampler if options.sampler is None else options.sampler
 
 
 @dataclass(frozen=True, eq=False)

@@ -214,7 +214,15 @@ AUTOENCODERS = {
 # ---- what reads the prompt ------------------------------------------------------------------------------------------
 
 CLIP_L = CLIPTextSpec(
-    vocab_size=49408, length=77, width=768, mlp_width=3072, layers=12, heads=12, activation="quick_gelu"
+    vocab_size=49408,
+    length=77,
+    width=768,
+    mlp_width=3072,
+    layers=12,
+    heads=12,
+    activation="quick_gelu",
+    skip=0,
+    norm=True,
 )
 OPEN_CLIP_H = OpenCLIPTextSpec(
     vocab_size=49408,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ldm_lite
-from ldm_lite.job import JobOptions, OnStep, Result
+from ldm_lite.job import JobOptions, OnStep, Result, sampler_of
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ldm_lite.diffusion.guidance import Branches, Conditioning
     from ldm_lite.diffusion.plan import Plan
     from ldm_lite.diffusion.schedule import Level
-    from ldm_lite.generate import Draw
+    from ldm_lite.generate import Draw, Handover
     from ldm_lite.pipeline import Pipeline
 
 
@@ -47,6 +47,9 @@ class Setup:
     scale: float
     image_scale: float | None = None  # three-way guidance, for networks that follow instructions
     start: "Level | None" = None  # where the plan begins with a canvas's init; None: it begins with noise alone
+    refiner: "tuple[Pipeline, int] | None" = None  # who goes on with the plan, and from which step
+    image_embedding: "Tensor | None" = None  # (1,D) of CLIP, for unCLIP
+    noise_level: int = 0  # of the embedding
 
 
 def paint(
@@ -69,7 +72,8 @@ def paint(
     from ldm_lite import generate
 
     painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)
-    embed = painter.embedder(context, uncond)
+    embed = painter.embedder(pipe, context, uncond)
+    refine = None if setup.refiner is None else painter.embedder(setup.refiner[0], None, None)
     generator = torch.Generator(pipe.device).manual_seed(options.seed) if options.compat else None
     for number, canvas in enumerate(canvases):
         begin = painter.beginner(canvas, generator)
@@ -77,8 +81,12 @@ def paint(
             rows = range(first, min(first + options.batch_size, count))
             offset = (number * options.repeats + repeat) * count
             seeds = [options.seed + (row - first if options.fixed_code else offset + row) for row in rows]
-            (cond, negative), (init, noise, draw) = embed(rows), begin(seeds)
-            latents = painter.latents(canvas, cond, negative, init, noise, draw)
+            branches = painter.branches(canvas, *embed(rows, canvas), len(rows))
+            later = None
+            if refine is not None and setup.refiner is not None:
+                refining = painter.branches(canvas, *refine(rows, canvas), len(rows))
+                later = generate.Handover(setup.refiner[0], refining, setup.refiner[1])
+            latents = painter.latents(canvas, branches, later, *begin(seeds))
             for pixels, row, seed in zip(generate.decode(pipe, latents), rows, seeds, strict=True):
                 pixels, prompt = canvas.finish(pixels), setup.prompts[row]
                 yield Result(pixels, prompt, seed, painter.parameters(canvas, pixels, prompt, seed))
@@ -94,29 +102,37 @@ class _Painter:
     on_step: OnStep | None
 
     def embedder(
-        self, context: "Tensor | None", uncond: "Tensor | None"
-    ) -> "Callable[[range], tuple[Conditioning, Conditioning | None]]":
-        """-> a function: rows of the job's prompts -> what the network reads of them, and of the negative prompt."""
+        self, pipe: "Pipeline", context: "Tensor | None", uncond: "Tensor | None"
+    ) -> "Callable[[range, Canvas], tuple[Conditioning, Conditioning | None]]":
+        """-> a function: rows of the job's prompts -> what a network reads of them, and of the negative prompt."""
         from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
         from ldm_lite.diffusion.guidance import Conditioning
 
-        pipe, options, prompts = self.pipe, self.options, self.setup.prompts
+        options, setup, prompts = self.options, self.setup, self.setup.prompts
         # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
         texts = {options.negative_prompt, *(prompts if context is None else ())}
-        reading = Reading(options.prompt_syntax, options.clip_skip, count_chunks(pipe, texts, options.prompt_syntax))
-        guided = self.setup.scale != 1 or self.setup.image_scale not in (None, 1)
+        reading = Reading(
+            options.prompt_syntax,
+            options.clip_skip,
+            count_chunks(pipe, texts, options.prompt_syntax),
+            image_embedding=setup.image_embedding,
+            noise_level=setup.noise_level,
+        )
+        guided = setup.scale != 1 or setup.image_scale not in (None, 1)
 
         @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before
-        def encode(*prompts: str) -> Conditioning:
-            return encode_prompts(pipe, prompts, reading)
+        def encode(height: int, width: int, negative: bool, *prompts: str | None) -> Conditioning:
+            whole = dataclasses.replace(reading, size=(height, width), negative=negative)
+            return encode_prompts(pipe, prompts, whole)
 
-        def embed(rows: range) -> tuple[Conditioning, Conditioning | None]:
+        def embed(rows: range, canvas: Canvas) -> tuple[Conditioning, Conditioning | None]:
             some = slice(rows.start, rows.stop)
-            cond = encode(*prompts[some]) if context is None else Conditioning(context[some])
+            height, width = (side * pipe.vae.spec.factor for side in canvas.latent_shape[1:])
+            cond = encode(height, width, False, *prompts[some]) if context is None else Conditioning(context[some])
             if not guided:
                 return cond, None
             if uncond is None:
-                return cond, encode(*[options.negative_prompt] * len(rows))
+                return cond, encode(height, width, True, *[options.negative_prompt] * len(rows))
             return cond, Conditioning(uncond.expand(len(prompts), -1, -1)[some])
 
         return embed
@@ -160,8 +176,8 @@ class _Painter:
     def latents(
         self,
         canvas: Canvas,
-        cond: "Conditioning",
-        uncond: "Conditioning | None",
+        branches: "Branches",
+        later: "Handover | None",
         init: "Tensor | None",
         noise: "Tensor",
         draw: "Draw",
@@ -181,12 +197,13 @@ class _Painter:
         steps = generate.denoise(
             self.pipe,
             x,
-            self.branches(canvas, cond, uncond, len(x)),
+            branches,
             plan,
             rescale=options.guidance_rescale,
             percentile=options.dynamic_threshold,
             draw=draw,
             kept=None if init is None or canvas.mask is None else Kept(init, canvas.mask),
+            later=later,
         )
         for step, x in enumerate(steps, start=1):
             if self.on_step is not None:
@@ -215,7 +232,7 @@ class _Painter:
         _, height, width = pixels.shape
         settings: dict[str, object] = {
             "Steps": 0 if plan is None else plan.num_steps,
-            "Sampler": label(options.sampler),
+            "Sampler": label(sampler_of(self.pipe, options)),
             "CFG scale": self.setup.scale,
             "Seed": options.seed if options.compat else seed,
             "Size": f"{width}x{height}",
@@ -231,6 +248,8 @@ class _Painter:
             "Guidance rescale": options.guidance_rescale or None,
             "Dynamic threshold": options.dynamic_threshold,
             "Prompt syntax": options.prompt_syntax if options.prompt_syntax != "plain" else None,
+            "Refiner": None if self.setup.refiner is None else self.setup.refiner[0].name,
+            "Refiner from step": None if self.setup.refiner is None else self.setup.refiner[1] + 1,
         }
         settings |= {key: value for key, value in stated.items() if value is not None}
         if options.compat:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,20 @@ import torch
 from torch import nn
 
 from ldm_lite import adapters, hub
-from ldm_lite.checkpoint import Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint import SGM, Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
 from ldm_lite.families import Family
 from ldm_lite.fingerprint import infer_vae
-from ldm_lite.identify import complete, identify, parse_prediction, with_vae
+from ldm_lite.identify import (
+    complete,
+    identify,
+    parse_prediction,
+    read_prediction,
+    stated_prediction,
+    with_prediction,
+    with_vae,
+)
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
@@ -76,6 +84,17 @@ class Pipeline:
         return self.vae.spec.embed_dim, height // f, width // f
 
 
+def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
+    """What makes the tokens that a text encoder reads; None if it reads no text."""
+    if isinstance(spec, CLIPTextSpec):
+        return CLIPTokenizer(spec.length)
+    if isinstance(spec, OpenCLIPTextSpec):
+        return CLIPTokenizer(spec.length, pad_id=0)
+    if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # else it reads boxes
+        return BERTTokenizer(spec.length)
+    return None
+
+
 def load(
     source: str | os.PathLike[str] | Checkpoint | None = None,
     *,
@@ -92,10 +111,10 @@ def load(
     """Open a checkpoint: a path, "owner/repository/file" on the hub, an open one, or None for the bundled model.
 
     ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
-    other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder".  lora
-    names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to the file's; zero_snr
-    shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").  tuning holds what
-    runtime.tuning.tune takes, for instance {"attention": "flash"}.
+    other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder" (for
+    both of two).  lora names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to
+    the file's; zero_snr shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
+    tuning holds what runtime.tuning.tune takes, for instance {"attention": "flash"}.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
@@ -106,25 +125,31 @@ def load(
     own = split(checkpoint)
     components = own | _others(parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
-    about = {**main.metadata, **(metadata or {})}
+    about = {**({"prediction": "v"} if "v_pred" in main.shapes else {}), **main.metadata, **(metadata or {})}
     try:
         # By its own autoencoder: another one must fit.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
-        family = identify({role: component.shapes for role, component in known_by.items()}, about)
+        sgm = any(key.startswith(SGM) for key in main.shapes)
+        family = identify({role: component.shapes for role, component in known_by.items()}, about, sgm)
         complete(components, family.networks)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
     if parts and "vae" in parts:
         family = with_vae(family, components["vae"].shapes, name=str(parts["vae"]))
-    if prediction is not None:
-        family = replace(family, prediction=parse_prediction(prediction))
-    schedule = _schedule(family, main, zero_snr)
     components["unet"], weights = _with_ema(components["unet"], ema)
 
     with on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
-        load_weights(network, components[role], role.replace("_", " "), torch_device, torch_dtype)
+        overflows = role == "vae" and family.vae_overflows and torch_dtype == torch.float16
+        title = role.replace("_", " ")
+        load_weights(network, components[role], title, torch_device, torch.float32 if overflows else torch_dtype)
+    if prediction is not None:
+        family = with_prediction(family, parse_prediction(prediction))
+    elif family.v_resolution is not None and stated_prediction(about) is None:
+        family, why = read_prediction(family, networks["unet"])
+        log.info("%s: predicts %s %s; --prediction overrules that", path.name, family.prediction, why)
+    schedule = _schedule(family, main, zero_snr)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
     tune(networks, **(tuning or {}))
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
@@ -133,7 +158,7 @@ def load(
         f"parameters, {short_name(torch_dtype)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    tokenizer = _tokenizer(family.text)
+    tokenizer = tokenizer_of(family.text)
     networks = {"text_encoder": None, "text_encoder_2": None, **networks}
     return Pipeline(
         name=path.stem, family=family, schedule=schedule, tokenizer=tokenizer, description=description, **networks
@@ -162,25 +187,14 @@ def load_autoencoder(
     return network
 
 
-def _tokenizer(spec: EncoderSpec | None) -> TextTokenizer | None:
-    """The tokenizer of the texts that an encoder reads, if it reads any."""
-    if isinstance(spec, CLIPTextSpec):
-        return CLIPTokenizer(spec.length)
-    if isinstance(spec, OpenCLIPTextSpec):
-        return CLIPTokenizer(spec.length, pad_id=0)
-    if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # else it reads boxes
-        return BERTTokenizer(spec.length)
-    return None
-
-
 def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
     """The weights that other files are to give, by role.  Raises ValueError for a file that has none of that role."""
-    components = {}
+    components: dict[str, Component] = {}
     for name, source in sources.items():
         given = split(open_checkpoint(hub.resolve(source)))
         if name not in given:
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
-        components[name] = given[name]
+        components |= {role: component for role, component in given.items() if role in (name, f"{name}_2")}
     return components
 
 

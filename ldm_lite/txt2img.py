@@ -7,11 +7,23 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions
-from ldm_lite.job import JobOptions, OnStep, Result, check, check_command, original_flags, read_prompts, serve
+from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.job import (
+    JobOptions,
+    OnStep,
+    Result,
+    check,
+    check_command,
+    original_flags,
+    read_prompts,
+    sampler_of,
+    serve,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +35,14 @@ if TYPE_CHECKING:
 class Options(JobOptions):
     """What to make.  None = what the checkpoint's family has as its default."""
 
+    refiner: str | None = option(
+        None, "a checkpoint that goes on with the last steps: SDXL's refiner, or any of its kind"
+    )
+    refiner_start: float = option(0.8, "share of the steps that come before the refiner, 0 to 1")
+    depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
+    image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
+    noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
+
 
 def txt2img(
     pipe: "Pipeline",
@@ -30,17 +50,21 @@ def txt2img(
     *,
     context: "Tensor | None" = None,
     uncond: "Tensor | None" = None,
+    refiner: "Pipeline | None" = None,
     on_step: OnStep | None = None,
 ) -> Iterator[Result]:
     """Make the images that the options ask for, each as soon as it is decoded; stop by leaving the loop.
 
     context (N,T,D) are ready embeddings in place of N prompts, and uncond (1,T,D) or (N,T,D) those of the negative
-    prompt.  on_step is called after every denoising step.  Raises ValueError, one line, for options that do not fit.
+    prompt.  refiner is a loaded one, in place of options.refiner.  on_step is called after every denoising step.
+    Raises ValueError, one line, for options that do not fit.
     """
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.paint import Canvas, Setup, paint
 
     check(options)
+    if not 0 <= options.refiner_start <= 1:
+        raise ValueError(f"got refiner_start {options.refiner_start}, wanted 0 to 1")
     check_command(pipe, "txt2img")
     prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
@@ -48,10 +72,49 @@ def txt2img(
     width = family.resolution if options.width is None else options.width
     steps = family.steps if options.steps is None else options.steps
     spacing = "original" if options.compat else options.spacing
-    plan = make_plan(options.sampler, pipe.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing)
-    setup = Setup(prompts, plan, scale=family.scale if options.scale is None else options.scale)
-    canvas = Canvas(pipe.latent_shape(height, width))
+    sampler = sampler_of(pipe, options)
+    plan = make_plan(sampler, pipe.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing)
+    if refiner is None and options.refiner is not None:
+        refiner = ldm_lite.load(options.refiner, device=pipe.device, dtype=pipe.dtype)
+    setup = Setup(
+        prompts,
+        plan,
+        scale=family.scale if options.scale is None else options.scale,
+        refiner=None if refiner is None else (refiner, round(options.refiner_start * steps)),
+        image_embedding=None if options.image_embedding is None else _embedding(options.image_embedding),
+        noise_level=options.noise_level,
+    )
+    canvas = Canvas(shape := pipe.latent_shape(height, width), concat=_depth(pipe, options, shape))
     return paint(pipe, options, setup, [canvas], context=context, uncond=uncond, on_step=on_step)
+
+
+def _depth(pipe: "Pipeline", options: Options, shape: tuple[int, int, int]) -> "Tensor | None":
+    """The channel (1,1,h,w) of a model that reads depth.  Raises ValueError where there is one too many or few."""
+    from ldm_lite.image import depth_latent, open_depth
+
+    if (options.depth is not None) != (pipe.family.task == "depth"):
+        got, wanted = ("no", "one: --depth FILE") if options.depth is None else ("a", "none")
+        raise ValueError(f"got {got} depth map, but {pipe.family.title} wants {wanted}")
+    return None if options.depth is None else depth_latent(open_depth(options.depth), shape[1:])
+
+
+def _embedding(path: str) -> "Tensor":
+    """The one vector (1,D) of a .npy or .safetensors file.  Raises ValueError if it is none."""
+    import numpy as np
+    import torch
+
+    from ldm_lite.checkpoint import open_checkpoint
+
+    if Path(path).suffix == ".npy":
+        values = torch.from_numpy(np.load(path))
+    else:
+        file = open_checkpoint(Path(path))
+        if len(file.shapes) != 1:
+            raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
+        values = file.read(next(iter(file.shapes)))
+    if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
+    return values.reshape(1, -1).float()
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from unittest import mock
 import cv2
 import diffusers
 import numpy as np
-import peers
 import torch
 import toy
 from diffusers import ControlNetModel
@@ -31,6 +30,7 @@ from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
 from random_checkpoint import SMALL, random_tensor
 from torch import Tensor
 
+from ldm_lite.benchmark import peers
 from ldm_lite.diffusion.schedule import SECTIONS
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.unet import UNet

@@ -22,6 +22,7 @@ from ldm_lite.diffusion.schedule import linear_betas
 from ldm_lite.families import FAMILIES, SD1, Family
 from ldm_lite.identify import describe as metadata
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.networks import CLIP_L, KL_F8, SD1_UNET, build
 
 # SD 1.x in miniature: every kind of layer, a few hundred thousand parameters.
@@ -44,20 +45,53 @@ SMALL = replace(
 )
 
 
+def small(name: str) -> Family:
+    """A family of Stable Diffusion 2 or XL in miniature, by its name in FAMILIES."""
+    row = FAMILIES[name]
+    large = row.conditioner in ("sdxl", "refiner")
+    narrow = {"width": 64, "mlp_width": 256, "layers": 3, "heads": 4}
+    wide = {**narrow, "width": 96, "mlp_width": 384}
+    text = replace(row.text, **(wide if row.conditioner == "refiner" else narrow))
+    text_2 = None if row.text_2 is None else replace(row.text_2, **wide)
+    numbers = {"sdxl": 6 * 256, "refiner": 5 * 256}
+    return replace(
+        row,
+        title=f"small {row.title}",
+        unet=replace(
+            row.unet,
+            model_channels=32,
+            channel_mult=(1, 2),
+            num_res_blocks=(1, 1),
+            transformer_depth=(0, 2) if large else (1, 0),
+            middle_depth=2 if large else 1,
+            head_dim=16,
+            cross_only=(False, False),
+            context_dim=text.width + (0 if text_2 is None else text_2.width),
+            vector_dim=96 + numbers[row.conditioner] if large else 48 if row.unet.vector_dim else None,
+        ),
+        vae=SMALL.vae,
+        text=text,
+        text_2=text_2,
+        resolution=64,
+    )
+
+
 def state_dict(family: Family, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """(key, tensor) of every weight of a whole file in the original layout, and of its schedule buffers."""
     with on_meta():
         weights = {role: build(spec).state_dict() for role, spec in family.networks.items()}
     for role, values in weights.items():
         for key, value in values.items():
-            name = prefix(role, values) + key
+            name = prefix(role, values, family.sgm) + key
             yield name, random_tensor(name, tuple(value.shape), seed)
+    if isinstance(family.text, OpenCLIPTextSpec):
+        yield prefix("text_encoder", weights["text_encoder"], family.sgm) + "logit_scale", torch.tensor(4.6)
     betas = linear_betas(family.beta_start, family.beta_end)
     yield "betas", torch.from_numpy(betas).float()
     yield "alphas_cumprod", torch.from_numpy(np.cumprod(1 - betas)).float()
     if isinstance(family.text, CLIPTextSpec):
         ids = torch.arange(family.text.length)[None]
-        yield "cond_stage_model.transformer.text_model.embeddings.position_ids", ids
+        yield prefix("text_encoder", weights["text_encoder"], family.sgm) + "embeddings.position_ids", ids
 
 
 def lightning(weights: dict[str, Tensor]) -> dict[str, object]:

@@ -199,12 +199,12 @@ def make_hostile(kind: str, path: Path, small: Path) -> None:
         save_file({"model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": torch.zeros(4, 4)}, path)
     elif kind == "Flux":
         save_file({"double_blocks.0.img_attn.qkv.weight": torch.zeros(4, 4)}, path)
-    elif kind == "SDXL":
+    elif kind == "x4":
         from ldm_lite.models.unet import UNet
         from ldm_lite.networks import UNETS
 
         with torch.device("meta"):
-            shapes = {k: tuple(v.shape) for k, v in UNet(UNETS["sdxl_base"]).state_dict().items()}
+            shapes = {k: tuple(v.shape) for k, v in UNet(UNETS["x4"]).state_dict().items()}
         others = {k: v for k, v in tensors.items() if not k.startswith("model.")}
         torch.save(
             {**{f"model.diffusion_model.{k}": torch.empty(1).expand(s) for k, s in shapes.items()}, **others}, path
@@ -242,7 +242,7 @@ HOSTILE = {
     "LoRA": "is a LoRA",
     "SD3": "is Stable Diffusion 3",
     "Flux": "is Flux",
-    "SDXL": "this is a checkpoint of sdxl_base, which is not supported yet",
+    "x4": "this is a checkpoint of x4, which is not supported yet",
     "NaN weights": r"not finite: 1 of the unet's weights hold NaN or infinity \(out.2.weight\): the file is damaged",
     "missing file": "no such file",
 }

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 import transformers
 from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, UNet2DConditionModel
-from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
+from diffusers.loaders.single_file_utils import (
+    convert_ldm_unet_checkpoint,
+    convert_ldm_vae_checkpoint,
+    convert_open_clip_checkpoint,
+)
 from torch import Tensor, nn
 
+from ldm_lite.checkpoint import prefix
 from ldm_lite.families import Family
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.networks import EncoderSpec
 
 Weights = Mapping[str, Tensor]
 
@@ -43,10 +50,12 @@ def unet(family: Family, weights: Weights) -> nn.Module:
         # diffusers' attention_head_dim is the number of heads
         "attention_head_dim": tuple(spec.heads(width) for width in widths),
         "use_linear_projection": spec.linear_proj,
-        "class_embed_type": "projection" if spec.vector_dim else None,
+        "class_embed_type": "projection" if family.conditioner == "unclip" else None,
+        "addition_embed_type": "text_time" if family.conditioner in ("sdxl", "refiner") else None,
+        "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": spec.vector_dim,
     }
-    converted = convert_ldm_unet_checkpoint(dict(weights), {**config, "class_embed_type": config["class_embed_type"]})
+    converted = convert_ldm_unet_checkpoint(dict(weights), config)
     with torch.device("meta"):
         network = UNet2DConditionModel(**config)
     return _fill(network, converted)
@@ -70,24 +79,47 @@ def vae(family: Family, weights: Weights) -> nn.Module:
 
 
 def text_encoder(family: Family, weights: Weights) -> nn.Module:
-    """transformers' CLIPTextModel for a whole original state dict; its module tree differs between versions."""
-    spec = family.text
-    assert isinstance(spec, CLIPTextSpec)
+    """transformers' CLIP for the text encoder of a whole original state dict, or its first."""
+    pooled = family.conditioner == "refiner"
+    return _text(family.text, weights, prefix("text_encoder", _probes(family.text), family.sgm), pooled)
+
+
+def text_encoder_2(family: Family, weights: Weights) -> nn.Module:
+    """transformers' CLIPTextModelWithProjection for SDXL's second text encoder."""
+    return _text(family.text_2, weights, prefix("text_encoder_2", _probes(family.text_2), True), True)
+
+
+def _probes(spec: EncoderSpec | None) -> list[str]:
+    return ["embeddings.token_embedding.weight" if isinstance(spec, CLIPTextSpec) else "ln_final.weight"]
+
+
+def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool) -> nn.Module:
+    """The module tree of transformers' CLIPTextModel differs between its versions."""
+    assert isinstance(spec, CLIPTextSpec | OpenCLIPTextSpec)
+    layers = spec.layers if pooled or isinstance(spec, CLIPTextSpec) else spec.layers - spec.skip
     config = transformers.CLIPTextConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.width,
         intermediate_size=spec.mlp_width,
-        num_hidden_layers=spec.layers,
+        num_hidden_layers=layers,
         num_attention_heads=spec.heads,
         max_position_embeddings=spec.length,
-        hidden_act=spec.activation,
+        hidden_act=spec.activation if isinstance(spec, CLIPTextSpec) else "gelu",
+        projection_dim=spec.width,
     )
-    network = transformers.CLIPTextModel(config)  # not on meta: it has non-persistent buffers
-    prefix = "cond_stage_model.transformer.text_model."
-    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    own.pop("embeddings.position_ids", None)
+    # not on meta: it has non-persistent buffers
+    network = (transformers.CLIPTextModelWithProjection if pooled else transformers.CLIPTextModel)(config)
+    if isinstance(spec, CLIPTextSpec):
+        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        own.pop("embeddings.position_ids", None)
+    else:
+        converted = convert_open_clip_checkpoint(network, dict(weights), prefix)
+        own = {key.removeprefix("text_model."): value for key, value in converted.items()}
+        if not pooled:  # the form in which diffusers has Stable Diffusion 2's: without what is not read
+            unread = ("text_projection.", *(f"encoder.layers.{n}." for n in range(layers, spec.layers)))
+            own = {key: value for key, value in own.items() if not key.startswith(unread)}
     inside = "text_model." if any(key.startswith("text_model.") for key in network.state_dict()) else ""
-    return _fill(network, {inside + key: value for key, value in own.items()})
+    return _fill(network, {("" if key.startswith("text_projection") else inside) + key: v for key, v in own.items()})
 
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:

@@ -33,7 +33,11 @@ def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:
     """A checkpoint in the original layout with random weights, each made when it is read."""
     with on_meta():
         states = {role: build(spec).state_dict() for role, spec in family.networks.items()}
-    shapes = {prefix(role, state) + key: tuple(state[key].shape) for role, state in states.items() for key in state}
+    shapes = {
+        prefix(role, state, family.sgm) + key: tuple(state[key].shape)
+        for role, state in states.items()
+        for key in state
+    }
     return Checkpoint(
         Path(f"random {name}"), shapes, describe(family), lambda key: random_tensor(key, shapes[key], seed)
     )

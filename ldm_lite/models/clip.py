@@ -25,6 +25,8 @@ class CLIPTextSpec:
     layers: int
     heads: int  # weights do not tell
     activation: str  # "quick_gelu" (OpenAI) or "gelu"; weights do not tell
+    skip: int  # how many of the last layers the context leaves out: 1 in SDXL
+    norm: bool  # whether the context goes through final_layer_norm: not in SDXL
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class Encoder(nn.Module):
 
 
 class CLIPTextEncoder(nn.Module):
-    """Token ids -> one vector a token: the last layer's output, normalised."""
+    """Token ids -> one vector a token, the output of the last layer but spec.skip."""
 
     def __init__(self, spec: CLIPTextSpec) -> None:
         super().__init__()
@@ -118,10 +120,11 @@ class CLIPTextEncoder(nn.Module):
     def forward(self, token_ids: Tensor, clip_skip: int = 1) -> Tensor:
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
 
-        clip_skip 1 is the last layer's output, 2 that of the one before, and so on; the final norm follows.  Raises
-        ValueError if there are not so many.
+        clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
+        so on.  Raises ValueError if there are not so many.
         """
-        if not 1 <= clip_skip <= self.spec.layers:
-            raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {self.spec.layers}")
-        x = self.encoder(self.embeddings(token_ids), num_layers=self.spec.layers + 1 - clip_skip)
-        return self.final_layer_norm(x)
+        most = self.spec.layers - self.spec.skip
+        if not 1 <= clip_skip <= most:
+            raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
+        x = self.encoder(self.embeddings(token_ids), num_layers=most + 1 - clip_skip)
+        return self.final_layer_norm(x) if self.spec.norm else x

@@ -11,8 +11,9 @@ import torch
 import toy
 from torch import nn
 
+from ldm_lite.fingerprint import infer_text
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
-from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.t5 import T5Encoder, T5Spec, relative_buckets
 from ldm_lite.networks import BERT_LARGE, OPEN_CLIP_G, OPEN_CLIP_H
 
@@ -104,6 +105,19 @@ def test_it_needs_no_text_projection_for_a_context() -> None:
     network = open_clip(projection=False)
     assert "text_projection" not in network.state_dict()
     assert toy.relative_error(network(IDS), GOLDEN["open_clip.sd2"]) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "spec"), [("h", OPEN_CLIP_H), ("bigg", OPEN_CLIP_G)])
+def test_open_clip_is_inferred_from_its_shapes(name: str, spec: OpenCLIPTextSpec) -> None:
+    shapes = {key: tuple(shape) for key, shape in MANIFESTS[f"text_openclip_{name}14"]["shapes"].items()}
+    unknown = replace(spec, vocab_size=0, length=0, width=0, mlp_width=0, layers=0, projection=False)
+    assert infer_text(shapes, unknown) == spec
+
+
+def test_converted_files_lack_the_layer_that_nothing_reads() -> None:
+    shapes = {key: tuple(shape) for key, shape in MANIFESTS["text_openclip_h14"]["shapes"].items()}
+    lost = {key: shape for key, shape in shapes.items() if ".23." not in key and key != "text_projection"}
+    assert infer_text(lost, OPEN_CLIP_H) == replace(OPEN_CLIP_H, layers=23, skip=0, projection=False)
 
 
 # ---- BERT -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""Make tests/data/families.npz: prompts and runs of Stable Diffusion 2 and XL in miniature, by diffusers' pipelines.
+
+    pip install diffusers transformers && pip install --no-deps open_clip_torch
+    python scripts/make_family_goldens.py
+
+The checkpoints are random_checkpoint.small's, in the original layout, renamed by diffusers' own converters; the
+tokenizers are transformers'; 4 steps of DDIM from toy.normal's noise, in float32.  What is stored: the embeddings of
+PROMPT, the last latents, and every fourth pixel of the picture.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+import toy
+import transformers
+from make_goldens import Arrays, write
+from make_tokenizer_goldens import reference
+from make_vocab import read_merges, source
+from random_checkpoint import small, state_dict
+
+from ldm_lite.benchmark import peers
+from ldm_lite.families import Family
+from ldm_lite.identify import with_prediction
+
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
+NOISE = toy.normal(9, 1, 4, 8, 8)
+
+
+def scheduler(family: Family) -> object:
+    """diffusers' DDIM as the released pipelines configure it."""
+    return peers.schedulers(family)["ddim"]()
+
+
+def common(family: Family, weights: peers.Weights) -> dict[str, object]:
+    """The components that all pipelines have."""
+    network = {"unet": peers.unet(family, weights), "vae": peers.vae(family, weights)}
+    network["vae"].register_to_config(scaling_factor=family.scale_factor, force_upcast=False)
+    return {**network, "scheduler": scheduler(family)}
+
+
+def stable_diffusion_2(tokenizer: transformers.CLIPTokenizer) -> Arrays:
+    """Both kinds of prediction."""
+    arrays: Arrays = {}
+    for prediction in ("eps", "v"):
+        family = with_prediction(small("sd2"), prediction)
+        weights = dict(state_dict(family))
+        pipe = diffusers.StableDiffusionPipeline(
+            **common(family, weights),
+            text_encoder=peers.text_encoder(family, weights),
+            tokenizer=tokenizer,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+        pipe.set_progress_bar_config(disable=True)
+        arguments = {"num_inference_steps": 4, "guidance_scale": 9.0, "height": 64, "width": 64, "latents": NOISE}
+        run = pipe(PROMPT, negative_prompt=NEGATIVE, output_type="latent", **arguments).images
+        arrays[f"sd2.{prediction}.latents"] = run
+        if prediction == "eps":
+            arrays["sd2.context"] = pipe.encode_prompt(PROMPT, "cpu", 1, False)[0]
+            arrays["sd2.pixels"] = pipe.vae.decode(run / family.scale_factor).sample[:, :, ::4, ::4]
+    return arrays
+
+
+def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) -> Arrays:
+    """Without a negative prompt, with an empty one, with sizes, and handed over to the refiner in the middle."""
+    family, refiner = small("sdxl_base"), small("sdxl_refiner")
+    weights, refining = dict(state_dict(family)), dict(state_dict(refiner))
+    base = diffusers.StableDiffusionXLPipeline(
+        **common(family, weights),
+        text_encoder=peers.text_encoder(family, weights),
+        text_encoder_2=peers.text_encoder_2(family, weights),
+        tokenizer=first,
+        tokenizer_2=second,
+        add_watermarker=False,
+    )
+    last = diffusers.StableDiffusionXLImg2ImgPipeline(
+        **common(refiner, refining),
+        text_encoder=None,
+        text_encoder_2=peers.text_encoder(refiner, refining),
+        tokenizer=None,
+        tokenizer_2=second,
+        requires_aesthetics_score=True,
+        force_zeros_for_empty_prompt=False,  # as in the released refiner's configuration
+        add_watermarker=False,
+    )
+    for pipe in (base, last):
+        pipe.set_progress_bar_config(disable=True)
+    arguments = {"num_inference_steps": 4, "guidance_scale": 5.0, "output_type": "latent"}
+    image = {"height": 64, "width": 64, "latents": NOISE, **arguments}
+    arrays: Arrays = {}
+    arrays["sdxl.context"], _, arrays["sdxl.pooled"], _ = base.encode_prompt(PROMPT, do_classifier_free_guidance=False)
+    arrays["sdxl.none.latents"] = base(PROMPT, **image).images
+    arrays["sdxl.empty.latents"] = base(PROMPT, negative_prompt="", **image).images
+    sizes = {"original_size": (96, 80), "crops_coords_top_left": (8, 4)}
+    negative = {f"negative_{key}": value for key, value in {**sizes, "target_size": (64, 64)}.items()}
+    arrays["sdxl.sizes.latents"] = base(PROMPT, **image, **sizes, **negative).images
+    run = arrays["sdxl.none.latents"]
+    arrays["sdxl.pixels"] = base.vae.decode(run / family.scale_factor).sample[:, :, ::4, ::4]
+    half = base(PROMPT, **image, denoising_end=0.5).images
+    arrays["sdxl.refined.latents"] = last(PROMPT, image=half, denoising_start=0.5, **arguments).images
+    return arrays
+
+
+def unclip() -> Arrays:
+    """The vector of an image's embedding, noised at level 300 (unCLIP), by diffusers' parts of that pipeline."""
+    noising = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+    level, noise = torch.tensor([300]), torch.randn(1, 24, generator=torch.Generator().manual_seed(0))
+    noised = noising.add_noise(toy.normal(10, 1, 24), noise, level)
+    sinusoid = diffusers.models.embeddings.get_timestep_embedding(
+        level, 24, flip_sin_to_cos=True, downscale_freq_shift=0
+    )
+    return {"unclip.y": torch.cat([noised, sinusoid], dim=1)}
+
+
+def main() -> None:
+    """Write the goldens."""
+    with tempfile.TemporaryDirectory() as folder:
+        first = reference(read_merges(source()), Path(folder))
+        first.model_max_length = 77
+        second = reference(read_merges(source()), Path(folder))
+        second.model_max_length, second.pad_token = 77, "!"
+    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    with torch.no_grad():
+        arrays = stable_diffusion_2(second) | sdxl(first, second) | unclip()
+    write(DATA / "families.npz", arrays, torch.float32, json.dumps(versions))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""Stable Diffusion 2 and XL against diffusers' pipelines (the goldens), and the traps of their files and prompts."""
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import small, state_dict, write
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite import txt2img
+from ldm_lite.conditioning import Reading, encode_prompts
+from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.families import FAMILIES, SD2, SDXL
+from ldm_lite.generate import Handover, decode, denoise
+from ldm_lite.identify import describe, identify, with_prediction
+from ldm_lite.pipeline import Pipeline
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = np.load(DATA / "families.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
+NOISE = toy.normal(9, 1, 4, 8, 8)
+
+Load = Callable[[str], Pipeline]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """-> a function: the name of a family -> a file of it in miniature."""
+    folder = tmp_path_factory.mktemp("families")
+
+    def path(name: str) -> Path:
+        target = folder / f"{name}.safetensors"
+        if not target.exists():
+            write(target, small(name))
+        return target
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def load(files: Callable[[str], Path]) -> Load:
+    pipes: dict[str, Pipeline] = {}
+
+    def one(name: str) -> Pipeline:
+        if name not in pipes:
+            pipes[name] = ldm_lite.load(files(name), device="cpu")
+        return pipes[name]
+
+    return one
+
+
+def run(
+    pipe: Pipeline, negative: str | None, scale: float, reading: Reading, later: Pipeline | None = None
+) -> torch.Tensor:
+    def branches(pipe: Pipeline) -> "ldm_lite.diffusion.guidance.Branches":
+        cond = encode_prompts(pipe, [PROMPT], reading)
+        return classifier_free(cond, encode_prompts(pipe, [negative], replace(reading, negative=True)), scale)
+
+    plan = make_plan("ddim", pipe.schedule, 4)
+    handover = None if later is None else Handover(later, branches(later), 2)
+    *_, latents = denoise(pipe, NOISE, branches(pipe), plan, later=handover)
+    return latents
+
+
+# ---- against diffusers ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_sd2_are_read_as_by_diffusers(load: Load) -> None:
+    """Traps 1 and 2: the layer before the last, with the final norm, of tokens padded with 0."""
+    pipe = load("sd2")
+    context = encode_prompts(pipe, [PROMPT]).context
+    assert toy.relative_error(context, GOLDEN["sd2.context"]) < 1e-5
+    padded = replace(pipe.tokenizer, pad_id=49407)([PROMPT])
+    assert toy.relative_error(pipe.text_encoder(padded), GOLDEN["sd2.context"]) > 1e-3
+
+
+@pytest.mark.parametrize("prediction", ["eps", "v"])
+def test_runs_of_sd2_end_as_those_of_diffusers(files: Callable[[str], Path], prediction: str) -> None:
+    pipe = ldm_lite.load(files("sd2"), device="cpu", prediction=prediction)
+    latents = run(pipe, NEGATIVE, 9.0, Reading())
+    assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
+    other = {"eps": "v", "v": "eps"}[prediction]
+    assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
+
+
+@pytest.mark.parametrize(("name", "key"), [("sd2", "sd2.eps"), ("sdxl_base", "sdxl.none")])
+def test_pictures_are_those_of_diffusers(load: Load, name: str, key: str) -> None:
+    """Trap 6: the autoencoders are alike, their scale factors are not."""
+    [pixels] = decode(load(name), torch.from_numpy(GOLDEN[f"{key}.latents"]))
+    wanted = GOLDEN[f"{key.split('.')[0]}.pixels"].clip(-1, 1)
+    assert toy.relative_error(pixels[None, :, ::4, ::4], wanted) < 1e-5
+
+
+def test_prompts_of_sdxl_are_read_as_by_diffusers(load: Load) -> None:
+    """Traps 1, 2 and 3: no final norm, paddings of 49407 and 0, the pooled output projected."""
+    conditioning = encode_prompts(load("sdxl_base"), [PROMPT])
+    assert toy.relative_error(conditioning.context, GOLDEN["sdxl.context"]) < 1e-5
+    assert toy.relative_error(conditioning.y[:, :96], GOLDEN["sdxl.pooled"]) < 1e-5
+
+
+def test_runs_of_sdxl_end_as_those_of_diffusers(load: Load) -> None:
+    """Traps 4 and 28: sizes height first; no negative prompt is not the empty one."""
+    pipe = load("sdxl_base")
+    none, empty = (run(pipe, negative, 5.0, Reading()) for negative in (None, ""))
+    assert toy.relative_error(none, GOLDEN["sdxl.none.latents"]) < 1e-5
+    assert toy.relative_error(empty, GOLDEN["sdxl.empty.latents"]) < 1e-5
+    assert toy.relative_error(none, GOLDEN["sdxl.empty.latents"]) > 1e-3
+    sizes = Reading(size=(64, 64), original_size=(96, 80), crop=(8, 4))
+    assert toy.relative_error(run(pipe, None, 5.0, sizes), GOLDEN["sdxl.sizes.latents"]) < 1e-5
+    turned = Reading(size=(64, 64), original_size=(80, 96), crop=(4, 8))
+    assert toy.relative_error(run(pipe, None, 5.0, turned), GOLDEN["sdxl.sizes.latents"]) > 1e-4
+
+
+def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
+    latents = run(load("sdxl_base"), None, 5.0, Reading(), later=load("sdxl_refiner"))
+    assert toy.relative_error(latents, GOLDEN["sdxl.refined.latents"]) < 1e-5
+    assert toy.relative_error(latents, GOLDEN["sdxl.none.latents"]) > 1e-2
+
+
+def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
+    reading = Reading(image_embedding=toy.normal(10, 1, 24), noise_level=300)
+    pipe = load("sd2_unclip_h")
+    assert toy.relative_error(encode_prompts(pipe, ["a", "b"], reading).y[1:], GOLDEN["unclip.y"]) < 1e-5
+    assert not encode_prompts(pipe, [""], replace(reading, negative=True)).y.any()
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+TEXT_2 = ("conditioner.embedders.1.model.", "text_openclip_bigg14")
+FILES = {  # family -> (UNet, [(prefix, text encoder)])
+    "sd2": ("unet_sd2", [("cond_stage_model.model.", "text_openclip_h14")]),
+    "sd_turbo": ("unet_sd2", [("conditioner.embedders.0.model.", "text_openclip_h14")]),
+    "sd2_inpaint": ("unet_sd2_inpaint", [("cond_stage_model.model.", "text_openclip_h14")]),
+    "sd2_depth": ("unet_sd2_depth", [("cond_stage_model.model.", "text_openclip_h14")]),
+    "sd2_unclip_h": ("unet_sd2_unclip_h", [("cond_stage_model.model.", "text_openclip_h14")]),
+    "sd2_unclip_l": ("unet_sd2_unclip_l", [("cond_stage_model.model.", "text_openclip_h14")]),
+    "sdxl_base": ("unet_sdxl_base", [("conditioner.embedders.0.transformer.", "text_clip_l"), TEXT_2]),
+    "sdxl_inpaint": ("unet_sdxl_inpaint", [("conditioner.embedders.0.transformer.", "text_clip_l"), TEXT_2]),
+    "sdxl_refiner": ("unet_sdxl_refiner", [("conditioner.embedders.0.model.", "text_openclip_bigg14")]),
+}
+PARAMETERS = {"sd2": 1_303_597_228, "sdxl_base": 3_468_837_868, "sdxl_refiner": 3_037_840_364}
+BESIDE = {"betas": (1000,), "model_ema.decay": (), "denoiser.sigmas": (1000,), "noise_augmentor.betas": (1000,)}
+
+
+def whole_file(name: str) -> dict[str, tuple[int, ...]]:
+    unet, texts = FILES[name]
+    parts = [("model.diffusion_model.", unet), ("first_stage_model.", "vae_kl_f8_sd"), *texts]
+    shapes = {p + key: tuple(shape) for p, part in parts for key, shape in MANIFESTS[part]["shapes"].items()}
+    if name in PARAMETERS:
+        assert sum(int(np.prod(shape)) for shape in shapes.values()) == PARAMETERS[name]
+    items = list((shapes | BESIDE).items())
+    random.Random(name).shuffle(items)
+    return dict(items)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whole_files_are_known_and_fit_in_any_order_of_their_keys(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Trap 5: the same names are SD-Turbo's and the refiner's."""
+    from ldm_lite.checkpoint import NO_WEIGHTS, SGM, Checkpoint, on_meta, split
+    from ldm_lite.networks import build
+
+    checkpoint = Checkpoint(Path(f"{name}.ckpt"), whole_file(name), {}, lambda key: torch.zeros(()))
+    components = split(checkpoint)
+    assert not caplog.records
+    sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
+    family = identify({role: component.shapes for role, component in components.items()}, {}, sgm)
+    assert family == FAMILIES[name]
+    assert set(components) == set(family.networks)
+    for role, spec in family.networks.items():
+        with on_meta():
+            network = build(spec)
+        wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+        shapes = components[role].shapes
+        assert wanted == {key: s for key, s in shapes.items() if key in wanted or not NO_WEIGHTS.search(key)}
+
+
+def test_a_file_says_what_it_predicts_before_its_weights_do(
+    files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trap 7: Stable Diffusion 2's files of eps and of v have the same keys and shapes."""
+    caplog.set_level("INFO", logger="ldm_lite")
+    weights, about = dict(state_dict(small("sd2"))), describe(small("sd2"))
+    del about["prediction"], about["resolution"]
+    save_file(weights, tmp_path / "eps", metadata=about)
+    key = "model.diffusion_model.output_blocks.3.1.transformer_blocks.0.norm1.bias"
+    assert key in weights
+    save_file({**weights, key: 5 * weights[key]}, tmp_path / "v", metadata=about)
+
+    eps, v = (ldm_lite.load(tmp_path / name, device="cpu").family for name in ("eps", "v"))
+    assert (eps.prediction, eps.resolution, v.prediction, v.resolution) == ("eps", 512, "v", 768)
+    assert "v: predicts v by its weights: output_blocks.3.1.transformer_blocks.0.norm1.bias deviates by" in caplog.text
+    assert ldm_lite.load(tmp_path / "v", device="cpu", prediction="eps").schedule.prediction == "eps"
+    stated = ldm_lite.load(tmp_path / "eps", device="cpu", metadata={"modelspec.prediction_type": "v"}).family
+    assert (stated.prediction, stated.resolution) == ("v", 768)
+
+
+def test_the_marker_of_v_prediction_is_heeded(files: Callable[[str], Path], tmp_path: Path) -> None:
+    weights, about = dict(state_dict(small("sdxl_base"))), describe(small("sdxl_base"))
+    del about["prediction"]
+    save_file({**weights, "v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, tmp_path / "v", metadata=about)
+    schedule = ldm_lite.load(tmp_path / "v", device="cpu").schedule
+    assert schedule.prediction == "v"
+    assert schedule.alpha_bar[-1] == 0
+
+
+def test_turbo_is_told_by_its_layout_or_by_metadata() -> None:
+    assert (FAMILIES["sd_turbo"].steps, FAMILIES["sd_turbo"].scale) == (1, 1.0)
+    shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
+    assert identify(shapes, {}, sgm=True) == SDXL
+    assert identify(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
+
+
+def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
+    from ldm_lite.diffusion.schedule import Schedule, linear_betas
+
+    return Schedule.from_betas(linear_betas(SDXL.beta_start, SDXL.beta_end), "eps")
+
+
+def test_the_autoencoder_of_sdxl_is_kept_out_of_half_precision(files: Callable[[str], Path]) -> None:
+    """Trap 27."""
+    pipe = ldm_lite.load(files("sdxl_base"), device="cpu", dtype="fp16")
+    assert next(pipe.vae.parameters()).dtype == torch.float32
+    assert pipe.dtype == next(pipe.text_encoder_2.parameters()).dtype == torch.float16
+    brain = ldm_lite.load(files("sdxl_base"), device="cpu", dtype="bf16")
+    assert next(brain.vae.parameters()).dtype == torch.bfloat16
+
+
+def test_converted_files_of_sd2_lack_what_is_not_read(tmp_path: Path) -> None:
+    whole = {key: tuple(s) for key, s in MANIFESTS["text_openclip_h14"]["shapes"].items()}
+    shapes = {key: s for key, s in whole.items() if ".resblocks.23." not in key and key != "text_projection"}
+    unet = {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}
+    family = identify({"unet": unet, "text_encoder": shapes}, {})
+    assert family == replace(SD2, text=replace(SD2.text, layers=23, skip=0, projection=False))
+    assert identify({"unet": unet, "text_encoder": whole}, {}) == SD2
+
+
+def test_miniatures_are_known_again_by_their_metadata() -> None:
+    from ldm_lite.checkpoint import on_meta
+    from ldm_lite.networks import build
+
+    for name in FILES:
+        family = small(name)
+        with on_meta():
+            shapes = {
+                role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
+                for role, spec in family.networks.items()
+            }
+        assert with_prediction(identify(shapes, describe(family)), family.prediction) == with_prediction(
+            family, family.prediction
+        )
+
+
+def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
+    unet = {"unet": {"input_blocks.0.0.weight": (8, 4, 3, 3)}}
+    with pytest.raises(ValueError, match="missing"):
+        identify(unet, {"family": "sd9"})
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(tmp_path: Path, path: Path, *arguments: str) -> int:
+    common = ["--steps", "2", "--sampler", "ddim", "--device", "cpu", "--H", "64", "--W", "64", "--skip_grid"]
+    return txt2img.main([PROMPT, "--ckpt", str(path), "--out", str(tmp_path / "out.png"), *common, *arguments])
+
+
+@pytest.mark.parametrize("name", ["sd2", "sd_turbo", "sdxl_base", "sdxl_refiner"])
+def test_the_command_makes_a_picture(
+    files: Callable[[str], Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, files(name), "--negative_prompt", NEGATIVE) == 0
+    assert Image.open(tmp_path / "out.png").size == (64, 64)
+    assert small(name).title in capsys.readouterr().err
+
+
+def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
+    refiner = str(files("sdxl_refiner"))
+    assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
+    picture = Image.open(tmp_path / "out.png")
+    assert "Refiner: sdxl_refiner, Refiner from step: 2" in picture.info["parameters"]
+    options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
+    pixels = {
+        start: next(
+            txt2img.txt2img(load("sdxl_base"), replace(options, refiner_start=start), refiner=load("sdxl_refiner"))
+        )
+        for start in (0.0, 0.5, 1.0)
+    }
+    assert np.array_equal(pixels[0.5].array, np.asarray(picture))
+    assert not np.array_equal(pixels[0.5].array, pixels[1.0].array)
+    alone = next(txt2img.txt2img(load("sdxl_base"), options))
+    assert torch.equal(pixels[1.0].pixels, alone.pixels)
+    last = next(txt2img.txt2img(load("sdxl_refiner"), options))
+    assert torch.equal(pixels[0.0].pixels, last.pixels)
+
+
+def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
+    for name, differ in (("sdxl_base", True), ("sdxl_refiner", False), ("sd2", False)):
+        options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
+        none, empty = (
+            next(txt2img.txt2img(load(name), replace(options, negative_prompt=negative))).pixels
+            for negative in (None, "")
+        )
+        assert torch.equal(none, empty) != differ
+
+
+def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grey = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
+    Image.fromarray(grey).save(tmp_path / "depth.png")
+    Image.fromarray(grey[::-1].copy()).save(tmp_path / "turned.png")
+    pictures = []
+    for name in ("depth", "turned"):
+        assert command(tmp_path, files("sd2_depth"), "--depth", str(tmp_path / f"{name}.png")) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert not np.array_equal(*pictures)
+    assert command(tmp_path, files("sd2_depth")) == 2
+    assert "got no depth map, but small Stable Diffusion 2 depth wants one: --depth FILE" in capsys.readouterr().err
+    assert command(tmp_path, files("sd2"), "--depth", str(tmp_path / "depth.png")) == 2
+    assert "got a depth map, but small Stable Diffusion 2.x wants none" in capsys.readouterr().err
+
+
+def test_an_image_embedding_is_read(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "image.npy", toy.normal(10, 24).numpy())
+    save_file({"embedding": toy.normal(10, 1, 24)}, tmp_path / "image.safetensors")
+    pictures = []
+    for name in ("image.npy", "image.safetensors"):
+        assert command(tmp_path, files("sd2_unclip_h"), "--image_embedding", str(tmp_path / name)) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert np.array_equal(*pictures)
+    np.save(tmp_path / "wrong.npy", np.zeros((1, 7)))
+    for arguments, message in (
+        ([], r"reads an image's CLIP embedding (1, 24) beside the prompt: give one with --image-embedding FILE"),
+        (["--image_embedding", str(tmp_path / "wrong.npy")], "got an image embedding (1, 7) and noise level 0"),
+        (["--image_embedding", str(tmp_path / "image.npy"), "--noise_level", "1000"], "wanted (1, 24) and 0 to 999"),
+    ):
+        assert command(tmp_path, files("sd2_unclip_h"), *arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_inpainting_files_are_refused_by_name(files: Callable[[str], Path], tmp_path: Path) -> None:
+    for name in ("sd2_inpaint", "sdxl_inpaint"):
+        assert command(tmp_path, files(name)) == 2
