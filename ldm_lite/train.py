@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
+    from ldm_lite.models.vae_kl import AutoencoderKL
     from ldm_lite.pipeline import Pipeline
     from ldm_lite.training.data import Source
     from ldm_lite.training.loop import Run
@@ -50,6 +51,7 @@ class Options:
     weight_decay: float = option(0.01, "AdamW's weight decay")
     average: float = option(0.999, "share of the running average of the weights kept at every step", "--ema-decay")
     clip: float = option(1.0, "most norm of the gradient")
+    freeze_encoder: bool = option(False, "of an autoencoder, train the decoder alone: latents stay what they are")
     freeze_text: bool = option(False, "leave the text encoder as it is")
     lora_rank: int | None = option(
         None, "train a LoRA of this rank beside frozen weights (16 is usual)", "--network_dim"
@@ -58,7 +60,7 @@ class Options:
     lora_text: bool = option(False, "a LoRA of the text encoder too")
     caption_dropout: float = option(0.1, "share of captions left empty, for guidance")
     min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)")
-    tokens: int = option(77, "tokens of a caption")
+    tokens: int | None = option(None, "tokens of a caption (default: all that the text encoder takes)")
     seed: int = option(0, "of weights, noise and order")
     save_every: int = option(1000, "steps between checkpoints")
     samples: str = option(
@@ -79,8 +81,12 @@ def train(
     """
     import torch
 
+    from ldm_lite.runtime import ranks
+    from ldm_lite.runtime.precision import has_fast_bf16
     from ldm_lite.training.loop import STATE, Recipe, Run
+    from ldm_lite.training.norm import use_fast_backward
 
+    ranks.join()
     folder = Path(options.out)
     if (folder / STATE).exists() and not options.resume:
         raise ValueError(f"{folder}: holds a run already: go on with --resume, or take another --out")
@@ -104,12 +110,14 @@ def train(
         minutes=options.minutes,
         save_every=options.save_every,
         workers=options.workers,
-        bf16=pipe.device.type == "cuda" and torch.cuda.is_bf16_supported(),
+        bf16=has_fast_bf16(pipe.device),
     )
     run = Run(task, recipe, folder)
     if options.resume and (folder / STATE).exists():
         run.resume()
         log.info("going on at step %d", run.step)
+    for network in task.networks.values() if pipe.device.type == "cpu" else ():
+        use_fast_backward(network)
     if options.checkpointing:  # after Run has copied the networks for their averages
         _checkpoint_activations(pipe.unet)
     for network in (task.networks.values() if options.lora_rank is None else [pipe.unet]) if options.compile else ():
@@ -193,7 +201,7 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
 
     from ldm_lite.models.clip import CLIPTextEncoder
     from ldm_lite.models.vae_kl import AutoencoderKL
-    from ldm_lite.training.data import encode, order
+    from ldm_lite.training.data import order
     from ldm_lite.training.tasks import AutoencoderTask, DiffusionTask, measure_scale
 
     if options.lora_rank is not None and (options.stage == "autoencoder" or options.preset is not None):
@@ -202,7 +210,7 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
     if not isinstance(vae, AutoencoderKL):
         raise ValueError(f"{pipe.family.title} has no KL autoencoder, the only kind that models are trained with here")
     if options.stage == "autoencoder":
-        return pipe, AutoencoderTask(vae), source
+        return pipe, AutoencoderTask(vae, not options.freeze_encoder), source
     text = pipe.text_encoder
     if pipe.family.task != "txt2img" or not isinstance(text, CLIPTextEncoder):
         raise ValueError(
@@ -216,8 +224,7 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
         pipe = replace(pipe, family=replace(pipe.family, scale_factor=measure_scale(vae, pixels)))
         log.info("scale factor %.4f", pipe.family.scale_factor)
     if source.size is not None:
-        log.info("encoding %d images", source.size)
-        source = encode(source, vae, options.batch, options.workers)
+        source = _encoded(options, source, vae)
     task = DiffusionTask(
         pipe.unet,
         text,
@@ -227,9 +234,26 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
         _trained(options, pipe),
         caption_dropout=options.caption_dropout,
         min_snr=options.min_snr,
-        tokens=options.tokens,
+        tokens=text.spec.length if options.tokens is None else options.tokens,
     )
     return pipe, task, source
+
+
+def _encoded(options: Options, source: Any, vae: "AutoencoderKL") -> "Source":
+    """A source that ends as latents: those kept in the run's folder, if they are of the same images and autoencoder."""
+    from ldm_lite.runtime import ranks
+    from ldm_lite.training.data import Encoded, encode
+
+    path = Path(options.out) / "latents.pt"
+    weights = float(sum(p.double().abs().sum() for p in vae.parameters()))
+    key = f"{options.data} {options.renderer} {options.renderer_options} {source.size} {weights}"
+    if ranks.own() == 0 and Encoded.read(path, key) is None:
+        log.info("encoding %d images", source.size)
+        encode(source, vae, options.batch, options.workers).write(path, key)
+    ranks.wait()
+    kept = Encoded.read(path, key)
+    assert kept is not None
+    return kept
 
 
 def _trained(options: Options, pipe: "Pipeline") -> "dict[str, nn.Module]":
@@ -264,7 +288,7 @@ def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:
     from safetensors.torch import save_file
 
     from ldm_lite.training import lora
-    from ldm_lite.training.loop import write_whole
+    from ldm_lite.training.data import write_whole
 
     tensors, about = _whole(options, pipe, run) if options.lora_rank is None else lora.file(pipe, run.average["lora"])
     write_whole(_path(options), lambda path: save_file(tensors, path, metadata=about | {"step": str(run.step)}))
@@ -315,7 +339,8 @@ def _plot(folder: Path) -> None:
     """The losses of a run as loss.png beside their log, where there is matplotlib."""
     import importlib.util
 
-    from ldm_lite.training.loop import LOG, write_whole
+    from ldm_lite.training.data import write_whole
+    from ldm_lite.training.loop import LOG
 
     if importlib.util.find_spec("matplotlib") is None:
         return

@@ -1,8 +1,12 @@
 """Training runs, on a miniature checkpoint: they learn, resume exactly, and end in one line when something is wrong."""
 
+import copy
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +19,10 @@ import ldm_lite
 from ldm_lite import hub
 from ldm_lite import train as command
 from ldm_lite.cli import LoadOptions
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.pipeline import Pipeline, load_autoencoder
 from ldm_lite.tokenizer import EOT, SOT
 from ldm_lite.train import Options, train
-from ldm_lite.training import loop
+from ldm_lite.training import data, loop, norm
 from ldm_lite.txt2img import Options as Txt2Img
 from ldm_lite.txt2img import txt2img
 
@@ -165,6 +169,84 @@ def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: 
     assert (tmp_path / "state.pt").read_bytes() == kept
 
 
+def test_a_full_disk_keeps_the_last_good_state(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
+    kept = {name: (tmp_path / name).read_bytes() for name in ("state.pt", "model.safetensors")}
+
+    def full(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    arguments = ["--data", os.fspath(folder), "--out", os.fspath(tmp_path), "--resume", "--ckpt", os.fspath(small_path)]
+    small = ["--steps", "2", "--batch", "2", "--workers", "0", "--device", "cpu", "--warmup", "2"]
+    assert command.main([*arguments, *small]) == 1
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_decoder_alone(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """Latents, and so every diffusion model of them, stay what they are."""
+    given = options(folder, tmp_path, stage="autoencoder", freeze_encoder=True, steps=2)
+    after, before = (
+        load_autoencoder(path, device="cpu") for path in (train(given, load_options(small_path)), small_path)
+    )
+    assert torch.equal(after.encoder.conv_out.weight, before.encoder.conv_out.weight.half().float())
+    assert not torch.equal(after.decoder.conv_out.weight, before.decoder.conv_out.weight.half().float())
+
+
+def test_latents_are_kept_for_the_same_images_and_autoencoder(tmp_path: Path) -> None:
+    kept = data.Encoded(torch.ones(2, 8, 4, 4).half(), ("a", "b"))
+    kept.write(tmp_path / "latents.pt", "these")
+    again = data.Encoded.read(tmp_path / "latents.pt", "these")
+    assert again is not None
+    assert again.captions == kept.captions
+    assert torch.equal(again.moments, kept.moments)
+    assert data.Encoded.read(tmp_path / "latents.pt", "others") is None
+
+
+def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    pipe = replace(pipe, family=replace(pipe.family, task="inpaint"))
+    with pytest.raises(ValueError, match="reads an image beside the text: only models of text alone are trained here"):
+        command._task(options(folder, folder), pipe, data.open_folder(folder, 64))
+
+
+def test_the_fast_backward_pass_of_group_normalisation_is_torchs() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.GroupNorm(4, 32)
+    with torch.no_grad():
+        plain.weight.normal_(), plain.bias.normal_()
+    fast = copy.deepcopy(plain)
+    norm.use_fast_backward(fast)
+    x = (torch.randn(3, 32, 6, 5) * 2 + 1).bfloat16().contiguous(memory_format=torch.channels_last)
+    weights = torch.randn(3, 32, 6, 5)
+    grads = []
+    for module, value in ((plain, x.float()), (fast, x)):
+        value.requires_grad_()
+        (module(value).float() * weights).sum().backward()
+        grads.append([value.grad.float(), module.weight.grad, module.bias.grad])
+    for wanted, got in zip(*grads, strict=True):
+        assert (wanted - got).abs().max() < 0.02 * wanted.abs().max()  # bfloat16 has 8 bits
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """As torchrun starts them: one log, one checkpoint, and resuming alone is possible."""
+    arguments = ["-m", "ldm_lite.train", "--data", os.fspath(folder), "--ckpt", os.fspath(small_path), "--steps", "2"]
+    arguments += ["--batch", "2", "--workers", "0", "--device", "cpu", "--out", os.fspath(tmp_path)]
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([sys.executable, *arguments], env={**os.environ, **meet, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait() for process in started] == [0, 0]
+    assert len(losses(tmp_path)) == 1
+    train(options(folder, tmp_path, resume=True, steps=3), load_options(small_path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -202,8 +284,8 @@ def test_mistakes_are_one_line(
     }
     for name, files in contents.items():
         (tmp_path / name).mkdir()
-        for file, data in files.items():
-            (tmp_path / name / file).write_bytes(data)
+        for file, content in files.items():
+            (tmp_path / name / file).write_bytes(content)
     base = [] if "--preset" in arguments else ["--ckpt", os.fspath(small_path)]
     assert command.main([*arguments, *base, "--device", "cpu", "--workers", "0", "--steps", "1", "--batch", "1"]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

@@ -43,6 +43,13 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     return DTYPES[name]
 
 
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices faster than float32: a GPU from Ampere on, a CPU with AMX."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+
+
 def short_name(dtype: torch.dtype) -> str:
     """torch.float16 -> "fp16", as the command line spells it."""
     return next((name for name, value in DTYPES.items() if value == dtype), str(dtype))

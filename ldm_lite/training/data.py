@@ -149,6 +149,19 @@ class Encoded:
         """-> moments (2C,h,w), caption."""
         return self.moments[index], self.captions[index]
 
+    def write(self, path: Path, key: str) -> None:
+        """Keep them in a file under a key that says of what they are."""
+        kept = {"key": key, "moments": self.moments, "captions": list(self.captions)}
+        write_whole(path, lambda part: torch.save(kept, part))
+
+    @classmethod
+    def read(cls, path: Path, key: str) -> "Encoded | None":
+        """What was kept in a file under this key; None if it holds another's, or is not there."""
+        if not path.exists():
+            return None
+        kept = torch.load(path, weights_only=True)
+        return cls(kept["moments"], tuple(kept["captions"])) if kept["key"] == key else None
+
 
 @torch.no_grad()
 def encode(source: "Folder | Drawn", vae: AutoencoderKL, batch: int, workers: int) -> Encoded:
@@ -211,16 +224,23 @@ class _Steps(Dataset[tuple[Tensor, list[str]]]):
         return torch.stack([pixels for pixels, _ in examples]), [caption for _, caption in examples]
 
 
-def batches(
-    source: Source, seed: int, batch: int, first: int, last: int, workers: int
-) -> Iterator[tuple[Tensor, list[str]]]:
-    """(pixels (B,3,R,R) uint8, captions) of the steps first, ..., last - 1, drawn ahead by worker processes."""
-    steps = range(first, last)
-    dataset = _Steps(source, seed, batch, last)
+def batches(source: Source, seed: int, batch: int, steps: range, workers: int) -> Iterator[tuple[Tensor, list[str]]]:
+    """(pixels (B,3,R,R) uint8, captions) of these steps, drawn ahead by worker processes."""
+    dataset = _Steps(source, seed, batch, steps.stop)
     loader = DataLoader(
         dataset, batch_size=None, sampler=steps, num_workers=workers, prefetch_factor=8 if workers else None
     )
     return iter(loader)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside its place and put there at once; what stood there stays if that fails."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def to_float(pixels: Tensor, device: torch.device) -> Tensor:

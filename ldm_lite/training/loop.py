@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ldm_lite.training.data import Source, batches
+from ldm_lite.runtime import ranks
+from ldm_lite.training.data import Source, batches, write_whole
 from ldm_lite.training.tasks import Task
 
 STATE = "state.pt"
@@ -61,7 +63,7 @@ class Run:
             lr=recipe.lr,
             betas=(0.9, 0.99),
             weight_decay=recipe.weight_decay,
-            fused=self.device.type == "cuda",
+            fused=self.device.type in ("cuda", "cpu"),
         )
         self.parameters = parameters
         self._last: tuple[Tensor, list[str]]  # the batch seen last
@@ -95,7 +97,7 @@ class Run:
             ) from error
         self.step = self.saved = state["step"]
         log = self.folder / LOG
-        if log.exists():  # without what came after the state, which will be done again
+        if log.exists() and ranks.own() == 0:  # without what came after the state, which will be done again
             rows = [
                 line for line in log.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= self.step
             ]
@@ -119,48 +121,60 @@ class Run:
             source,
             recipe.seed,
             recipe.batch,
-            self.step * recipe.accumulate,
-            recipe.steps * recipe.accumulate,
+            range(
+                self.step * recipe.accumulate * ranks.count() + ranks.own(),
+                recipe.steps * recipe.accumulate * ranks.count(),
+                ranks.count(),
+            ),
             recipe.workers,
         )
         while self.step < recipe.steps:
             losses.append(self._step(micro))
             self.step += 1
-            out_of_time = recipe.minutes is not None and time.perf_counter() - start > 60 * recipe.minutes
+            out_of_time = recipe.minutes is not None and ranks.agreed(time.perf_counter() - start > 60 * recipe.minutes)
             last = out_of_time or self.step == recipe.steps
             mean = None
             if self.step % CHECK_EVERY == 0 or last:
                 mean, losses = self._check(float(torch.stack(losses).mean())), []
-                row = {"step": self.step, "loss": mean, "seconds": round(time.perf_counter() - start, 2)}
-                with open(self.folder / LOG, "a", encoding="utf-8") as log:
-                    log.write(json.dumps(row) + "\n")
+                self._log({"step": self.step, "loss": mean, "seconds": round(time.perf_counter() - start, 2)})
             on_step(self.step, mean)
-            if self.step % recipe.save_every == 0 or last:
+            if (self.step % recipe.save_every == 0 or last) and ranks.own() == 0:
                 self._verify()
                 self.save()
                 on_save(self.step)
             if last:
                 return
 
+    def _log(self, row: dict[str, float]) -> None:
+        if ranks.own() == 0:
+            with open(self.folder / LOG, "a", encoding="utf-8") as log:
+                log.write(json.dumps(row) + "\n")
+
     def _step(self, micro: Any) -> Tensor:
         """One optimiser step over `accumulate` batches -> its loss (), not waited for."""
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.lr * learning_rate(self.step, recipe.warmup, recipe.steps)
-        random = torch.Generator().manual_seed(recipe.seed * 2**32 + self.step)
+        random = torch.Generator().manual_seed((recipe.seed * 2**32 + self.step) * ranks.count() + ranks.own())
         total = torch.zeros((), device=self.device)
         for _ in range(recipe.accumulate):
             self._last = pixels, captions = next(micro)
             autocast = torch.autocast(self.device.type, torch.bfloat16) if recipe.bf16 else contextlib.nullcontext()
-            with autocast:
-                loss = self.task.loss(pixels, captions, random) / recipe.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._kernels():
+                with autocast:
+                    loss = self.task.loss(pixels, captions, random) / recipe.accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        ranks.average_gradients(self.parameters)
         nn.utils.clip_grad_norm_(self.parameters, recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_average()
         return total
+
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Plain attention on a CPU, where the backward pass of flash attention takes four times as long."""
+        return sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else contextlib.nullcontext()
 
     @torch.no_grad()
     def _update_average(self) -> None:
@@ -190,13 +204,3 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside its place and put there at once; what stood there stays if that fails."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ class AutoencoderTask:
     """Pixels -> latents -> pixels: L1, L2 and the L1 of neighbours' differences, and a little KL to unit noise."""
 
     vae: AutoencoderKL
+    train_encoder: bool = True  # else the decoder alone: latents stay what they are
     kl_weight: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -41,7 +42,8 @@ class AutoencoderTask:
         """The loss of one batch; captions are not used."""
         device = next(self.vae.parameters()).device
         x = to_float(pixels, device)
-        mean, logvar = self.vae.encode(x)
+        with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
+            mean, logvar = self.vae.encode(x)
         noise = torch.randn(mean.shape, generator=random).to(device)
         y = self.vae.decode(mean + (logvar / 2).exp() * noise)
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()

@@ -1,0 +1,57 @@
+"""Group normalisation whose backward pass is fast on a CPU in bfloat16 and channels_last.
+
+torch's own is scalar code there: it took 60 % of an autoencoder's training step.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _GroupNorm(torch.autograd.Function):
+    """torch's forward pass; backward as two sums over the positions and one linear combination of x and the gradient.
+
+    Wu and He 2018; the gradient is that of batch normalisation over the values of a group.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, x.shape[0], x.shape[1], x[0, 0].numel(), groups, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        g = grads[0].to(x.dtype)
+        size, (groups, each, n) = x.shape[:2], (mean.shape[1], x.shape[1] // mean.shape[1], x[0, 0].numel())
+
+        def spread(values: Tensor) -> Tensor:  # (B, groups) -> (B, C)
+            return values.float().repeat_interleave(each, dim=1)
+
+        mean, rstd = spread(mean), spread(rstd)
+        sum_g, sum_gx = (values.sum((2, 3)).float() for values in (g, g * x))  # (B, C)
+        sum_gx = rstd * (sum_gx - mean * sum_g)  # of the gradient times the normalised x
+        mean_g, mean_gx = (
+            spread((weight * total).view(size[0], groups, each).mean(2)) / n for total in (sum_g, sum_gx)
+        )
+        of_g, of_x, constant = (
+            (values.to(x.dtype))[:, :, None, None]
+            for values in (rstd * weight, -rstd.square() * mean_gx, rstd * (rstd * mean * mean_gx - mean_g))
+        )
+        return torch.addcmul(constant, g, of_g).addcmul_(x, of_x), sum_gx.sum(0), sum_g.sum(0), None, None
+
+
+def _forward(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    if x.dtype != torch.bfloat16 or x.ndim != 4:
+        return nn.GroupNorm.forward(norm, x)
+    return _GroupNorm.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps)  # type: ignore[no-untyped-call]
+
+
+def use_fast_backward(network: nn.Module) -> None:
+    """Let each GroupNorm of a network that gets bfloat16 images (B,C,h,w) use the backward pass of this module."""
+    for module in network.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
