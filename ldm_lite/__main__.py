@@ -11,6 +11,7 @@ COMMANDS = {
     "reconstruct": "a picture through an autoencoder and back",
     "samplers": "compare samplers: a table and a picture",
     "train": "train or fine-tune",
+    "export": "compile the UNet ahead of time",
     "bench": "measure: speed, memory, against peers",
 }
 

@@ -96,7 +96,8 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     where = {"size": size, "ckpt": options.ckpt, "device": str(device), "threads": torch.get_num_threads()}
     report = Report(_about(options, pipe, where), {name: CONFIGURATIONS[name].title for name in configs})
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
-    cells = [Cell(section, dtype, batch) for dtype in dtypes for batch in _batches(options) for section in sections]
+    batches = sorted({*cli.numbers(options.batches, "--batches"), *([16] if options.full else [])})
+    cells = [Cell(section, dtype, batch) for dtype in dtypes for batch in batches for section in sections]
     if options.resume:
         earlier = from_json((_folder(options) / RESULTS).read_text(encoding="utf-8"))
         report.tables += earlier.tables
@@ -138,17 +139,6 @@ def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
         if name not in known:
             raise ValueError(f"unknown {name!r} in --{flag}: wanted some of {', '.join(known)}")
     return names
-
-
-def _batches(options: Options) -> list[int]:
-    """The batch sizes, the smallest first.  Raises ValueError for what is none."""
-    try:
-        sizes = {int(size) for size in options.batches.split(",")} | ({16} if options.full else set())
-    except ValueError as error:
-        raise ValueError(f"got --batches {options.batches}, wanted whole numbers with commas between") from error
-    if min(sizes) < 1:
-        raise ValueError(f"got --batches {options.batches}, wanted 1 or more")
-    return sorted(sizes)
 
 
 def _folder(options: Options) -> Path:

@@ -44,6 +44,7 @@ class LoadOptions:
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: str | None = option(None, "take the text encoder from this file")
     lora: tuple[str, ...] = option((), "merge a LoRA file, FILE or FILE:WEIGHT; repeatable")
+    compiled: str | None = option(None, "run the UNet of this package, which `python -m ldm_lite.export` has written")
     ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
     zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
@@ -63,7 +64,7 @@ class LoadOptions:
         if bad := [item for item in self.metadata if "=" not in item]:
             raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
         values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
-        tuning = {name: values.pop(name) for name in ("attention",)}
+        tuning = {name: values.pop(name) for name in ("attention", "compiled")}
         values["tuning"] = {name: value for name, value in tuning.items() if value is not None}
         return values
 
@@ -149,6 +150,17 @@ def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
     if each.metadata["positional"]:
         section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
     section.add_argument(*names, **kwargs)
+
+
+def numbers(text: str, what: str) -> list[int]:
+    """Whole numbers from 1 on, with commas between.  Raises ValueError, which says what they are, for anything else."""
+    try:
+        found = [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"got {what} {text!r}, wanted whole numbers with commas between") from error
+    if min(found) < 1:
+        raise ValueError(f"got {what} {text!r}, wanted 1 or more")
+    return found
 
 
 # ---- running a command ----------------------------------------------------------------------------------------------

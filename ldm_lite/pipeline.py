@@ -114,7 +114,7 @@ def load(
     other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder" (for
     both of two).  lora names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to
     the file's; zero_snr shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
-    tuning holds what runtime.tuning.tune takes, for instance {"attention": "flash"}.
+    tuning holds what runtime.tuning.tune takes, for instance {"attention": "flash", "compiled": "unet.pt2"}.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()

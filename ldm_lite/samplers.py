@@ -79,19 +79,12 @@ def compare(pipe: "Pipeline", options: Options, on_run: Callable[[], None] = lam
     for name in names:
         plan = make_plan(name, pipe.schedule, 20)
         # With noise there is no one solution; an LCM's answers are not this equation's.
-        counts = [] if plan.draws.any() else _numbers(options.steps)
+        counts = [] if plan.draws.any() else cli.numbers(options.steps, "--steps")
         errors = {steps: float((run(name, steps) - truth).norm() / truth.norm()) for steps in counts}
         spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
         about = (SAMPLERS[name].__doc__ or "").splitlines()[0]
         rows.append(Comparison(name, len(plan.t), bool(plan.draws.any()), spacing, about, errors))
     return rows
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"got step counts {text!r}, wanted whole numbers with commas between") from error
 
 
 def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
@@ -127,7 +120,7 @@ def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "
     right.set(
         title=f"{pipe.name}, {options.spacing} spacing", xlabel="steps", ylabel="relative error of the last latents"
     )
-    counts = _numbers(options.steps)
+    counts = cli.numbers(options.steps, "--steps")
     right.set_xticks(counts, labels=map(str, counts))
     right.minorticks_off()
     for axes in (left, right):
@@ -142,7 +135,7 @@ def run(options: Options, load: LoadOptions) -> None:
     """Load, compare, print the table, save the picture."""
     from ldm_lite.diffusion.names import make_plan
 
-    steps, saver = _numbers(options.steps), cli.Saver(SaveOptions(out=options.out), "samplers")
+    steps, saver = cli.numbers(options.steps, "--steps"), cli.Saver(SaveOptions(out=options.out), "samplers")
     pipe = ldm_lite.load(**load.arguments())
     for count in (*steps, options.reference):
         make_plan("heun", pipe.schedule, count, spacing=options.spacing)

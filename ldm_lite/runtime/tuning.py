@@ -4,22 +4,25 @@ import ctypes
 import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from ldm_lite.runtime import aot, winograd
 from ldm_lite.runtime import attention as attention_backends
-from ldm_lite.runtime import winograd
 
 log = logging.getLogger("ldm_lite")
 
 
-def tune(networks: Mapping[str, nn.Module], *, attention: str = "sdpa") -> None:
+def tune(networks: Mapping[str, nn.Module], *, attention: str = "sdpa", compiled: str | None = None) -> None:
     """Set up networks, by their roles, where they are now: in place, once, before they are used.
 
-    attention is a name of runtime.attention.NAMES.  On a GPU the weights become channels last; on a CPU in float32 the
-    3x3 convolutions take Winograd's way, and freed memory is kept for the next tensor.
-    Raises ValueError if the UNet cannot have the attention; other networks then keep PyTorch's, which is said.
+    attention is a name of runtime.attention.NAMES; compiled a package of ldm_lite.export that the UNet is to run.
+    On a GPU the weights become channels last; on a CPU in float32 the 3x3 convolutions take Winograd's way, and freed
+    memory is kept for the next tensor.
+    Raises ValueError if the UNet cannot have the attention, or run the package; other networks that cannot have the
+    attention keep PyTorch's, which is said.
     """
     for role, network in networks.items():
         _set_attention(role, network, attention)
@@ -29,6 +32,8 @@ def tune(networks: Mapping[str, nn.Module], *, attention: str = "sdpa") -> None:
         elif device == "cpu":
             winograd.use(network)
             keep_freed_memory()
+    if compiled is not None:
+        aot.use(networks["unet"], Path(compiled))
 
 
 def _set_attention(role: str, network: nn.Module, name: str) -> None:

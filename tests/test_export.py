@@ -1,0 +1,66 @@
+"""The command that compiles ahead of time, but for the compiler, which tests/runtime/test_aot.py runs."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import ldm_lite
+from ldm_lite import export as command
+from ldm_lite.runtime import aot
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The compiler writes down the shapes of the latents that it is given, and leaves a file."""
+    shapes: list[tuple[int, ...]] = []
+
+    def write(network: nn.Module, examples: Sequence[aot.Inputs], path: Path) -> None:
+        shapes.extend(tuple(inputs[0].shape) for inputs in examples if inputs[0] is not None)
+        path.write_bytes(b"compiled")
+        for inputs in examples:
+            network(*inputs)
+
+    monkeypatch.setattr(aot, "export", write)
+    monkeypatch.setattr(aot, "use", lambda network, path: None)
+    return shapes
+
+
+def test_the_command(
+    exported: list[tuple[int, ...]], small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "unet.pt2"
+    arguments = ["--ckpt", os.fspath(small_path), "--device", "cpu", "--out", os.fspath(out)]
+    assert command.main([*arguments, "--sizes", "64x64,128x64", "--batches", "1,2", "--chunks", "2"]) == 0
+    assert exported == [(2, 4, 8, 8), (4, 4, 8, 8), (2, 4, 8, 16), (4, 4, 8, 16)]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "latents 2x4x8x8: differs from the network by 0.0e+00, relative"
+    assert lines[-1].startswith(str(out))
+    exported.clear()
+    assert command.main([*arguments, "--branches", "1"]) == 0
+    assert exported == [(1, 4, 8, 8)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--sizes", "64"], "got --sizes 64, wanted WIDTHxHEIGHT"),
+        (["--sizes", "65x64"], "wanted multiples of 8"),
+        (["--batches", "0"], "got --batches '0', wanted 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str], line: str, exported: list[object], small_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--ckpt", os.fspath(small_path), "--device", "cpu", *arguments]) == 2
+    assert line in capsys.readouterr().err
+    assert not exported
+
+
+def test_load_runs_the_package(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[nn.Module, Path]] = []
+    monkeypatch.setattr(aot, "use", lambda network, path: used.append((network, path)))
+    pipe = ldm_lite.load(small_path, device="cpu", tuning={"compiled": "unet.pt2"})
+    assert used == [(pipe.unet, Path("unet.pt2"))]
