@@ -189,6 +189,9 @@ def _unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
 SGM = "conditioner.embedders."  # what text encoders' keys begin with in files of generative-models: SDXL, SD-Turbo
 # A component's role, a key that it always has, and the prefixes under which it is found; the first match first.
 COMPONENTS = (
+    ("control", "input_hint_block.0.weight", ("control_model.", "")),
+    ("adapter", "body.0.block1.weight", ("adapter.", "")),
+    ("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
@@ -211,7 +214,7 @@ COMPONENTS = (
 NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
     r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
-    r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr)$"
+    r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr|difference)$"
 )
 EMA = "model_ema."
 
@@ -246,7 +249,7 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
     components = {}
     used: set[str] = set()
     for role, probe, prefixes in COMPONENTS:
-        found = next((prefix for prefix in prefixes if prefix + probe in stored), None)
+        found = next((prefix for prefix in prefixes if prefix + probe in stored.keys() - used), None)
         if found is None or role in components:
             continue
         keys = {key.removeprefix(found): key for key in stored if key.startswith(found) and key not in used}

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.vae_kl import VAESpec
@@ -21,8 +22,8 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with --lora)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding",
-    r"^control_model\.|^input_hint_block\.|^zero_convs\.|^controlnet_cond_embedding\.": "a ControlNet",
-    r"^(adapter\.)?body\.0\.(block1|body\.0)\.": "a T2I-Adapter",
+    r"^controlnet_cond_embedding\.": "a ControlNet in the format of diffusers",
+    r"^(adapter\.)?style_embedding$": "a T2I-Adapter for styles, which is not supported",
     r"^encoder_pooling\.1\.": "a DeepFloyd IF stage",
     r"SelfAttention\.relative_attention_bias": "a T5 text encoder",
     r"joint_blocks\.": "Stable Diffusion 3",
@@ -101,6 +102,23 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
         scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
         resblock_updown=bool(ups),
     )
+
+
+def infer_adapter(shapes: Shapes, num_levels: int) -> AdapterSpec:
+    """Shapes of a T2I-Adapter's weights, and the number of its UNet's levels -> its spec.
+
+    Raises KeyError if a key that every such adapter has is missing.
+    """
+    light, num_blocks = "body.0.in_conv.weight" in shapes, _count(shapes, r"body\.(\d+)\.")
+    unshuffled = shapes["body.0.in_conv.weight" if light else "conv_in.weight"][1]
+    factor = 16 if unshuffled % 256 == 0 else 8
+    if light:
+        channels = [shapes[f"body.{i}.out_conv.weight"][0] for i in range(num_blocks)]
+        num_res_blocks = _count(shapes, r"body\.0\.body\.(\d+)\.")
+    else:
+        num_res_blocks = max(1, num_blocks // (num_levels + (factor == 16)))
+        channels = [shapes[f"body.{i}.block1.weight"][0] for i in range(0, num_blocks, num_res_blocks)]
+    return AdapterSpec(unshuffled // factor**2, factor, tuple(channels), num_res_blocks, light)
 
 
 def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ldm_lite.checkpoint import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
-from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.diffusion.step import Model, denoise_step, rows
 from ldm_lite.pipeline import Pipeline
 
 log = logging.getLogger("ldm_lite")
@@ -50,18 +50,19 @@ def denoise(
     plan: Plan,
     *,
     rescale: float = 0.0,
-    percentile: float | None = None,
-    limit: float | None = None,
+    threshold: tuple[float, float] | None = None,
     draw: Draw | None = None,
     kept: Kept | None = None,
     later: Handover | None = None,
+    network: Callable[[int], Model] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
     noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
-    guidance.classifier_free makes them; rescale in [0,1], percentile in (0,1) and limit >= 1 as in guidance.py.  draw
-    gives the noise of stochastic samplers; kept is what is not to change; later takes over from one of the steps on.
-    Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
+    guidance.classifier_free makes them; rescale in [0,1] and threshold, (percentile, limit), as in guidance.py.  draw
+    gives the noise of stochastic samplers; kept is what is not to change; later takes over from one of the steps on;
+    network says what runs in place of pipe's own in a step, counted from 0.  Raises ValueError for shapes that do not
+    fit the model, and if the plan needs a draw.
     """
     stages = [Handover(pipe, branches, 0)] + ([] if later is None else [later])
     for stage in stages:
@@ -80,10 +81,11 @@ def denoise(
         return None if value is None else torch.tensor(value, dtype=torch.float32, device=device)
 
     truth = None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept))
-    inputs = []
+    percentile, limit = (None, None) if threshold is None else map(tensor, threshold)
+    inputs: list[tuple[Model, Conditioning, Guidance]] = []
     for stage in stages:
         weights = stage.branches.weights if len(stage.branches.weights) > 1 else None
-        guidance = Guidance(tensor(weights), tensor(rescale or None), tensor(percentile), truth, tensor(limit))
+        guidance = Guidance(tensor(weights), tensor(rescale or None), percentile, truth, limit)
         inputs.append((stage.pipe.unet, _stacked(stage.branches.conditionings, device, dtype), guidance))
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
@@ -91,6 +93,8 @@ def denoise(
     for i, row in enumerate(rows(plan, device)):
         fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
         unet, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
+        if network is not None and unet is pipe.unet:
+            unet = network(int(plan.step[i]))
         registers = denoise_step(unet, registers, row, fresh, conditioning, guidance, dtype)
         if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
             yield registers[0]

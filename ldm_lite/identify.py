@@ -121,6 +121,9 @@ def parse_prediction(name: str) -> Prediction:
 
 def complete(got: Collection[str], wanted: Iterable[str]) -> None:
     """Raises ValueError if one of the wanted roles of networks is not among those got."""
+    if set(got) in ({"control"}, {"adapter"}):
+        what = "a ControlNet" if "control" in got else "a T2I-Adapter"
+        raise ValueError(f"is {what}, to be added to a checkpoint: --control FILE:IMAGE beside --ckpt")
     if lacks := [role for role in wanted if role not in got]:
         flags = " and ".join(dict.fromkeys(f"--{role.removesuffix('_2').replace('_', '-')} FILE" for role in lacks))
         raise ValueError(f"holds only {', '.join(got)}: name what is missing with {flags}")

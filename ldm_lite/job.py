@@ -59,6 +59,14 @@ class JobOptions:
     dynamic_threshold: float | None = option(None, "percentile of x0 to clamp to, 0 to 1, for models of pixels")
     eta: float | None = option(None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta")
     churn: float | None = option(None, "noise added and removed again over all steps, for euler, heun and dpm2")
+    control: tuple[str, ...] = option(
+        (),
+        "steer by a picture, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool], FILE a ControlNet or T2I-Adapter, from "
+        "START to END of the steps; guess: not the negative prompt; pool: for the shuffle network; repeatable",
+    )
+    preprocess: str | None = option(
+        None, "make the pictures of --control maps: canny, canny:LOW:HIGH or inpaint; one for all, or canny,none"
+    )
     seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
     height: int | None = option(None, "pixels, a multiple of 8", "--H")
     width: int | None = option(None, "pixels, a multiple of 8", "--W")
@@ -82,8 +90,10 @@ class JobOptions:
 
 def check(options: JobOptions) -> None:
     """Raises ValueError for options that are wrong whatever the checkpoint."""
+    from ldm_lite.control import parse
     from ldm_lite.diffusion.names import resolve
 
+    parse(options.control, options.preprocess)
     if options.sampler is not None:
         sampler, _ = resolve(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):

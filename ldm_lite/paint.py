@@ -7,7 +7,8 @@ stays, what the network reads beside the prompt); paint() does the rest.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ldm_lite.control import Control, Steering
     from ldm_lite.diffusion.guidance import Branches, Conditioning
     from ldm_lite.diffusion.plan import Plan
     from ldm_lite.diffusion.schedule import Level
@@ -70,13 +72,15 @@ def paint(
     import torch
 
     from ldm_lite import generate
+    from ldm_lite.control import load_controls, parse
 
+    controls = load_controls(pipe, parse(options.control, options.preprocess))
     painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)
     embed = painter.embedder(pipe, context, uncond)
     refine = None if setup.refiner is None else painter.embedder(setup.refiner[0], None, None)
     generator = torch.Generator(pipe.device).manual_seed(options.seed) if options.compat else None
     for number, canvas in enumerate(canvases):
-        begin = painter.beginner(canvas, generator)
+        begin, steering = painter.beginner(canvas, generator), painter.steering(canvas, controls)
         for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
             rows = range(first, min(first + options.batch_size, count))
             offset = (number * options.repeats + repeat) * count
@@ -86,7 +90,7 @@ def paint(
             if refine is not None and setup.refiner is not None:
                 refining = painter.branches(canvas, *refine(rows, canvas), len(rows))
                 later = generate.Handover(setup.refiner[0], refining, setup.refiner[1])
-            latents = painter.latents(canvas, branches, later, *begin(seeds))
+            latents = painter.latents(canvas, branches, later, steering, *begin(seeds))
             for pixels, row, seed in zip(generate.decode(pipe, latents), rows, seeds, strict=True):
                 pixels, prompt = canvas.finish(pixels), setup.prompts[row]
                 yield Result(pixels, prompt, seed, painter.parameters(canvas, pixels, prompt, seed))
@@ -173,11 +177,22 @@ class _Painter:
 
         return shared
 
+    def steering(self, canvas: Canvas, controls: "Sequence[Control]") -> "Steering | None":
+        """What the controls make of their pictures at a canvas's size."""
+        from ldm_lite.control import Steering
+
+        if not controls or self.setup.plan is None:
+            return None
+        _, h, w = canvas.latent_shape
+        factor = self.pipe.vae.spec.factor
+        return Steering(self.pipe, controls, self.setup.plan, (factor * w, factor * h))
+
     def latents(
         self,
         canvas: Canvas,
         branches: "Branches",
         later: "Handover | None",
+        steering: "Steering | None",
         init: "Tensor | None",
         noise: "Tensor",
         draw: "Draw",
@@ -200,10 +215,11 @@ class _Painter:
             branches,
             plan,
             rescale=options.guidance_rescale,
-            percentile=options.dynamic_threshold,
+            threshold=None if options.dynamic_threshold is None else (options.dynamic_threshold, math.inf),
             draw=draw,
             kept=None if init is None or canvas.mask is None else Kept(init, canvas.mask),
             later=later,
+            network=None if steering is None else functools.partial(steering.network, len(branches.weights)),
         )
         for step, x in enumerate(steps, start=1):
             if self.on_step is not None:
@@ -241,6 +257,8 @@ class _Painter:
         stated = {
             **canvas.settings,
             "Image CFG scale": self.setup.image_scale,
+            "Control": " ".join(options.control) or None,
+            "Control preprocess": options.preprocess,
             "Schedule type": options.spacing,
             "Eta": options.eta,
             "Sigma churn": options.churn,

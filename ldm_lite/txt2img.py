@@ -59,6 +59,7 @@ def txt2img(
     prompt.  refiner is a loaded one, in place of options.refiner.  on_step is called after every denoising step.
     Raises ValueError, one line, for options that do not fit.
     """
+    from ldm_lite.control import natural_size
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.paint import Canvas, Setup, paint
 
@@ -68,8 +69,11 @@ def txt2img(
     check_command(pipe, "txt2img")
     prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
-    height = family.resolution if options.height is None else options.height
-    width = family.resolution if options.width is None else options.width
+    width, height = family.resolution, family.resolution
+    if options.control and options.height is None and options.width is None:
+        width, height = natural_size(options.control, family.resolution)
+    height = height if options.height is None else options.height
+    width = width if options.width is None else options.width
     steps = family.steps if options.steps is None else options.steps
     spacing = "original" if options.compat else options.spacing
     sampler = sampler_of(pipe, options)

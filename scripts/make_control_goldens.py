@@ -27,7 +27,7 @@ import toy
 from diffusers import ControlNetModel
 from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
 from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
-from random_checkpoint import SMALL, random_tensor
+from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor
 
 from ldm_lite.benchmark import peers
@@ -87,6 +87,45 @@ def diffusers_control() -> dict[int, Tensor]:
     down, middle = network.eval()(x, toy.T, context, toy.picture(h=72, w=56).expand(2, -1, -1, -1), return_dict=False)
     results = [*down, middle]
     return {i: results[i] for i in KEPT}
+
+
+def steered() -> Arrays:
+    """Ten guided steps on the small Stable Diffusion 1 by diffusers, steered by OpenCV's edges of a picture."""
+    weights = {f"control_model.{key}": value for key, value in toy.control(SMALL.unet).items()}
+    config: dict[str, Any] = {
+        "block_out_channels": (32, 64),
+        "layers_per_block": 1,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "cross_attention_dim": 64,
+        "attention_head_dim": 4,
+        "conditioning_embedding_out_channels": (16, 32, 96, 256),
+    }
+    network = ControlNetModel(**config)
+    network.load_state_dict(convert_controlnet_checkpoint(weights, config), strict=True)
+    unet = peers.unet(SMALL, dict(state_dict(SMALL)))
+    context = torch.cat([toy.normal(12, 1, 5, 64), toy.normal(13, 1, 5, 64)])
+    edges = torch.from_numpy(cv2.Canny(toy.photo(), 100, 200))[None, None].expand(2, 3, -1, -1) / 255
+    arrays = {}
+    for name, (weight, last, guess) in toy.STEERED.items():
+        x, scheduler = toy.normal(11, 1, 4, 8, 8), peers.schedulers(SMALL)["ddim"]()
+        scheduler.set_timesteps(10)
+        for step, t in enumerate(scheduler.timesteps):
+            both = torch.cat([x, x])
+            down, middle = network(both, t, context, edges, conditioning_scale=weight, return_dict=False)
+            if step >= last:
+                down, middle = [0 * each for each in down], 0 * middle
+            if guess:
+                factors = [0.825 ** (len(down) - i) for i in range(len(down))]
+                down = [factor * each for factor, each in zip(factors, down, strict=True)]
+                for each in (*down, middle):
+                    each[0] = 0
+            out = unet(both, t, context, down_block_additional_residuals=down, mid_block_additional_residual=middle)
+            uncond, cond = out.sample.chunk(2)
+            x = scheduler.step(uncond + 7.5 * (cond - uncond), t, x).prev_sample
+        arrays[f"steered.{name}"] = x
+    for low, high in toy.THRESHOLDS:
+        arrays[f"canny.{low}"] = torch.from_numpy(cv2.Canny(toy.photo(45, 70), low, high)).float()
+    return arrays
 
 
 def adapters(originals: Path) -> Arrays:
@@ -244,7 +283,7 @@ def main() -> None:
     originals = parser.parse_args().originals.resolve()
     about = made_with(originals)
     with torch.no_grad():
-        arrays = controlnets(originals) | adapters(originals) | deepfloyd(originals)
+        arrays = controlnets(originals) | steered() | adapters(originals) | deepfloyd(originals)
         write(DATA / "control.npz", arrays, torch.float32, about)
         torch.set_default_dtype(torch.float64)
         write(DATA / "if.npz", deepfloyd_sampling(originals), torch.float64, about)

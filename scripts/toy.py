@@ -13,6 +13,7 @@ from random_checkpoint import SMALL, random_tensor
 from torch import Tensor, nn
 
 from ldm_lite.models.bert import BERTSpec
+from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
@@ -124,6 +125,10 @@ T5 = T5Spec(
     vocab_size=120, width=48, mlp_width=80, layers=2, heads=4, head_dim=8, buckets=8, max_distance=12
 )  # heads * head_dim is not the width, as in no released encoder
 
+THRESHOLDS = ((100, 200), (20, 350))  # of Canny's edges
+# Runs with a ControlNet: (weight, number of steps of ten that it steers, guess mode).
+STEERED = {"plain": (1.0, 10, False), "half": (0.8, 5, False), "guess": (1.0, 10, True)}
+
 # T2I-Adapters for SD1 and sdxl_base above, of every kind.
 ADAPTERS = {
     "rgb": AdapterSpec(in_channels=3, factor=8, channels=(32, 64, 64), num_res_blocks=2, light=False),
@@ -174,6 +179,11 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, dtype=np.float32))
 
 
+def control(spec: UNetSpec) -> dict[str, Tensor]:
+    """The weights of a ControlNet for a UNet, as its file holds them."""
+    return fill(ControlNet(spec), "control_model.").state_dict()
+
+
 def unet_inputs(spec: UNetSpec, h: int = 8, w: int = 12) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (2,in_channels,h,w), and context (2,5,context_dim) and y (vector or classes), or None."""
     context = None if spec.context_dim is None else normal(2, 2, 5, spec.context_dim)
@@ -205,6 +215,13 @@ def if_inputs(spec: IFSpec, h: int = 16, w: int = 24) -> tuple[Tensor, Tensor, T
 def picture(channels: int = 3, h: int = 64, w: int = 96) -> Tensor:
     """A picture (1,channels,h,w) in [0,1]."""
     return normal(9, 1, channels, h, w).sigmoid()
+
+
+def photo(h: int = 64, w: int = 64) -> NDArray[np.uint8]:
+    """A smooth colourful picture (h,w,3), with edges."""
+    y, x = np.mgrid[:h, :w] / 10
+    waves = np.stack([np.sin(x + y), np.sin(2 * x) * np.cos(y), np.sign(np.sin(x * y / 3))], axis=2)
+    return (127.5 + 127.5 * waves).astype(np.uint8)
 
 
 def token_ids(vocab_size: int, length: int) -> Tensor:

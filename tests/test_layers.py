@@ -18,16 +18,16 @@ LAYERS = [
     {"cli"},
     {"benchmark"},
     {"generate", "training"},
-    {"conditioning"},
+    {"conditioning", "control"},
     {"pipeline", "prompt"},
     {"adapters"},
-    {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes"},
+    {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes", "canny"},
     {"identify"},
     {"families"},
     {"networks", "fingerprint"},
     {"models", "diffusion"},
 ]
-LEAVES = {"cli", "hub", "image", "boxes", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
+LEAVES = {"cli", "hub", "image", "boxes", "canny", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
