@@ -56,6 +56,10 @@ def encode_prompts(pipe: Pipeline, prompts: Prompts, reading: Reading = PLAINLY)
 
     What does not fit into the encoder is said, once a prompt.
     """
+    if reading.syntax == "plain" and pipe.tokenizer is not None:
+        for prompt in dict.fromkeys(prompts):
+            if dropped := pipe.tokenizer.dropped(prompt or ""):
+                log.warning("prompt is too long, dropped from it: %s", dropped)
     return CONDITIONERS[pipe.family.conditioner](pipe, prompts, reading)
 
 
@@ -130,12 +134,7 @@ def unclip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
 
 def _read(tokenizer: TextTokenizer, prompts: Prompts, reading: Reading) -> Chunks:
     """Ids and weights (B * K, T) of prompts that all have as many chunks; no prompt is an empty one."""
-    texts = [prompt or "" for prompt in prompts]
-    if reading.syntax == "plain":
-        for text in dict.fromkeys(texts):
-            if dropped := tokenizer.dropped(text):
-                log.warning("prompt is too long, dropped from it: %s", dropped)
-    parts = [chunks(tokenizer, text, reading.syntax) for text in texts]
+    parts = [chunks(tokenizer, prompt or "", reading.syntax) for prompt in prompts]
     num_chunks = max(reading.num_chunks, *(len(part.ids) for part in parts))
     empty = chunks(tokenizer, "")
     padded = [part for each in parts for part in (each, *[empty] * (num_chunks - len(each.ids)))]

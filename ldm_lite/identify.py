@@ -40,6 +40,11 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
             raise ValueError(
                 f"this is a checkpoint of {name}, which is not supported yet: take a Stable Diffusion 1.x one"
             )
+        elif spec.context_dim is not None and spec.middle_depth == 0:
+            raise ValueError(
+                "this UNet has no attention in its middle: it is a distilled one (SSD-1B, Segmind-Vega, BK-SDM or the "
+                "like), which is not supported"
+            )
         else:
             family = _described(spec, shapes, metadata)
     except KeyError as error:

@@ -46,7 +46,7 @@ class JobOptions:
     prompt_syntax: str = option("plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length")
     clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the one it was trained with")
     sampler: str | None = option(
-        None, "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all"
+        None, "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all (for most: ddim)"
     )
     spacing: str | None = option(
         None,

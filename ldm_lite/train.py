@@ -212,10 +212,9 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
     if options.stage == "autoencoder":
         return pipe, AutoencoderTask(vae, not options.freeze_encoder), source
     text = pipe.text_encoder
-    if pipe.family.task != "txt2img" or not isinstance(text, CLIPTextEncoder):
-        raise ValueError(
-            f"{pipe.family.title} reads an image beside the text: only models of text alone are trained here"
-        )
+    alone = pipe.family.task == "txt2img" and pipe.family.conditioner == "clip"
+    if not alone or not isinstance(text, CLIPTextEncoder):
+        raise ValueError(f"{pipe.family.title}: only models of text alone, read by one CLIP-L, are trained here")
     vae.requires_grad_(False).eval()
     if options.preset is not None:
         pixels = torch.stack(

@@ -43,21 +43,57 @@ def common(family: Family, weights: peers.Weights) -> dict[str, object]:
     return {**network, "scheduler": scheduler(family)}
 
 
+def sd2_pipeline(
+    family: Family, weights: peers.Weights, tokenizer: transformers.CLIPTokenizer
+) -> diffusers.StableDiffusionPipeline:
+    """diffusers' pipeline for a whole original state dict of Stable Diffusion 2."""
+    pipe = diffusers.StableDiffusionPipeline(
+        **common(family, weights),
+        text_encoder=peers.text_encoder(family, weights),
+        tokenizer=tokenizer,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sdxl_pipeline(
+    family: Family,
+    weights: peers.Weights,
+    first: transformers.CLIPTokenizer,
+    second: transformers.CLIPTokenizer,
+) -> diffusers.StableDiffusionXLPipeline:
+    """The same of SDXL base."""
+    pipe = diffusers.StableDiffusionXLPipeline(
+        **common(family, weights),
+        text_encoder=peers.text_encoder(family, weights),
+        text_encoder_2=peers.text_encoder_2(family, weights),
+        tokenizer=first,
+        tokenizer_2=second,
+        add_watermarker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def tokenizers() -> tuple[transformers.CLIPTokenizer, transformers.CLIPTokenizer]:
+    """Those of CLIP-L and of OpenCLIP, which differ in what they pad with."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (reference(read_merges(source()), Path(folder)) for _ in range(2))
+    first.model_max_length = second.model_max_length = 77
+    second.pad_token = "!"
+    return first, second
+
+
 def stable_diffusion_2(tokenizer: transformers.CLIPTokenizer) -> Arrays:
     """Both kinds of prediction."""
     arrays: Arrays = {}
     for prediction in ("eps", "v"):
         family = with_prediction(small("sd2"), prediction)
         weights = dict(state_dict(family))
-        pipe = diffusers.StableDiffusionPipeline(
-            **common(family, weights),
-            text_encoder=peers.text_encoder(family, weights),
-            tokenizer=tokenizer,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-        pipe.set_progress_bar_config(disable=True)
+        pipe = sd2_pipeline(family, weights, tokenizer)
         arguments = {"num_inference_steps": 4, "guidance_scale": 9.0, "height": 64, "width": 64, "latents": NOISE}
         run = pipe(PROMPT, negative_prompt=NEGATIVE, output_type="latent", **arguments).images
         arrays[f"sd2.{prediction}.latents"] = run
@@ -71,14 +107,7 @@ def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) 
     """Without a negative prompt, with an empty one, with sizes, and handed over to the refiner in the middle."""
     family, refiner = small("sdxl_base"), small("sdxl_refiner")
     weights, refining = dict(state_dict(family)), dict(state_dict(refiner))
-    base = diffusers.StableDiffusionXLPipeline(
-        **common(family, weights),
-        text_encoder=peers.text_encoder(family, weights),
-        text_encoder_2=peers.text_encoder_2(family, weights),
-        tokenizer=first,
-        tokenizer_2=second,
-        add_watermarker=False,
-    )
+    base = sdxl_pipeline(family, weights, first, second)
     last = diffusers.StableDiffusionXLImg2ImgPipeline(
         **common(refiner, refining),
         text_encoder=None,
@@ -89,8 +118,7 @@ def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) 
         force_zeros_for_empty_prompt=False,  # as in the released refiner's configuration
         add_watermarker=False,
     )
-    for pipe in (base, last):
-        pipe.set_progress_bar_config(disable=True)
+    last.set_progress_bar_config(disable=True)
     arguments = {"num_inference_steps": 4, "guidance_scale": 5.0, "output_type": "latent"}
     image = {"height": 64, "width": 64, "latents": NOISE, **arguments}
     arrays: Arrays = {}
@@ -120,11 +148,7 @@ def unclip() -> Arrays:
 
 def main() -> None:
     """Write the goldens."""
-    with tempfile.TemporaryDirectory() as folder:
-        first = reference(read_merges(source()), Path(folder))
-        first.model_max_length = 77
-        second = reference(read_merges(source()), Path(folder))
-        second.model_max_length, second.pad_token = 77, "!"
+    first, second = tokenizers()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
         arrays = stable_diffusion_2(second) | sdxl(first, second) | unclip()

@@ -355,3 +355,39 @@ def test_an_image_embedding_is_read(
 def test_inpainting_files_are_refused_by_name(files: Callable[[str], Path], tmp_path: Path) -> None:
     for name in ("sd2_inpaint", "sdxl_inpaint"):
         assert command(tmp_path, files(name)) == 2
+
+
+def test_what_is_too_long_is_said_once_though_two_encoders_read_it(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode_prompts(load("sdxl_base"), ["a " * 75 + "fox", None])
+    assert [record.getMessage() for record in caplog.records] == ["prompt is too long, dropped from it: fox"]
+
+
+def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
+    pipe = load("sdxl_base")
+    long = encode_prompts(pipe, ["a cat, " * 30], Reading(syntax="a1111"))
+    assert long.context.shape == (1, 2 * 77, 160)
+    first = encode_prompts(pipe, ["a cat, " * 25], Reading(syntax="a1111"))
+    assert torch.allclose(long.context[:, :77], first.context, atol=1e-5)
+    assert torch.allclose(long.y, first.y, atol=1e-5)  # the pooled output is the first chunk's
+
+
+def test_what_is_not_for_these_families_says_so(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
+    from ldm_lite import bench, cli, train
+
+    data = tmp_path / "data"
+    data.mkdir()
+    Image.new("RGB", (64, 64)).save(data / "a.png")
+    (data / "a.txt").write_text("a")
+    for name in ("sd2", "sdxl_base"):
+        options = train.Options(data=str(data), out=str(tmp_path / "run"), steps=1)
+        with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
+            train.train(options, cli.LoadOptions(ckpt=str(files(name)), device="cpu"))
+    assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
+
+
+def test_distilled_unets_without_a_middle_are_named() -> None:
+    shapes = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items() if "middle_block.1." not in key}
+    with pytest.raises(ValueError, match="no attention in its middle: it is a distilled one"):
+        identify({"unet": shapes}, {}, sgm=True)

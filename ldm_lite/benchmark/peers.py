@@ -107,8 +107,11 @@ def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool)
         hidden_act=spec.activation if isinstance(spec, CLIPTextSpec) else "gelu",
         projection_dim=spec.width,
     )
-    # not on meta: it has non-persistent buffers
-    network = (transformers.CLIPTextModelWithProjection if pooled else transformers.CLIPTextModel)(config)
+    with torch.device("meta"):
+        network = (transformers.CLIPTextModelWithProjection if pooled else transformers.CLIPTextModel)(config)
+    for module in network.modules():
+        if "position_ids" in dict(module.named_buffers(recurse=False)):  # which no file has
+            module.position_ids = torch.arange(spec.length)[None]
     if isinstance(spec, CLIPTextSpec):
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         own.pop("embeddings.position_ids", None)
