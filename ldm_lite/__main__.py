@@ -8,6 +8,8 @@ import ldm_lite
 
 COMMANDS = {
     "txt2img": "text to image",
+    "img2img": "a picture to another, by strength or by instruction",
+    "inpaint": "repaint what a mask says, or beyond the edges",
     "reconstruct": "a picture through an autoencoder and back",
     "samplers": "compare samplers: a table and a picture",
     "train": "train or fine-tune",

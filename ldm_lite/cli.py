@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import inspect
 import logging
 import os
 import signal
@@ -27,9 +28,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def option(default: T, help: str, *flags: str, positional: bool = False, choices: Sequence[str] | None = None) -> T:
-    """A dataclass field that is also a flag: --its-name, and any further spellings in `flags`."""
-    about = {"help": help, "flags": flags, "positional": positional, "choices": choices}
+def option(
+    default: T,
+    help: str,
+    *flags: str,
+    positional: bool = False,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+) -> T:
+    """A dataclass field that is also a flag: --its-name, and any further spellings in `flags`.
+
+    A flag whose field is a tuple may be repeated.  metavar is what --help calls the value.
+    """
+    about = {"help": help, "flags": flags, "positional": positional, "choices": choices, "metavar": metavar}
     return field(default=default, metadata=about)
 
 
@@ -43,12 +54,14 @@ class LoadOptions:
     vae: str | None = option(None, "take the autoencoder from this file")
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: str | None = option(None, "take the text encoder from this file")
-    lora: tuple[str, ...] = option((), "merge a LoRA file, FILE or FILE:WEIGHT; repeatable")
+    lora: tuple[str, ...] = option((), "merge a LoRA file; repeatable", metavar="FILE[:WEIGHT]")
     compiled: str | None = option(None, "run the UNet of this package, which `python -m ldm_lite.export` has written")
     ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
     zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
-    metadata: tuple[str, ...] = option((), "add KEY=VALUE to the file's metadata, for an unknown network; repeatable")
+    metadata: tuple[str, ...] = option(
+        (), "add to the file's metadata, for an unknown network; repeatable", metavar="KEY=VALUE"
+    )
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
     dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
     attention: str | None = option(
@@ -103,16 +116,18 @@ def parse(
     """
     parser = _Parser(
         prog=f"python -m ldm_lite.{command}",
+        usage=f"%(prog)s {'[PROMPT] ' * _has_prompt(groups)}[--flag VALUE ...]",
         description=about,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
     )
     for group in groups:
-        section = parser.add_argument_group(group.__name__)
         hints = typing.get_type_hints(group)
-        for each in dataclasses.fields(group):
-            _add(section, each, hints[each.name])
+        for title, fields in _sections(group):
+            section = parser.add_argument_group(title)
+            for each in fields:
+                _add(section, each, hints[each.name])
     extend(parser)
     given = vars(parser.parse_args(argv))
     for key in [key for key in given if key.endswith("_argument")]:
@@ -126,6 +141,18 @@ def parse(
         group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given}) for group in groups
     ]
     return made, given
+
+
+def _has_prompt(groups: Sequence[type]) -> bool:
+    return any(each.metadata["positional"] for group in groups for each in dataclasses.fields(group))
+
+
+def _sections(group: type) -> list[tuple[str, "list[dataclasses.Field[Any]]"]]:
+    """A dataclass's fields by the class that has defined them, its own first, each with that class's first sentence."""
+    owned: dict[type, list[dataclasses.Field[Any]]] = {each: [] for each in group.__mro__}
+    for each in dataclasses.fields(group):
+        owned[next(owner for owner in owned if each.name in inspect.get_annotations(owner))].append(each)
+    return [((owner.__doc__ or "").split(".")[0].lower(), fields) for owner, fields in owned.items() if fields]
 
 
 def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
@@ -142,11 +169,11 @@ def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
     if hint is bool:
         kwargs["action"] = "store_true"
     elif typing.get_origin(hint) is tuple:
-        kwargs |= {"action": "append", "metavar": "TEXT"}
+        kwargs |= {"action": "append", "metavar": each.metadata["metavar"]}
     else:
         kwargs |= {"type": hint, "choices": each.metadata["choices"]}
         if each.metadata["choices"] is None:
-            kwargs["metavar"] = {int: "N", float: "X"}.get(hint, "TEXT")
+            kwargs["metavar"] = each.metadata["metavar"] or {int: "N", float: "X"}.get(hint, "TEXT")
     if each.metadata["positional"]:
         section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
     section.add_argument(*names, **kwargs)

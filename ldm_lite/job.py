@@ -230,6 +230,6 @@ def serve(
             print(saver.sample(result.image, result.parameters), flush=True)
         if with_grid:
             in_grid.append(result.image)
-    if in_grid:
+    if len({image.size for image in in_grid}) == 1:
         print(saver.grid(grid(in_grid, columns=save.n_rows or columns), result.parameters), flush=True)
     log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, cli.memory())

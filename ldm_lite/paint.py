@@ -113,16 +113,18 @@ class _Painter:
         from ldm_lite.diffusion.guidance import Conditioning
 
         options, setup, prompts = self.options, self.setup, self.setup.prompts
+        guided = setup.scale != 1 or setup.image_scale not in (None, 1)
         # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
-        texts = {options.negative_prompt, *(prompts if context is None else ())}
+        texts: set[str | None] = set(prompts if context is None else ())
+        if guided and uncond is None:
+            texts.add(options.negative_prompt)
         reading = Reading(
             options.prompt_syntax,
             options.clip_skip,
-            count_chunks(pipe, texts, options.prompt_syntax),
+            count_chunks(pipe, texts, options.prompt_syntax) if texts else 1,
             image_embedding=setup.image_embedding,
             noise_level=setup.noise_level,
         )
-        guided = setup.scale != 1 or setup.image_scale not in (None, 1)
 
         @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before
         def encode(height: int, width: int, negative: bool, *prompts: str | None) -> Conditioning:
@@ -201,12 +203,11 @@ class _Painter:
         from ldm_lite import generate
         from ldm_lite.diffusion.guidance import Kept
 
-        options, plan, x = self.options, self.setup.plan, noise
-        if init is not None and self.setup.start is not None:
-            x = self.setup.start.a * init + self.setup.start.s * noise.to(init.device)
-            plan = None if plan is None else dataclasses.replace(plan, initial=1.0)
+        options, plan = self.options, self.setup.plan
+        x = self.begun(canvas, init, noise)
         if plan is None:
             return x
+        plan = dataclasses.replace(plan, initial=1.0)
         if options.compat:  # the original draws noise at every call, if only to multiply it by zero
             plan = dataclasses.replace(plan, draws=plan.draws | True)
         steps = generate.denoise(
@@ -225,6 +226,21 @@ class _Painter:
             if self.on_step is not None:
                 self.on_step(step, plan.num_steps, x)
         return x
+
+    def begun(self, canvas: Canvas, init: "Tensor | None", noise: "Tensor") -> "Tensor":
+        """The latents (B,C,h,w) that the first step sees: noise, or init with its level's noise, wholly or in part."""
+        plan, start = self.setup.plan, self.setup.start
+        alone = noise if plan is None else noise * plan.initial
+        if init is None:
+            return alone
+        noise, alone = noise.to(init.device), alone.to(init.device)
+        if start is not None:
+            return start.a * init + start.s * noise
+        if canvas.mask is None or plan is None:
+            return alone
+        a, s = (float(value) for value in plan.level[0])
+        mask = canvas.mask.to(init.device)
+        return mask * alone + (1 - mask) * (a * init + s * noise)
 
     def branches(self, canvas: Canvas, cond: "Conditioning", uncond: "Conditioning | None", num: int) -> "Branches":
         """The conditionings of a batch of num pictures, with what the network reads beside the latents."""

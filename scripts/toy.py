@@ -238,6 +238,60 @@ def padded_ids(vocab_size: int, length: int) -> Tensor:
     return ids.where(torch.arange(length) <= first, 0)
 
 
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+# A miniature SD1 of each kind that begins with a picture, by its task.
+PICTURE_FAMILIES = {
+    "txt2img": SMALL,
+    "inpaint": replace(SMALL, unet=replace(SMALL.unet, in_channels=9), task="inpaint"),
+    "instruct": replace(SMALL, unet=replace(SMALL.unet, in_channels=8), task="instruct"),
+}
+
+
+def waves(size: int = 64) -> NDArray[np.uint8]:
+    """(size, size, 3): smooth, other in every channel, without symmetry."""
+    y, x = np.mgrid[:size, :size] / size
+    channels = np.stack([np.sin(5 * x + 2 * y), np.cos(3 * y - x), np.sin(4 * x * y + 1)], axis=-1)
+    return (127.5 + 110 * channels).round().astype(np.uint8)
+
+
+def mask(size: int = 64) -> NDArray[np.uint8]:
+    """(size, size), 255 on the right of the upper part: whole latent positions, on which all ways to resize agree."""
+    values = np.zeros((size, size), dtype=np.uint8)
+    values[: size // 8 * 5, size // 2 :] = 255
+    return values
+
+
+def embeddings() -> tuple[Tensor, Tensor]:
+    """The context of a prompt and of the negative prompt, (1,5,D) each."""
+    return normal(11, 1, 5, SMALL.unet.context_dim or 0), normal(12, 1, 5, SMALL.unet.context_dim or 0)
+
+
+@dataclass(frozen=True)
+class PictureRun:
+    """A run from waves() with seed 42 and scale 5, the last latents of which are stored."""
+
+    task: str  # of PICTURE_FAMILIES
+    command: str
+    strength: float
+    sampler: str = "ddim"
+    spacing: str = "leading"
+    steps: int = 10
+
+
+PICTURE_RUNS = {
+    "img2img": PictureRun("txt2img", "img2img", 0.6),
+    "img2img.euler": PictureRun("txt2img", "img2img", 0.75, "euler", "linspace"),
+    "img2img.dpmpp_2m": PictureRun("txt2img", "img2img", 0.6, "dpmpp_2m", "trailing"),
+    "img2img.original": PictureRun("txt2img", "img2img", 0.75, "ddim", "original"),
+    "inpaint": PictureRun("inpaint", "inpaint", 1.0),
+    "inpaint.strength": PictureRun("inpaint", "inpaint", 0.6),
+    "inpaint.blended": PictureRun("txt2img", "inpaint", 0.9),
+    "inpaint.blended.euler": PictureRun("txt2img", "inpaint", 0.6, "euler", "linspace"),
+    "instruct": PictureRun("instruct", "img2img", 1.0),
+}
+
+
 # ---- samplers -------------------------------------------------------------------------------------------------------
 
 SHAPE = (2, 2, 3, 3)  # of a toy latent (B,C,h,w)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import random_checkpoint
+import toy
 
 import ldm_lite
 from ldm_lite.pipeline import Pipeline
@@ -31,3 +32,13 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "small.safetensors"
     random_checkpoint.write(path, random_checkpoint.SMALL)
     return path
+
+
+@pytest.fixture(scope="session")
+def picture_pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
+    """Miniatures of the families that begin with a picture, by task, as loaded from files."""
+    folder, pipes = tmp_path_factory.mktemp("pictures"), {}
+    for task, family in toy.PICTURE_FAMILIES.items():
+        random_checkpoint.write(folder / f"{task}.safetensors", family)
+        pipes[task] = ldm_lite.load(folder / f"{task}.safetensors", device="cpu")
+    return pipes

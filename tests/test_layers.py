@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ldm_lite"
-COMMANDS = {"txt2img", "reconstruct", "samplers", "train", "bench", "export", "__main__"}
+COMMANDS = {"txt2img", "img2img", "inpaint", "reconstruct", "samplers", "train", "bench", "export", "__main__"}
 # Left may import right, never back; names of one row may not import each other unless they say so below.
 LAYERS = [
     COMMANDS,
-    {"paint"},
+    {"from_image", "paint"},
     {"job"},
     {"cli"},
     {"benchmark"},
@@ -137,15 +137,26 @@ print(torch.cuda.is_initialized(), before == dict(os.environ))
     assert run(code).split() == ["[]", "False", "True"]
 
 
-def test_help_is_fast_and_complete() -> None:
+ORIGINAL = "prompt outdir skip_grid skip_save ddim_steps plms fixed_code ddim_eta n_iter H W C f n_samples n_rows scale"
+ORIGINAL += " from-file config ckpt seed precision dpm_solver"
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("txt2img", "laion400m"),
+        ("img2img", "init-img strength input output edit cfg-text cfg-image image-scale exact-steps resize"),
+        ("inpaint", "indir mask init-img strength extend feather no-paste invert-mask"),
+    ],
+)
+def test_help_is_fast_and_complete(command: str, more: str) -> None:
     code = (
-        "import sys, ldm_lite.txt2img as c\n"
+        f"import sys, ldm_lite.{command} as c\n"
         "try: c.main(['--help'])\n"
         "except SystemExit as e: print(e.code, 'torch' in sys.modules)"
     )
     text = run(code)
     assert text.strip().endswith("0 False")
-    original = "prompt outdir skip_grid skip_save ddim_steps plms fixed_code ddim_eta n_iter H W C f n_samples n_rows"
-    original += " scale from-file config ckpt seed precision dpm_solver laion400m"
+    original = f"{ORIGINAL} {more}"
     for name in [*original.split(), "compat", "batch-size", "negative-prompt", "sampler", "device", "dtype", "out"]:
         assert f"--{name}" in text

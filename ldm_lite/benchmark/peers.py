@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 import transformers
-from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    UNet2DConditionModel,
+)
 from diffusers.loaders.single_file_utils import (
     convert_ldm_unet_checkpoint,
     convert_ldm_vae_checkpoint,
@@ -126,7 +133,7 @@ def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool)
 
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
-    """DDIM and PLMS with the settings of the released Stable Diffusion 1.x pipelines."""
+    """DDIM and PLMS as in the released Stable Diffusion 1.x pipelines; Euler and DPM++ 2M, which end clean."""
     common = {
         "beta_start": family.beta_start,
         "beta_end": family.beta_end,
@@ -135,9 +142,12 @@ def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
         "steps_offset": 1,
         "prediction_type": {"eps": "epsilon", "v": "v_prediction"}[family.prediction],
     }
+    clean = {key: value for key, value in common.items() if key != "set_alpha_to_one"}
     return {
         "ddim": lambda: DDIMScheduler(**common, clip_sample=False),
         "plms": lambda: PNDMScheduler(**common, skip_prk_steps=True),
+        "euler": lambda: EulerDiscreteScheduler(**clean, timestep_spacing="linspace"),
+        "dpmpp_2m": lambda: DPMSolverMultistepScheduler(**clean, timestep_spacing="trailing", final_sigmas_type="zero"),
     }
 
 

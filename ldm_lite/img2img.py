@@ -1,0 +1,144 @@
+"""Image to image: `python -m ldm_lite.img2img "a red apple" --init-img sketch.png`, or img2img(pipe, Options(...)).
+
+Takes the flags of the original scripts/img2img.py, and of InstructPix2Pix's edit_cli.py where the checkpoint is one:
+then the prompt says what to change.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ldm_lite import cli
+from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.from_image import (
+    ImageOptions,
+    as_original,
+    begin,
+    check_image,
+    open_source,
+    padded,
+    size_of,
+    sources,
+)
+from ldm_lite.job import OnStep, Result, check_command, original_flags, read_prompts, serve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from ldm_lite.paint import Canvas
+    from ldm_lite.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Options(ImageOptions):
+    """How to go from picture to picture.  None = what the checkpoint's family has as its default."""
+
+    original_counts: ClassVar[tuple[int, int]] = (2, 1)
+
+    strength: float | None = option(
+        None,
+        "how much of the picture is noise at first: 0 changes nothing, 1 forgets it "
+        "(default: 0.75; 1 for InstructPix2Pix, which looks at it all the time)",
+    )
+    image_scale: float | None = option(
+        None, "guidance by the picture, for InstructPix2Pix: more is nearer to it (default: 1.5)", "--cfg-image"
+    )
+    compat: bool = option(False, "noise, timesteps and defaults (2 images) of the original script to the letter")
+
+
+def img2img(
+    pipe: "Pipeline",
+    options: Options,
+    *,
+    pictures: "Sequence[Image] | None" = None,
+    context: "Tensor | None" = None,
+    uncond: "Tensor | None" = None,
+    on_step: OnStep | None = None,
+) -> Iterator[Result]:
+    """All prompts of the options on each picture: images, each as soon as it is decoded; stop by leaving the loop.
+
+    pictures are PIL images in place of options.init_img; context, uncond and on_step as in txt2img.  A result is as
+    large as the picture is resized to, whatever multiples of pixels the model takes.  At strength 0 it is the picture
+    through the autoencoder, at 1 it is txt2img's.  Raises ValueError, one line, for options that do not fit.
+    """
+    from ldm_lite.paint import Setup, paint
+
+    check_image(options)
+    check_command(pipe, "img2img")
+    options = as_original(options, "ddim", scale=5.0)
+    follows = pipe.family.task == "instruct"
+    if options.image_scale is not None and not follows:
+        raise ValueError(f"got image_scale, but {pipe.name} is no InstructPix2Pix: leave it out")
+    if options.compat and follows:
+        raise ValueError("--compat is the original img2img script, which has no InstructPix2Pix: leave it out")
+    inputs = sources(options.init_img, "init-img") if pictures is None else pictures
+    prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
+    strength = (1.0 if follows else 0.75) if options.strength is None else options.strength
+    plan, start = begin(pipe, options, strength)
+    setup = Setup(
+        prompts,
+        plan,
+        scale=pipe.family.scale if options.scale is None else options.scale,
+        image_scale=(1.5 if options.image_scale is None else options.image_scale) if follows else None,
+        start=start,
+    )
+    canvases = (_canvas(pipe, options, source, strength) for source in inputs)
+    return paint(pipe, options, setup, canvases, context=context, uncond=uncond, on_step=on_step)
+
+
+def _canvas(pipe: "Pipeline", options: Options, source: "Path | Image", strength: float) -> "Canvas":
+    from ldm_lite.generate import encode
+    from ldm_lite.image import resize
+    from ldm_lite.paint import Canvas
+
+    picture = open_source(source)
+    how = "stretch" if options.compat else options.resize
+    image = resize(picture.image, size_of(pipe, options, picture), how)
+    pixels = padded(pipe, image)
+    mean, deviation = encode(pipe, pixels[None])
+    return Canvas(
+        latent_shape=pipe.latent_shape(*pixels.shape[1:]),
+        init=mean,
+        deviation=deviation if options.sample_posterior or options.compat else None,
+        # InstructPix2Pix was trained to look at the mean without the scale factor.
+        concat=mean / pipe.family.scale_factor if pipe.family.task == "instruct" else None,
+        finish=lambda pixels: pixels[:, : image.height, : image.width],
+        settings={"Denoising strength": strength, "Init image": picture.name},
+    )
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    original_flags(parser)
+    section = parser.add_argument_group("flags of InstructPix2Pix's edit_cli.py that are named otherwise here")
+    section.add_argument("--edit", dest="prompt", metavar="TEXT", help="the prompt")
+    section.add_argument("--output", dest="out", metavar="TEXT", help="--out")
+    section.add_argument("--cfg-text", dest="scale", type=float, metavar="X", help="--scale")
+
+
+def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
+    """Load, make the images, save each when it is ready, and say where it is."""
+    check_image(options)
+    count = len(sources(options.init_img, "init-img")) * len(read_prompts(options)) * options.repeats
+    saver = cli.Saver(save, "img2img")
+    serve(
+        lambda pipe, on_step: img2img(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line -> its exit status."""
+    groups = (Options, LoadOptions, SaveOptions)
+    (options, load, save), original = cli.parse(argv, "img2img", __doc__.splitlines()[0], groups, _flags)
+    return cli.run(lambda: run(options, load, save, original), debug=save.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

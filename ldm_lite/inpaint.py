@@ -1,0 +1,212 @@
+"""Inpainting: `python -m ldm_lite.inpaint "a red apple" --init-img photo.png --mask mask.png` repaints what is white.
+
+Takes checkpoints made for it, which look at the masked picture, and ordinary ones, which are led to keep the rest.
+`--extend left=128,top=64` paints beyond the picture's edges; `--indir` is that of the original scripts/inpaint.py.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ldm_lite import cli
+from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.from_image import ImageOptions, begin, check_image, open_source, padded, size_of, sources
+from ldm_lite.job import OnStep, Result, check_command, original_flags, read_prompts, serve
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from ldm_lite.paint import Canvas
+    from ldm_lite.pipeline import Pipeline
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Options(ImageOptions):
+    """What to repaint.  None = what the checkpoint's family has as its default."""
+
+    original_counts: ClassVar[tuple[int, int]] = (1, 1)
+
+    mask: tuple[str, ...] = option(
+        (), "white is repainted; one for all pictures or, repeated, one for each", metavar="PATH"
+    )
+    invert_mask: bool = option(False, "black is repainted")
+    extend: str | None = option(None, "paint beyond the edges: left=128,top=64, and right, bottom", metavar="PIXELS")
+    indir: str | None = option(None, "folder of pictures NAME.png, each with its NAME_mask.png", metavar="PATH")
+    feather: float = option(0.0, "pixels around the mask over which the new picture goes over into the old")
+    no_paste: bool = option(False, "leave the rest as the autoencoder has it: else it is the picture's, bit for bit")
+    strength: float | None = option(
+        None, "how much of what is repainted is noise at first: less than 1 goes on from what is there (default: 1)"
+    )
+
+
+Pair = tuple["Path | Image", "Path | Image | None"]  # a picture and its mask, which --extend may do without
+
+
+def inpaint(
+    pipe: "Pipeline",
+    options: Options,
+    *,
+    pictures: "Sequence[Image] | None" = None,
+    masks: "Sequence[Image] | None" = None,
+    context: "Tensor | None" = None,
+    uncond: "Tensor | None" = None,
+    on_step: OnStep | None = None,
+) -> Iterator[Result]:
+    """All prompts of the options on each picture: images, each as soon as it is decoded; stop by leaving the loop.
+
+    pictures and masks (white, above middle grey, is repainted) are PIL images in place of options.init_img and
+    options.mask; context, uncond and on_step as in txt2img.  Raises ValueError, one line, for options that do not fit.
+    """
+    from ldm_lite.paint import Setup, paint
+
+    check(options)
+    check_command(pipe, "inpaint")
+    inputs = pairs(options) if pictures is None else _paired(options, pictures, masks or ())
+    prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
+    strength = 1.0 if options.strength is None else options.strength
+    plan, start = begin(pipe, options, strength)
+    scale = pipe.family.scale if options.scale is None else options.scale
+    canvases = (_canvas(pipe, options, picture, mask, strength) for picture, mask in inputs)
+    setup = Setup(prompts, plan, scale, start=start)
+    return paint(pipe, options, setup, canvases, context=context, uncond=uncond, on_step=on_step)
+
+
+def check(options: Options) -> None:
+    """Raises ValueError for options that are wrong whatever the checkpoint."""
+    check_image(options)
+    _sides(options)
+    if not 0 <= options.feather <= 1000:
+        raise ValueError(f"got feather {options.feather}, wanted 0 to 1000 pixels")
+
+
+def pairs(options: Options) -> list[Pair]:
+    """The pictures of a job, each with its mask.  Raises ValueError if one lacks one, OSError for no such file."""
+    if options.indir is None:
+        return _paired(options, sources(options.init_img, "init-img"), sources(options.mask, "mask", least=0))
+    if options.init_img or options.mask:
+        raise ValueError("got --indir beside --init-img or --mask: give one of them")
+    masks = sorted(Path(options.indir).glob("*_mask.png"))
+    if not masks:
+        raise ValueError(f"{options.indir}: holds no NAME_mask.png beside a NAME.png")
+    names = [str(mask.with_name(mask.name.replace("_mask.png", ".png"))) for mask in masks]
+    return list(zip(sources(names, "indir"), masks, strict=True))
+
+
+def _paired(options: Options, pictures: "Sequence[Path | Image]", masks: "Sequence[Path | Image]") -> list[Pair]:
+    if not masks and options.extend is None:
+        raise ValueError("no mask: give one with --mask FILE, white where to repaint, or --extend left=128")
+    if len(masks) not in (0, 1, len(pictures)):
+        raise ValueError(f"got {len(masks)} masks for {len(pictures)} pictures, wanted one, or one for each")
+    all_masks: Sequence[Path | Image | None] = masks if len(masks) > 1 else [*masks, None][:1] * len(pictures)
+    return list(zip(pictures, all_masks, strict=True))
+
+
+def _sides(options: Options) -> dict[str, int]:
+    """--extend as pixels by side."""
+    sides = {}
+    for item in options.extend.split(",") if options.extend is not None else ():
+        side, _, pixels = item.strip().partition("=")
+        if side not in ("left", "top", "right", "bottom") or not pixels.strip().isdecimal():
+            raise ValueError(f"got extend {options.extend!r}, wanted left=128,top=64, or right, bottom")
+        sides[side] = int(pixels)
+    return sides
+
+
+def _canvas(
+    pipe: "Pipeline", options: Options, source: "Path | Image", mask_source: "Path | Image | None", strength: float
+) -> "Canvas":
+    import torch
+
+    from ldm_lite.generate import encode
+    from ldm_lite.image import mask_latent, mask_weights, pad
+    from ldm_lite.paint import Canvas
+
+    name, image, mask = _resized(pipe, options, source, mask_source)
+    weights = mask_weights(mask)  # (1, H, W)
+    log.info("%s: %.3g %% of it is repainted", name, 100 * float(weights.mean()))
+    pixels, hole = padded(pipe, image), pad(weights, pipe.vae.spec.factor)
+    latent_mask = mask_latent(hole, pipe.vae.spec.factor)
+    init = deviation = concat = None
+    looks = pipe.family.task == "inpaint"
+    if looks:  # hole in grey, which is 0
+        concat = torch.cat([latent_mask.to(pipe.device), encode(pipe, (pixels * (1 - hole))[None])[0]], dim=1)
+    if not looks or strength < 1:
+        init, deviation = encode(pipe, pixels[None])
+    return Canvas(
+        latent_shape=pipe.latent_shape(*pixels.shape[1:]),
+        init=init,
+        deviation=deviation if options.sample_posterior or options.compat else None,
+        mask=None if looks else latent_mask,
+        concat=concat,
+        finish=lambda painted: _pasted(options, painted, pixels, mask_weights(mask, options.feather)),
+        settings={"Denoising strength": strength, "Init image": name, "Mask blur": options.feather or None},
+    )
+
+
+def _pasted(options: Options, painted: "Tensor", pixels: "Tensor", weights: "Tensor") -> "Tensor":
+    """What was painted (3,H',W'), with the padding taken off and the picture (3,H',W') pasted where weights are 0."""
+    _, height, width = weights.shape
+    painted, pixels = painted[:, :height, :width], pixels[:, :height, :width]
+    return painted if options.no_paste else weights * painted + (1 - weights) * pixels
+
+
+def _resized(
+    pipe: "Pipeline", options: Options, source: "Path | Image", mask_source: "Path | Image | None"
+) -> "tuple[str, Image, Image]":
+    """A picture's name, the picture and its mask, extended and of their final size.  Raises ValueError."""
+    from PIL import Image, ImageChops, ImageOps
+
+    from ldm_lite.image import extend, open_mask, resize, to_mask
+
+    picture = open_source(source)
+    name, image = picture
+    mask = Image.new("L", image.size)
+    if mask_source is not None:
+        given = open_mask(mask_source) if isinstance(mask_source, Path) else to_mask(mask_source)
+        if abs(given.width / given.height * image.height / image.width - 1) > 0.01:
+            raise ValueError(
+                f"{name} has {image.width} x {image.height} pixels, but its mask {given.width} x {given.height}: "
+                "make a mask of the picture's proportions"
+            )
+        given = resize(given, image.size, "stretch")
+        mask = ImageOps.invert(given) if options.invert_mask else given
+    if sides := _sides(options):
+        image, new = extend(image, sides)
+        old = Image.new("L", image.size)
+        old.paste(mask, (sides.get("left", 0), sides.get("top", 0)))
+        mask = ImageChops.lighter(new, old)
+    size = size_of(pipe, options, picture._replace(image=image))
+    image, mask = resize(image, size, options.resize), resize(mask, size, options.resize)
+    if mask.getbbox() is None:
+        raise ValueError(f"{name}: nothing to repaint, its mask is black: white is what is repainted (--invert-mask)")
+    return name, image, mask
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
+    """Load, make the images, save each when it is ready, and say where it is."""
+    check(options)
+    count = len(pairs(options)) * len(read_prompts(options)) * options.repeats
+    saver = cli.Saver(save, "inpaint")
+    serve(
+        lambda pipe, on_step: inpaint(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line -> its exit status."""
+    groups = (Options, LoadOptions, SaveOptions)
+    (options, load, save), original = cli.parse(argv, "inpaint", __doc__.splitlines()[0], groups, original_flags)
+    return cli.run(lambda: run(options, load, save, original), debug=save.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Make tests/data/pictures.npz: what diffusers' pipelines and the original img2img script make of a picture.
+
+    pip install diffusers transformers einops omegaconf
+    git clone https://github.com/CompVis/stable-diffusion
+    python scripts/make_picture_goldens.py --originals .
+
+The folder holds the repository, a checkout; nothing of it is copied.  Networks are diffusers', with the weights of
+random_checkpoint.py in the families of toy.PICTURE_FAMILIES; what is stored is the last latents of toy.PICTURE_RUNS.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import diffusers
+import numpy as np
+import torch
+import toy
+from diffusers.pipelines.stable_diffusion import (
+    pipeline_stable_diffusion_img2img,
+    pipeline_stable_diffusion_inpaint,
+)
+from make_goldens import DATA, Arrays, repository, write
+from PIL import Image
+from random_checkpoint import state_dict
+from torch import Tensor
+
+from ldm_lite.benchmark import peers
+from ldm_lite.families import Family
+
+PIPELINES = {
+    ("txt2img", "img2img"): diffusers.StableDiffusionImg2ImgPipeline,
+    ("txt2img", "inpaint"): diffusers.StableDiffusionInpaintPipeline,
+    ("inpaint", "inpaint"): diffusers.StableDiffusionInpaintPipeline,
+    ("instruct", "img2img"): diffusers.StableDiffusionInstructPix2PixPipeline,
+}
+
+
+def pipeline(family: Family, run: toy.PictureRun) -> diffusers.DiffusionPipeline:
+    """diffusers' pipeline of a run, without a text encoder."""
+    weights = dict(state_dict(family))
+    vae, unet = peers.vae(family, weights), peers.unet(family, weights)
+    vae.register_to_config(scaling_factor=family.scale_factor)
+    unet.register_to_config(sample_size=family.resolution)
+    parts = {
+        "vae": vae,
+        "unet": unet,
+        "scheduler": peers.schedulers(family)[run.sampler](),
+        "text_encoder": None,
+        "tokenizer": None,
+        "safety_checker": None,
+        "feature_extractor": None,
+    }
+    pipe = PIPELINES[run.task, run.command](**parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def from_diffusers(run: toy.PictureRun) -> Tensor:
+    """The last latents (1,4,8,8) of diffusers' pipeline.
+
+    It takes the mean of the autoencoder's distribution, so that its generator's first noise is that of the first step.
+    """
+
+    def mean(output: SimpleNamespace, *args: object, **kwargs: object) -> Tensor:
+        return output.latent_dist.mode()
+
+    context, uncond = toy.embeddings()
+    family = toy.PICTURE_FAMILIES[run.task]
+    arguments = {
+        "prompt_embeds": context,
+        "negative_prompt_embeds": uncond,
+        "image": Image.fromarray(toy.waves()),
+        "num_inference_steps": run.steps,
+        "guidance_scale": 5.0,
+        "generator": torch.Generator().manual_seed(42),
+        "output_type": "latent",
+    }
+    if run.task == "instruct":
+        arguments |= {"image_guidance_scale": 1.5}
+    else:
+        arguments |= {"strength": run.strength}
+    if run.command == "inpaint":
+        arguments |= {"mask_image": Image.fromarray(toy.mask()), "height": 64, "width": 64}
+    with (
+        mock.patch.object(pipeline_stable_diffusion_img2img, "retrieve_latents", mean),
+        mock.patch.object(pipeline_stable_diffusion_inpaint, "retrieve_latents", mean),
+    ):
+        return pipeline(family, run)(**arguments).images
+
+
+def from_the_original(originals: Path, run: toy.PictureRun) -> Tensor:
+    """The last latents (2,4,8,8) of two samples, by the original sampler in the order of scripts/img2img.py."""
+    family = toy.PICTURE_FAMILIES[run.task]
+    weights = dict(state_dict(family))
+    vae, unet = peers.vae(family, weights), peers.unet(family, weights)
+    context, uncond = (value.expand(2, -1, -1) for value in toy.embeddings())
+    alpha_bar = weights["alphas_cumprod"]
+    model = SimpleNamespace(
+        num_timesteps=1000,
+        device=torch.device("cpu"),
+        betas=weights["betas"],
+        alphas_cumprod=alpha_bar,
+        alphas_cumprod_prev=torch.cat([torch.ones(1), alpha_bar[:-1]]),
+        apply_model=lambda x, t, c: unet(x, t, encoder_hidden_states=c).sample,
+    )
+    with repository(originals / "stable-diffusion"):
+        sampler = importlib.import_module("ldm.models.diffusion.ddim").DDIMSampler(model)
+        sampler.register_buffer = lambda name, value: setattr(sampler, name, value)  # which moves them to CUDA
+        torch.manual_seed(42)
+        image = torch.from_numpy(toy.waves()).float() / 255
+        image = (2 * image - 1).permute(2, 0, 1).expand(2, -1, -1, -1)
+        # Contiguous: randn_like fills latents in the order of their memory, which differs between autoencoders.
+        init = family.scale_factor * vae.encode(image).latent_dist.sample().contiguous()
+        sampler.make_schedule(run.steps, ddim_eta=0.0, verbose=False)
+        t_enc = int(run.strength * run.steps)
+        begun = sampler.stochastic_encode(init, torch.tensor([t_enc] * 2))
+        return sampler.decode(
+            begun, context, t_enc, unconditional_guidance_scale=5.0, unconditional_conditioning=uncond
+        )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
+    originals = parser.parse_args().originals.resolve()
+    git = ["git", "-C", str(originals / "stable-diffusion"), "rev-parse", "HEAD"]
+    about = {module.__name__: module.__version__ for module in (torch, np, diffusers)}
+    about["stable-diffusion"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    with torch.no_grad():
+        arrays: Arrays = {
+            name: from_the_original(originals, run) if run.spacing == "original" else from_diffusers(run)
+            for name, run in toy.PICTURE_RUNS.items()
+        }
+    write(DATA / "pictures.npz", arrays, torch.float32, json.dumps(about))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""Pictures from pictures: how much is noise, which steps run, sizes, seeds, instructions, and what the user is told."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_checkpoint
+import torch
+import toy
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite import img2img as command
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.samplers import SAMPLERS
+from ldm_lite.from_image import share
+from ldm_lite.generate import decode, encode
+from ldm_lite.image import to_pixels
+from ldm_lite.img2img import Options, img2img
+from ldm_lite.inpaint import Options as InpaintOptions
+from ldm_lite.inpaint import inpaint
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.txt2img import Options as TextOptions
+from ldm_lite.txt2img import txt2img
+
+APPLE = "a red apple on a blue background"
+GOLDEN = np.load(Path(__file__).parent / "data" / "pictures.npz")
+
+
+@pytest.fixture(scope="module")
+def circle() -> Image.Image:
+    """A drawn red circle on blue, 64 x 64."""
+    y, x = np.mgrid[:64, :64]
+    inside = (x - 31.5) ** 2 + (y - 31.5) ** 2 < 18**2
+    return Image.fromarray(np.where(inside[:, :, None], [220, 30, 30], [70, 120, 220]).astype(np.uint8))
+
+
+@contextmanager
+def calls(pipe: Pipeline) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The latents and timesteps that the UNet is called with."""
+    made: list[tuple[Tensor, Tensor]] = []
+    hook = pipe.unet.register_forward_pre_hook(lambda module, inputs: made.append((inputs[0].clone(), inputs[1])))
+    try:
+        yield made
+    finally:
+        hook.remove()
+
+
+# ---- against other implementations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", toy.PICTURE_RUNS)
+def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str, Pipeline], name: str) -> None:
+    """diffusers' pipelines, and the original script for --compat; where a picture's part is kept, the rest."""
+    run, (context, uncond) = toy.PICTURE_RUNS[name], toy.embeddings()
+    latents: list[Tensor] = []
+    settings = {"steps": run.steps, "scale": 5.0, "sampler": run.sampler, "spacing": run.spacing}
+    settings["strength"] = run.strength
+    given = {"context": context, "uncond": uncond, "pictures": [Image.fromarray(toy.waves())]}
+    given["on_step"] = lambda step, num_steps, x: latents.append(x)
+    if run.command == "inpaint":
+        made = inpaint(
+            picture_pipes[run.task], InpaintOptions(**settings), masks=[Image.fromarray(toy.mask())], **given
+        )
+    elif run.spacing == "original":
+        settings |= {"spacing": None, "compat": True}
+        made = img2img(picture_pipes[run.task], Options(**settings), **given | {"context": context.expand(2, -1, -1)})
+    else:
+        made = img2img(picture_pipes[run.task], Options(**settings), **given)
+    list(made)
+    ours, theirs = latents[-1].numpy(), GOLDEN[name]
+    if "blended" in name:  # diffusers' last step puts the picture's own latents there, ours are at timestep 0's noise
+        repainted = toy.mask()[4::8, 4::8] > 0
+        assert ours[:, :, ~repainted] == pytest.approx(theirs[:, :, ~repainted], abs=0.15)
+        ours, theirs = ours[:, :, repainted], theirs[:, :, repainted]
+    assert toy.relative_error(ours, theirs) < 2e-5
+
+
+# ---- strength -------------------------------------------------------------------------------------------------------
+
+
+def test_strength_1_is_txt2img(bundled: Pipeline, circle: Image.Image) -> None:
+    """The picture is forgotten: only its size is left."""
+    for sampler in ("ddim", "euler_a", "dpmpp_2m karras"):
+        [ours] = img2img(bundled, Options(prompt=APPLE, strength=1.0, steps=4, sampler=sampler), pictures=[circle])
+        [plain] = txt2img(bundled, TextOptions(prompt=APPLE, steps=4, sampler=sampler))
+        assert torch.equal(ours.pixels, plain.pixels)
+
+
+def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture) -> None:
+    with calls(bundled) as made, caplog.at_level("INFO"):
+        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0), pictures=[circle])
+    assert not made
+    assert "strength 0: no UNet call" in caplog.text
+    mean, _ = encode(bundled, to_pixels(circle)[None])
+    assert torch.allclose(result.pixels, next(decode(bundled, mean)), atol=1e-3)
+    assert "Steps: 0" in result.parameters
+
+
+def test_the_more_strength_the_farther_from_the_picture(bundled: Pipeline, circle: Image.Image) -> None:
+    strengths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    arrays = [
+        next(img2img(bundled, Options(prompt=APPLE, strength=strength, steps=10), pictures=[circle])).pixels
+        for strength in strengths
+    ]
+    distances = [float((array - arrays[0]).norm()) for array in arrays]
+    assert distances == sorted(distances)
+    assert distances[1] < distances[-1] / 3
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_first_call_sees_exactly_its_level_of_noise(
+    bundled: Pipeline, circle: Image.Image, sampler: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And as many calls are made as is said."""
+    spacing = None if sampler == "lcm" else "karras"
+    options = Options(prompt=APPLE, strength=0.5, steps=6, sampler=sampler, spacing=spacing, scale=1.0)
+    with calls(bundled) as made, caplog.at_level("INFO"):
+        [result] = img2img(bundled, options, pictures=[circle])
+    plan = make_plan(sampler, bundled.schedule, 6, spacing=spacing, last=3)
+    assert len(made) == len(plan.t)
+    assert f"strength 0.5: the last 3 of 6 steps, {len(plan.t)} UNet calls" in caplog.text
+    a, s = plan.level[0]
+    noise = torch.randn(16, 8, 8, generator=torch.Generator().manual_seed(42))
+    x, t = made[0]
+    assert t[0].item() == pytest.approx(plan.t[0], rel=1e-6)
+    assert torch.allclose(x[0], a * encode(bundled, to_pixels(circle)[None])[0][0] + s * noise, atol=2e-3)
+    assert "Denoising strength: 0.5" in result.parameters
+
+
+def test_how_many_steps_are_run() -> None:
+    assert share(50, 0.75, exact=False) == (50, 37)
+    assert share(50, 0.58, exact=False) == (50, 29)  # 0.58 * 50 is 28.999999999999996
+    assert share(50, 0.001, exact=False) == (50, 1)
+    assert share(50, 1.0, exact=False) == share(50, 1.0, exact=True) == (50, 50)
+    assert share(50, 0.3, exact=True) == (167, 50)
+    for strength in (0.05, 0.33, 0.9):
+        assert share(20, strength, exact=True)[1] == 20
+    with pytest.raises(ValueError, match=r"50 exact steps at strength 0\.01, .* wanted at most 1000: take at most 10"):
+        share(50, 0.01, exact=True)
+
+
+def test_exact_steps(bundled: Pipeline, circle: Image.Image) -> None:
+    options = Options(prompt=APPLE, strength=0.4, steps=6, exact_steps=True, scale=1.0)
+    with calls(bundled) as made:
+        [result] = img2img(bundled, options, pictures=[circle])
+    assert len(made) == 6
+    assert made[0][1] < 500
+    assert "Steps: 6" in result.parameters
+
+
+def test_compat_is_refused_where_the_original_fails(bundled: Pipeline, circle: Image.Image) -> None:
+    options = Options(prompt=APPLE, steps=4, compat=True, strength=1.0)
+    with pytest.raises(ValueError, match="the original script fails at strength 1: take less"):
+        img2img(bundled, options, pictures=[circle])
+    with pytest.raises(ValueError, match="--compat knows the sampler of the original script, ddim, not plms"):
+        img2img(bundled, Options(prompt=APPLE, compat=True, sampler="plms"), pictures=[circle])
+
+
+def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: Image.Image) -> None:
+    """2 samples, scale 5, and sides rounded down to multiples of 32."""
+    options = Options(prompt=APPLE, steps=4, strength=0.0, compat=True)
+    results = list(img2img(bundled, options, pictures=[circle.resize((70, 40))]))
+    assert [result.image.size for result in results] == [(64, 32)] * 2
+    assert "CFG scale: 5.0" in results[0].parameters
+
+
+# ---- pictures, sizes, seeds -----------------------------------------------------------------------------------------
+
+
+def test_every_picture_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Image.Image) -> None:
+    pictures = [circle, circle.rotate(90).resize((40, 48))]
+    options = {"prompt": APPLE, "steps": 4, "sampler": "euler_a", "strength": 0.6}
+    many = list(img2img(bundled, Options(**options, n_samples=2, n_iter=2, seed=10), pictures=pictures))
+    assert [result.seed for result in many] == list(range(10, 18))
+    for number, result in ((1, many[1]), (0, many[3]), (5, many[5])):
+        [single] = img2img(bundled, Options(**options, seed=result.seed), pictures=[pictures[number // 4]])
+        assert (single.pixels - result.pixels).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("size", [(50, 37), (8, 8), (3, 5), (65, 64)])
+def test_the_result_is_as_large_as_the_picture(bundled: Pipeline, circle: Image.Image, size: tuple[int, int]) -> None:
+    [result] = img2img(bundled, Options(prompt=APPLE, steps=2, strength=0.5), pictures=[circle.resize(size)])
+    assert result.image.size == size
+    assert f"Size: {size[0]}x{size[1]}" in result.parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"height": 32, "width": 48}, (48, 32)),
+        ({"height": 32, "width": 48, "resize": "fit"}, (32, 32)),
+        ({"height": 32, "width": 48, "resize": "stretch"}, (48, 32)),
+        ({"height": 40}, (40, 40)),
+        ({"width": 41}, (41, 41)),
+    ],
+)
+def test_sizes_asked_for(bundled: Pipeline, circle: Image.Image, options: dict, size: tuple[int, int]) -> None:
+    [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, **options), pictures=[circle])
+    assert result.image.size == size
+
+
+def test_a_large_picture_is_reduced_and_that_is_said(
+    bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0), pictures=[circle.resize((1000, 500))])
+    assert result.image.size == (128, 64)
+    assert "1000 x 500 pixels are made 128 x 64, twice the model's size" in caplog.text
+
+
+def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
+    """On a picture of the model's own kind: far nearer than another such picture is."""
+    one, other = (next(txt2img(bundled, TextOptions(prompt=prompt, steps=10))) for prompt in (APPLE, "a cat on yellow"))
+    mean, deviation = encode(bundled, one.pixels[None])
+    assert mean.shape == deviation.shape == (1, 16, 8, 8)
+    assert (deviation > 0).all()
+    again = next(decode(bundled, mean))
+    error = (again - one.pixels).square().mean().sqrt()
+    assert error < 0.2
+    assert error < (other.pixels - one.pixels).square().mean().sqrt() / 3
+
+
+def test_the_posterior_is_sampled_by_seed(bundled: Pipeline, circle: Image.Image) -> None:
+    options = {"prompt": APPLE, "strength": 0.0, "sample_posterior": True}
+    one, two, again = (
+        next(img2img(bundled, Options(**options, seed=seed), pictures=[circle])).pixels for seed in (1, 2, 1)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
+
+
+def test_two_threads_equal_serial_runs(bundled: Pipeline, circle: Image.Image) -> None:
+    jobs = {"euler_a": 0.5, "dpmpp_2m": 0.9}
+
+    def run(sampler: str) -> Tensor:
+        options = Options(prompt=APPLE, steps=4, sampler=sampler, strength=jobs[sampler])
+        return next(img2img(bundled, options, pictures=[circle])).pixels
+
+    serial, parallel = {sampler: run(sampler) for sampler in jobs}, {}
+    threads = [threading.Thread(target=lambda s=sampler: parallel.update({s: run(s)})) for sampler in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(serial[sampler], parallel[sampler]) for sampler in jobs)
+
+
+# ---- instructions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "image_scale", "branches"), [(7.5, 1.5, 3), (7.5, 1.0, 2), (1.0, 1.0, 1), (1.5, 1.5, 2), (1.0, 2.0, 3)]
+)
+def test_guidance_by_text_and_picture(
+    picture_pipes: dict[str, Pipeline], scale: float, image_scale: float, branches: int
+) -> None:
+    """Three branches, less those of no weight; the mixture is the paper's."""
+    pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
+    options = Options(prompt="make it red", steps=1, scale=scale, image_scale=image_scale)
+    outs: list[Tensor] = []
+    hook = pipe.unet.register_forward_hook(lambda module, inputs, out: outs.append(out))
+    latents: list[Tensor] = []
+    try:
+        with calls(pipe) as made:
+            [result] = img2img(pipe, options, pictures=[picture], on_step=lambda step, num, x: latents.append(x))
+            full = next(img2img(pipe, Options(prompt="make it red", steps=1), pictures=[picture]))
+    finally:
+        hook.remove()
+    assert [len(x) for x, _ in made] == [branches, 3]
+    assert f"Image CFG scale: {image_scale}" in result.parameters
+    assert "Image CFG scale: 1.5" in full.parameters
+    neither, seen, both = outs[1].unbind()
+    out = neither + image_scale * (seen - neither) + scale * (both - seen)
+    plan = make_plan("ddim", pipe.schedule, 1)
+    noise = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(42))
+    registers = torch.from_numpy(plan.mix[0, 0]).float()
+    assert torch.allclose(latents[0][0], registers[0] * noise + registers[-2] * out, atol=1e-3)
+
+
+def test_the_picture_s_latents_are_unscaled_and_absent_in_one_branch(picture_pipes: dict[str, Pipeline]) -> None:
+    pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
+    with calls(pipe) as made:
+        list(img2img(pipe, Options(prompt="make it red", steps=1), pictures=[picture]))
+    mean, _ = pipe.vae.encode(to_pixels(picture)[None])
+    neither, seen, both = made[0][0][:, 4:]
+    assert torch.allclose(seen, mean[0], atol=1e-5)
+    assert torch.equal(seen, both)
+    assert not neither.any()
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no prompt: give one"),
+        ({"prompt": "a", "strength": 1.1}, "got strength 1.1, wanted 0 to 1"),
+        ({"prompt": "a", "strength": float("nan")}, "got strength nan, wanted 0 to 1"),
+        ({"prompt": "a", "height": 0}, "got height 0, wanted 1 or more"),
+        ({"prompt": "a", "image_scale": 1.5}, "got image_scale, but .* is no InstructPix2Pix: leave it out"),
+        ({"prompt": "a", "sampler": "x"}, "unknown sampler"),
+    ],
+)
+def test_options_that_do_not_fit(bundled: Pipeline, circle: Image.Image, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        img2img(bundled, Options(**options), pictures=[circle])
+
+
+def test_a_checkpoint_of_the_wrong_kind_names_the_right_command(
+    bundled: Pipeline, picture_pipes: dict[str, Pipeline], circle: Image.Image
+) -> None:
+    with pytest.raises(ValueError, match=r"which img2img cannot use: take python -m ldm_lite\.inpaint"):
+        img2img(picture_pipes["inpaint"], Options(prompt="a"), pictures=[circle])
+    with pytest.raises(ValueError, match=r"which inpaint cannot use: take python -m ldm_lite\.img2img"):
+        inpaint(picture_pipes["instruct"], InpaintOptions(prompt="a"), pictures=[circle], masks=[circle])
+    for task, right in (("inpaint", "inpaint"), ("instruct", "img2img")):
+        with pytest.raises(ValueError, match=rf"which txt2img cannot use: take python -m ldm_lite\.{right}"):
+            txt2img(picture_pipes[task], TextOptions(prompt="a"))
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(arguments: list[str], out: Path) -> int:
+    return command.main([*arguments, "--out", os.fspath(out), "--device", "cpu"])
+
+
+def test_the_original_s_command_line(tmp_path: Path, circle: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
+    circle.save(tmp_path / "circle.png")
+    line = (
+        f"--init-img {tmp_path}/circle.png --strength 0.8 --ddim_steps 5 --n_samples 2 --n_iter 1 --scale 5.0 --seed 3"
+    )
+    assert run(["--prompt", APPLE, *line.split(), "--C", "16", "--f", "8", "--precision", "full"], tmp_path / "o") == 0
+    names = sorted(path.relative_to(tmp_path / "o").as_posix() for path in (tmp_path / "o").rglob("*.png"))
+    assert names == ["grid-0000.png", "samples/00000.png", "samples/00001.png"]
+    with Image.open(tmp_path / "o" / "samples" / "00001.png") as image:
+        assert "Seed: 4, Size: 64x64" in image.info["parameters"]
+        assert "Denoising strength: 0.8, Init image: circle.png" in image.info["parameters"]
+    assert "strength 0.8: the last 4 of 5 steps, 4 UNet calls" in capsys.readouterr().err
+
+
+def test_folders_of_pictures_and_prompts(tmp_path: Path, circle: Image.Image) -> None:
+    (tmp_path / "in").mkdir()
+    for name, size in (("b.jpg", (40, 32)), ("a.png", (64, 64))):
+        circle.resize(size).save(tmp_path / "in" / name)
+    (tmp_path / "in" / "notes.txt").write_text("no picture")
+    (tmp_path / "prompts.txt").write_text("a red apple\nrocket\n")
+    arguments = ["--init-img", os.fspath(tmp_path / "in"), "--from-file", os.fspath(tmp_path / "prompts.txt")]
+    assert run([*arguments, "--steps", "2"], tmp_path / "out") == 0
+    seen = []
+    for path in sorted((tmp_path / "out").rglob("*.png")):
+        with Image.open(path) as image:
+            seen.append((image.info["parameters"].splitlines()[0], image.size))
+    assert seen == [("a red apple", (64, 64)), ("rocket", (64, 64)), ("a red apple", (40, 32)), ("rocket", (40, 32))]
+
+
+def test_edit_cli_s_command_line(tmp_path: Path, circle: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
+    circle.save(tmp_path / "circle.png")
+    random_checkpoint.write(tmp_path / "small.safetensors", toy.PICTURE_FAMILIES["instruct"])
+    line = f"--input {tmp_path}/circle.png --output {tmp_path}/out.png --cfg-text 7 --cfg-image 1.2 --steps 2"
+    arguments = [*line.split(), "--edit", "make it blue", "--device", "cpu"]
+    assert command.main([*arguments, "--ckpt", os.fspath(tmp_path / "small.safetensors")]) == 0
+    with Image.open(tmp_path / "out.png") as image:
+        text = image.info["parameters"]
+    assert text.startswith("make it blue\nSteps: 2, Sampler: DDIM, CFG scale: 7.0")
+    assert "Image CFG scale: 1.2" in text
+    assert command.main(arguments) == 2
+    assert "is no InstructPix2Pix: leave it out" in capsys.readouterr().err
+
+
+def test_mistakes_are_one_line(tmp_path: Path, circle: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("none.png", "No such file"),
+        ("text.png", "is not an image"),
+        ("empty", "holds no pictures"),
+    ):
+        assert run([APPLE, "--init-img", os.fspath(tmp_path / name)], tmp_path / "out") == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert message in error
+    assert run([APPLE], tmp_path / "out") == 2
+    assert "no picture: give one with --init-img FILE" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

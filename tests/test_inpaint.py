@@ -1,0 +1,219 @@
+"""Inpainting: what is masked changes, the rest does not; masks of all kinds; beyond the edges; messages."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+
+from ldm_lite import inpaint as command
+from ldm_lite.diffusion.samplers import SAMPLERS
+from ldm_lite.generate import encode
+from ldm_lite.image import to_pixels
+from ldm_lite.inpaint import Options, inpaint
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.txt2img import Options as TextOptions
+from ldm_lite.txt2img import txt2img
+
+CAT = "a cat on a yellow background"
+
+
+@pytest.fixture(scope="module")
+def apple(bundled: Pipeline) -> Image.Image:
+    """The bundled model's apple on blue, 64 x 64."""
+    return next(txt2img(bundled, TextOptions(prompt="a red apple on a blue background", steps=10))).image
+
+
+def right_half(size: tuple[int, int] = (64, 64)) -> Image.Image:
+    mask = Image.new("L", size)
+    mask.paste(255, (size[0] // 2, 0, *size))
+    return mask
+
+
+def changed(result: np.ndarray, picture: Image.Image) -> np.ndarray:
+    """(H,W): where a result differs from a picture."""
+    return (result != np.asarray(picture)).any(axis=2)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler_a", "dpmpp_2m"])
+def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, apple: Image.Image, sampler: str) -> None:
+    """The right half becomes yellow; the left half is the picture's, bit for bit."""
+    options = Options(prompt=CAT, steps=20, sampler=sampler)
+    [result] = inpaint(bundled, options, pictures=[apple], masks=[right_half()])
+    where = changed(result.array, apple)
+    assert not where[:, :32].any()
+    assert where[:, 32:].mean() > 0.9
+    red, green, blue = result.array[:, -4:].reshape(-1, 3).mean(axis=0)
+    assert min(red, green) > blue + 40
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_every_sampler_leads_to_what_is_kept(
+    bundled: Pipeline, apple: Image.Image, sampler: str, strength: float
+) -> None:
+    """In the latents, whatever the sampler remembers and adds: at the end they are the picture's."""
+    options = Options(prompt=CAT, steps=4, sampler=sampler, strength=strength)
+    latents = []
+    on_step = lambda step, num_steps, x: latents.append(x)  # noqa: E731
+    list(inpaint(bundled, options, pictures=[apple], masks=[right_half()], on_step=on_step))
+    mean, _ = encode(bundled, to_pixels(apple)[None])
+    ends_noisy = sampler in ("ddim", "ddpm", "plms")  # at timestep 0
+    difference = (latents[-1] - mean).abs()
+    assert difference[..., :4].max() < (0.2 if ends_noisy else 1e-3)
+    assert difference[..., 4:].max() > 0.3
+
+
+def test_without_pasting_the_rest_is_the_autoencoder_s(bundled: Pipeline, apple: Image.Image) -> None:
+    options = {"prompt": CAT, "steps": 4}
+    pasted, bare = (
+        next(inpaint(bundled, Options(**options, no_paste=no), pictures=[apple], masks=[right_half()])).array
+        for no in (False, True)
+    )
+    assert np.array_equal(pasted[:, 32:], bare[:, 32:])
+    assert changed(bare, apple)[:, :32].any()
+
+
+def test_feathering_reaches_into_the_rest_and_no_farther(bundled: Pipeline, apple: Image.Image) -> None:
+    options = Options(prompt=CAT, steps=4, feather=4.0)
+    [result] = inpaint(bundled, options, pictures=[apple], masks=[right_half()])
+    where = changed(result.array, apple).mean(axis=0)
+    assert where[30:32].min() > 0.5
+    assert where[:24].max() == 0
+    assert "Mask blur: 4.0" in result.parameters
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_pixel(bundled: Pipeline, apple: Image.Image) -> None:
+    mask = Image.new("L", (64, 64))
+    mask.putpixel((17, 41), 255)
+    [result] = inpaint(bundled, Options(prompt=CAT, steps=4), pictures=[apple], masks=[mask])
+    assert np.argwhere(changed(result.array, apple)).tolist() == [[41, 17]]
+
+
+def test_all_white_is_txt2img(bundled: Pipeline, apple: Image.Image) -> None:
+    white = Image.new("L", (64, 64), 255)
+    [result] = inpaint(bundled, Options(prompt=CAT, steps=4), pictures=[apple], masks=[white])
+    [plain] = txt2img(bundled, TextOptions(prompt=CAT, steps=4))
+    assert (result.pixels - plain.pixels).abs().max() < 1e-4
+
+
+def test_all_black_is_an_error(bundled: Pipeline, apple: Image.Image) -> None:
+    black = Image.new("L", (64, 64))
+    with pytest.raises(ValueError, match="picture: nothing to repaint, its mask is black: white is what is repainted"):
+        list(inpaint(bundled, Options(prompt=CAT, steps=4), pictures=[apple], masks=[black]))
+
+
+def test_inverted_and_of_another_size(bundled: Pipeline, apple: Image.Image) -> None:
+    options = Options(prompt=CAT, steps=4, invert_mask=True)
+    [result] = inpaint(bundled, options, pictures=[apple], masks=[right_half((128, 128))])
+    where = changed(result.array, apple)
+    assert not where[:, 32:].any()
+    assert where[:, :32].any()
+    with pytest.raises(ValueError, match="picture has 64 x 64 pixels, but its mask 64 x 32"):
+        list(inpaint(bundled, options, pictures=[apple], masks=[right_half((64, 32))]))
+
+
+@pytest.mark.parametrize("size", [(50, 37), (9, 9), (65, 64)])
+def test_odd_sizes_stay_and_so_does_the_rest(bundled: Pipeline, apple: Image.Image, size: tuple[int, int]) -> None:
+    small = apple.resize(size)
+    [result] = inpaint(bundled, Options(prompt=CAT, steps=2), pictures=[small], masks=[right_half(size)])
+    assert result.image.size == size
+    where = changed(result.array, small)
+    assert not where[:, : size[0] // 2].any()
+    assert where[:, size[0] // 2 :].any()
+
+
+def test_a_batch_equals_single_runs(bundled: Pipeline, apple: Image.Image) -> None:
+    options = {"prompt": CAT, "steps": 4, "sampler": "euler_a"}
+    masks = [right_half(), right_half().rotate(90)]
+    many = list(inpaint(bundled, Options(**options, n_samples=2), pictures=[apple, apple], masks=masks))
+    for number, result in enumerate(many):
+        single = Options(**options, seed=result.seed)
+        [alone] = inpaint(bundled, single, pictures=[apple], masks=[masks[number // 2]])
+        assert (alone.pixels - result.pixels).abs().max() < 1e-3
+
+
+def test_beyond_the_edges(bundled: Pipeline, apple: Image.Image) -> None:
+    options = Options(prompt=CAT, steps=4, extend="left=20, bottom=8")
+    [result] = inpaint(bundled, options, pictures=[apple])
+    assert result.image.size == (84, 72)
+    assert np.array_equal(result.array[:64, 20:], np.asarray(apple))
+    [both] = inpaint(bundled, options, pictures=[apple], masks=[right_half()])
+    where = changed(both.array[:64, 20:], apple)
+    assert not where[:, :32].any()
+    assert where[:, 32:].any()
+
+
+def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipeline]) -> None:
+    """[latents, mask, latents of the picture with a grey hole]."""
+    pipe, inputs = picture_pipes["inpaint"], []
+    hook = pipe.unet.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    photo, mask = Image.fromarray(toy.waves()), Image.new("L", (64, 64))
+    mask.putpixel((17, 41), 255)
+    try:
+        list(inpaint(pipe, Options(prompt="a", steps=1), pictures=[photo], masks=[mask]))
+    finally:
+        hook.remove()
+    _, seen, hole = inputs[0][0].split((4, 1, 4))
+    assert np.argwhere(seen[0].numpy()).tolist() == [[5, 2]]
+    assert seen.max() == 1
+    pixels = to_pixels(photo)
+    pixels[:, 41, 17] = 0
+    assert torch.allclose(hole, encode(pipe, pixels[None])[0][0], atol=1e-5)
+
+
+# ---- what does not fit, and the command -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no prompt: give one"),
+        ({"prompt": "a", "strength": -1.0}, "got strength -1.0, wanted 0 to 1"),
+        ({"prompt": "a", "feather": -1.0}, "got feather -1.0, wanted 0 to 1000 pixels"),
+        ({"prompt": "a", "extend": "left"}, "got extend 'left', wanted left=128,top=64, or right, bottom"),
+        ({"prompt": "a", "extend": "up=8"}, "got extend 'up=8', wanted left=128,top=64, or right, bottom"),
+        ({"prompt": "a", "extend": "left=0"}, r"got extend .*, wanted pixels above 0 for some of left, top"),
+    ],
+)
+def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(inpaint(bundled, Options(**options), pictures=[apple], masks=[right_half()]))
+
+
+def test_pictures_and_masks_must_pair(bundled: Pipeline, apple: Image.Image) -> None:
+    with pytest.raises(ValueError, match="no mask: give one with --mask FILE, white where to repaint, or --extend"):
+        inpaint(bundled, Options(prompt="a"), pictures=[apple])
+    with pytest.raises(ValueError, match="got 2 masks for 3 pictures, wanted one, or one for each"):
+        inpaint(bundled, Options(prompt="a"), pictures=[apple] * 3, masks=[right_half()] * 2)
+
+
+def run(arguments: list[str], out: Path) -> int:
+    return command.main([*arguments, "--steps", "2", "--out", os.fspath(out), "--device", "cpu"])
+
+
+def test_the_command(tmp_path: Path, apple: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
+    apple.save(tmp_path / "apple.png")
+    right_half().save(tmp_path / "apple_mask.png")
+    files = ["--init-img", os.fspath(tmp_path / "apple.png"), "--mask", os.fspath(tmp_path / "apple_mask.png")]
+    assert run([CAT, *files], tmp_path / "one.png") == 0
+    assert run([CAT, "--indir", os.fspath(tmp_path)], tmp_path / "two.png") == 0
+    with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "two.png") as two:
+        assert one.tobytes() == two.tobytes()
+        assert not changed(np.asarray(one), apple)[:, :32].any()
+        assert "Denoising strength: 1.0, Init image: apple.png" in one.info["parameters"]
+    errors = capsys.readouterr().err
+    assert "apple.png: 50 % of it is repainted" in errors
+    assert "strength 1: the last 2 of 2 steps, 2 UNet calls" in errors
+    assert run([CAT, *files[:2]], tmp_path / "three.png") == 2
+    assert "no mask: give one with --mask FILE" in capsys.readouterr().err
+    assert run([CAT, *files, "--indir", os.fspath(tmp_path)], tmp_path / "three.png") == 2
+    assert "got --indir beside --init-img or --mask" in capsys.readouterr().err
+    assert run([CAT, "--indir", os.fspath(tmp_path / "none")], tmp_path / "three.png") == 2
+    assert "holds no NAME_mask.png beside a NAME.png" in capsys.readouterr().err
