@@ -67,6 +67,9 @@ class JobOptions:
     preprocess: str | None = option(
         None, "make the pictures of --control maps: canny, canny:LOW:HIGH or inpaint; one for all, or canny,none"
     )
+    depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
+    image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
+    noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
     seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
     height: int | None = option(None, "pixels, a multiple of 8", "--H")
     width: int | None = option(None, "pixels, a multiple of 8", "--W")
@@ -136,7 +139,7 @@ COMMANDS = {
     "txt2img": ("txt2img", "img2img", "inpaint"),
     "inpaint": ("inpaint",),
     "instruct": ("img2img",),
-    "depth": ("txt2img",),
+    "depth": ("txt2img", "img2img"),
 }
 
 
@@ -153,6 +156,38 @@ def check_command(pipe: "Pipeline", command: str) -> None:
 def sampler_of(pipe: "Pipeline", options: JobOptions) -> str:
     """The name of the sampler that the options ask for, or else the checkpoint's family."""
     return pipe.family.sampler if options.sampler is None else options.sampler
+
+
+def read_depth(pipe: "Pipeline", options: JobOptions, shape: tuple[int, int, int]) -> "Tensor | None":
+    """The channel (1,1,h,w) of a model that reads depth.  Raises ValueError where there is one too many or few."""
+    from ldm_lite.image import depth_latent, open_depth
+
+    if (options.depth is not None) != (pipe.family.task == "depth"):
+        got, wanted = ("no", "one: --depth FILE") if options.depth is None else ("a", "none")
+        raise ValueError(f"got {got} depth map, but {pipe.family.title} wants {wanted}")
+    return None if options.depth is None else depth_latent(open_depth(options.depth), shape[1:])
+
+
+def read_embedding(options: JobOptions) -> "Tensor | None":
+    """The one vector (1,D) in the .npy or .safetensors file of an image's embedding.  Raises ValueError for another."""
+    import numpy as np
+    import torch
+
+    from ldm_lite.checkpoint import open_checkpoint
+
+    if options.image_embedding is None:
+        return None
+    path = Path(options.image_embedding)
+    if path.suffix == ".npy":
+        values = torch.from_numpy(np.load(path))
+    else:
+        file = open_checkpoint(path)
+        if len(file.shapes) != 1:
+            raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
+        values = file.read(next(iter(file.shapes)))
+    if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
+    return values.reshape(1, -1).float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ldm_lite
-from ldm_lite.job import JobOptions, OnStep, Result, sampler_of
+from ldm_lite.job import JobOptions, OnStep, Result, read_depth, read_embedding, sampler_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,6 @@ class Setup:
     image_scale: float | None = None  # three-way guidance, for networks that follow instructions
     start: "Level | None" = None  # where the plan begins with a canvas's init; None: it begins with noise alone
     refiner: "tuple[Pipeline, int] | None" = None  # who goes on with the plan, and from which step
-    image_embedding: "Tensor | None" = None  # (1,D) of CLIP, for unCLIP
-    noise_level: int = 0  # of the embedding
 
 
 def paint(
@@ -80,6 +78,8 @@ def paint(
     refine = None if setup.refiner is None else painter.embedder(setup.refiner[0], None, None)
     generator = torch.Generator(pipe.device).manual_seed(options.seed) if options.compat else None
     for number, canvas in enumerate(canvases):
+        if (depth := read_depth(pipe, options, canvas.latent_shape)) is not None:
+            canvas = dataclasses.replace(canvas, concat=depth)
         begin, steering = painter.beginner(canvas, generator), painter.steering(canvas, controls)
         for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
             rows = range(first, min(first + options.batch_size, count))
@@ -122,8 +122,8 @@ class _Painter:
             options.prompt_syntax,
             options.clip_skip,
             count_chunks(pipe, texts, options.prompt_syntax) if texts else 1,
-            image_embedding=setup.image_embedding,
-            noise_level=setup.noise_level,
+            image_embedding=read_embedding(options),
+            noise_level=options.noise_level,
         )
 
         @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before

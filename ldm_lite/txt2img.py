@@ -7,7 +7,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ldm_lite
@@ -39,9 +38,6 @@ class Options(JobOptions):
         None, "a checkpoint that goes on with the last steps: SDXL's refiner, or any of its kind"
     )
     refiner_start: float = option(0.8, "share of the steps that come before the refiner, 0 to 1")
-    depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
-    image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
-    noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
 
 
 def txt2img(
@@ -85,40 +81,16 @@ def txt2img(
         plan,
         scale=family.scale if options.scale is None else options.scale,
         refiner=None if refiner is None else (refiner, round(options.refiner_start * steps)),
-        image_embedding=None if options.image_embedding is None else _embedding(options.image_embedding),
-        noise_level=options.noise_level,
     )
-    canvas = Canvas(shape := pipe.latent_shape(height, width), concat=_depth(pipe, options, shape))
-    return paint(pipe, options, setup, [canvas], context=context, uncond=uncond, on_step=on_step)
-
-
-def _depth(pipe: "Pipeline", options: Options, shape: tuple[int, int, int]) -> "Tensor | None":
-    """The channel (1,1,h,w) of a model that reads depth.  Raises ValueError where there is one too many or few."""
-    from ldm_lite.image import depth_latent, open_depth
-
-    if (options.depth is not None) != (pipe.family.task == "depth"):
-        got, wanted = ("no", "one: --depth FILE") if options.depth is None else ("a", "none")
-        raise ValueError(f"got {got} depth map, but {pipe.family.title} wants {wanted}")
-    return None if options.depth is None else depth_latent(open_depth(options.depth), shape[1:])
-
-
-def _embedding(path: str) -> "Tensor":
-    """The one vector (1,D) of a .npy or .safetensors file.  Raises ValueError if it is none."""
-    import numpy as np
-    import torch
-
-    from ldm_lite.checkpoint import open_checkpoint
-
-    if Path(path).suffix == ".npy":
-        values = torch.from_numpy(np.load(path))
-    else:
-        file = open_checkpoint(Path(path))
-        if len(file.shapes) != 1:
-            raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
-        values = file.read(next(iter(file.shapes)))
-    if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
-        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
-    return values.reshape(1, -1).float()
+    return paint(
+        pipe,
+        options,
+        setup,
+        [Canvas(pipe.latent_shape(height, width))],
+        context=context,
+        uncond=uncond,
+        on_step=on_step,
+    )
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def common(family: Family, weights: peers.Weights) -> dict[str, object]:
     """The components that all pipelines have."""
     network = {"unet": peers.unet(family, weights), "vae": peers.vae(family, weights)}
     network["vae"].register_to_config(scaling_factor=family.scale_factor, force_upcast=False)
+    network["unet"].register_to_config(sample_size=64)
     return {**network, "scheduler": scheduler(family)}
 
 
@@ -103,6 +104,32 @@ def stable_diffusion_2(tokenizer: transformers.CLIPTokenizer) -> Arrays:
     return arrays
 
 
+def depth(tokenizer: transformers.CLIPTokenizer) -> Arrays:
+    """A run of the depth model from pure noise, with a map of another size than the latents."""
+    family = small("sd2_depth")
+    weights = dict(state_dict(family))
+    pipe = diffusers.StableDiffusionDepth2ImgPipeline(
+        **common(family, weights),
+        text_encoder=peers.text_encoder(family, weights),
+        tokenizer=tokenizer,
+        depth_estimator=None,
+        feature_extractor=None,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    pipe.prepare_latents = lambda *args, **kwargs: NOISE
+    run = pipe(
+        PROMPT,
+        image=torch.zeros(1, 3, 64, 64),
+        depth_map=torch.from_numpy(toy.depth_map()).float()[None],
+        strength=1.0,
+        negative_prompt=NEGATIVE,
+        num_inference_steps=4,
+        guidance_scale=9.0,
+        output_type="latent",
+    )
+    return {"depth.latents": run.images}
+
+
 def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) -> Arrays:
     """Without a negative prompt, with an empty one, with sizes, and handed over to the refiner in the middle."""
     family, refiner = small("sdxl_base"), small("sdxl_refiner")
@@ -151,7 +178,7 @@ def main() -> None:
     first, second = tokenizers()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        arrays = stable_diffusion_2(second) | sdxl(first, second) | unclip()
+        arrays = stable_diffusion_2(second) | depth(second) | sdxl(first, second) | unclip()
     write(DATA / "families.npz", arrays, torch.float32, json.dumps(versions))
 
 

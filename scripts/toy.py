@@ -224,6 +224,12 @@ def photo(h: int = 64, w: int = 64) -> NDArray[np.uint8]:
     return (127.5 + 127.5 * waves).astype(np.uint8)
 
 
+def depth_map() -> NDArray[np.uint8]:
+    """Grey values (40,48) of something round in front of a slope."""
+    y, x = np.mgrid[:40, :48]
+    return np.where((x - 20) ** 2 + (y - 18) ** 2 < 120, 220, 2 * x + y + 10).astype(np.uint8)
+
+
 def token_ids(vocab_size: int, length: int) -> Tensor:
     """Two prompts (2,length): start, 9 or 20 random tokens, and the end repeated, as CLIP's tokenizer pads."""
     ids = np.random.Generator(np.random.PCG64(4)).integers(0, vocab_size - 2, (2, length))

@@ -23,6 +23,7 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import FAMILIES, SD2, SDXL
 from ldm_lite.generate import Handover, decode, denoise
 from ldm_lite.identify import describe, identify, with_prediction
+from ldm_lite.image import depth_latent, open_depth
 from ldm_lite.pipeline import Pipeline
 
 DATA = Path(__file__).parent / "data"
@@ -92,6 +93,14 @@ def test_runs_of_sd2_end_as_those_of_diffusers(files: Callable[[str], Path], pre
     assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
     other = {"eps": "v", "v": "eps"}[prediction]
     assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
+
+
+def test_runs_with_a_depth_map_end_as_those_of_diffusers(load: Load) -> None:
+    pipe = load("sd2_depth")
+    depth = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
+    cond, uncond = (encode_prompts(pipe, [text])._replace(concat=depth) for text in (PROMPT, NEGATIVE))
+    *_, latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
+    assert toy.relative_error(latents, GOLDEN["depth.latents"]) < 1e-5
 
 
 @pytest.mark.parametrize(("name", "key"), [("sd2", "sd2.eps"), ("sdxl_base", "sdxl.none")])
@@ -331,6 +340,22 @@ def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsy
     assert "got a depth map, but small Stable Diffusion 2.x wants none" in capsys.readouterr().err
 
 
+def test_depth_maps_keep_all_their_bits(tmp_path: Path) -> None:
+    values = (toy.depth_map().astype(np.uint16) * 7 + 30_000) * 1
+    for name, image in (
+        ("bits16.png", Image.fromarray(values)),
+        ("float.tiff", Image.fromarray(values.astype(np.float32) / 7)),
+        ("rgb.png", Image.fromarray(toy.depth_map()).convert("RGB")),
+    ):
+        image.save(tmp_path / name)
+        got = depth_latent(open_depth(tmp_path / name), (8, 8))
+        wanted = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
+        assert torch.allclose(got, wanted, atol=1e-4), name
+    assert (got.min(), got.max()) == (-1, 1)
+    flat = depth_latent(Image.new("L", (8, 8), 9), (4, 4))
+    assert torch.isfinite(flat).all()
+
+
 def test_an_image_embedding_is_read(
     files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,9 +377,32 @@ def test_an_image_embedding_is_read(
         assert message in capsys.readouterr().err
 
 
-def test_inpainting_files_are_refused_by_name(files: Callable[[str], Path], tmp_path: Path) -> None:
+def test_pictures_are_begun_with_and_painted_into(files: Callable[[str], Path], tmp_path: Path) -> None:
+    from ldm_lite import img2img, inpaint
+
+    picture, mask = tmp_path / "picture.png", tmp_path / "mask.png"
+    Image.fromarray(toy.depth_map()).convert("RGB").resize((64, 64)).save(picture)
+    Image.fromarray(255 * (toy.depth_map() > 200).astype(np.uint8)).resize((64, 64)).save(mask)
+    common = ["--init-img", str(picture), "--steps", "2", "--sampler", "ddim", "--device", "cpu", PROMPT]
+    for number, (command, name, arguments) in enumerate(
+        (
+            (img2img, "sd2_depth", ["--depth", str(picture)]),
+            (img2img, "sdxl_refiner", []),
+            (inpaint, "sd2_inpaint", ["--mask", str(mask)]),
+            (inpaint, "sdxl_inpaint", ["--mask", str(mask)]),
+        )
+    ):
+        out = tmp_path / f"{number}.png"
+        assert command.main([*common, "--ckpt", str(files(name)), "--out", str(out), *arguments]) == 0, name
+        assert Image.open(out).size == (64, 64)
+
+
+def test_inpainting_files_are_refused_where_they_are_of_no_use(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("sd2_inpaint", "sdxl_inpaint"):
         assert command(tmp_path, files(name)) == 2
+        assert "which txt2img cannot use: take python -m ldm_lite.inpaint" in capsys.readouterr().err
 
 
 def test_what_is_too_long_is_said_once_though_two_encoders_read_it(
