@@ -208,12 +208,18 @@ COMPONENTS = (
         ),
     ),
     ("text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", "")),
+    ("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
+    ("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
+    ("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # maps of labels
     ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.",)),
 )
 # Keys that carry no weights, unless a network has them all the same; they are left out in silence.
 NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
     r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
+    r"|^low_scale_model\.|^(cond_stage_model\.)?(transformer\.)?to_logits\."
+    # inpainting_big holds its autoencoder a second time
+    r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."
     r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr|difference)$"
 )
 EMA = "model_ema."

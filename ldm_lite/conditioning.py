@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ldm_lite import inputs
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.schedule import cosine_betas
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
@@ -31,7 +32,7 @@ class Reading:
 
     syntax: str = "plain"  # one of prompt.SYNTAXES
     clip_skip: int = 1  # how far from the end of the text encoder its output is taken; 1 is as it was trained
-    num_chunks: int = 1  # of 77 tokens each, or more where a prompt needs them; the last ones empty
+    num_chunks: int = 1  # of 77 tokens each, or more where a prompt needs them; the last ones empty; or embeddings
     negative: bool = False  # the prompts say what to keep away from
     # SDXL: (height, width) in pixels of the image, and of the one that it is to look as if it had been cut from, at
     # (top, left).  None = the family's resolution, and the image's own.
@@ -65,7 +66,9 @@ def encode_prompts(pipe: Pipeline, prompts: Prompts, reading: Reading = PLAINLY)
 
 def count_chunks(pipe: Pipeline, prompts: Iterable[str | None], syntax: str = "plain") -> int:
     """The most chunks that one of the prompts takes: what all of a job must be told to be alike."""
-    assert pipe.tokenizer is not None
+    if pipe.tokenizer is None:
+        length = LENGTHS.get(pipe.family.conditioner)
+        return max(1 if length is None or not prompt else length(pipe, prompt) for prompt in prompts)
     return max(len(chunks(pipe.tokenizer, prompt or "", syntax).ids) for prompt in prompts)
 
 
@@ -75,6 +78,17 @@ def clip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     assert pipe.text_encoder is not None
     parts = _read(pipe.tokenizer, prompts, reading)
     context = pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip)
+    return Conditioning(_joined(weighted(context, parts.weights), len(prompts)))
+
+
+def bert(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
+    """Latent diffusion's text-to-image models: the hidden states of their own encoder, as context (B, K * T, D)."""
+    assert pipe.tokenizer is not None
+    assert pipe.text_encoder is not None
+    if reading.clip_skip != 1:
+        raise ValueError(f"{pipe.family.title} has no CLIP: leave out --clip-skip")
+    parts = _read(pipe.tokenizer, prompts, reading)
+    context = pipe.text_encoder(parts.ids.to(pipe.device))
     return Conditioning(_joined(weighted(context, parts.weights), len(prompts)))
 
 
@@ -169,4 +183,20 @@ def _with_numbers(pooled: Tensor, numbers: Sequence[float]) -> Tensor:
     return torch.cat([pooled, sinusoids.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
 
 
-CONDITIONERS: dict[str, Conditioner] = {"clip": clip, "sdxl": sdxl, "refiner": refiner, "unclip": unclip}
+CONDITIONERS: dict[str, Conditioner] = {
+    "clip": clip,
+    "sdxl": sdxl,
+    "refiner": refiner,
+    "unclip": unclip,
+    "bert": bert,
+    "nothing": lambda pipe, prompts, reading: inputs.nothing(pipe, prompts),
+    "classes": lambda pipe, prompts, reading: inputs.classes(pipe, prompts),
+    "layouts": lambda pipe, prompts, reading: inputs.layouts(pipe, prompts),
+    "label_maps": lambda pipe, prompts, reading: inputs.label_maps(pipe, prompts, _size(pipe, reading)),
+    "embeddings": lambda pipe, prompts, reading: inputs.embeddings(pipe, prompts, reading.num_chunks),
+}
+# How long a prompt is that is no text.
+LENGTHS: dict[str, Callable[[Pipeline, str], int]] = {
+    "embeddings": lambda pipe, prompt: len(inputs.read_embeddings(pipe, prompt))
+}
+OPTIONAL = ("nothing",)  # conditioners that read no prompt

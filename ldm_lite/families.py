@@ -3,12 +3,17 @@
 identify.py infers a file's architecture from its shapes and looks it up here: the row *is* the fingerprint.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ldm_lite.diffusion.schedule import Prediction
+from ldm_lite.models.bert import BERTSpec
+from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.networks import (
+    AUTOENCODERS,
+    BERT_LARGE,
     CLIP_L,
     KL_F8,
     OPEN_CLIP_G,
@@ -19,6 +24,8 @@ from ldm_lite.networks import (
     EncoderSpec,
     Spec,
 )
+
+IN_THE_FILE = math.nan  # a scale factor that only the file knows, in its buffer `scale_factor`
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,12 @@ class Family:
     text: EncoderSpec | None  # what reads the prompts (or classes, or boxes)
     text_2: EncoderSpec | None  # a second one
     conditioner: str  # how those make what the UNet reads: a name in conditioning.CONDITIONERS
-    task: str  # what it is for: "txt2img" (and all that can be made of it), "inpaint", "instruct" or "depth"
+    task: str  # what it is for: "txt2img" (and all that can be made of it), "inpaint", ...: see job.COMMANDS
     sgm: bool  # its files have the text encoders' keys as generative-models names them
     prediction: Prediction
     beta_start: float  # of 1000 betas, linear in their square roots
     beta_end: float
-    scale_factor: float  # latents in the UNet's scale = scale_factor * the autoencoder's
+    scale_factor: float  # latents in the UNet's scale = scale_factor * the autoencoder's; may be IN_THE_FILE
     sampler: str  # by any of its names, with its spacing
     resolution: int  # pixels a side
     v_resolution: (
@@ -114,6 +121,130 @@ SDXL = replace(
 
 TURBO: dict[str, Any] = {"sampler": "euler_a_trailing", "steps": 1, "scale": 1.0}  # Sauer et al. 2023
 
+# ---- latent diffusion's own models, and the upscaler ----------------------------------------------------------------
+
+LDM = replace(
+    SD1,
+    title="LDM unconditional (CelebA-HQ, FFHQ or LSUN bedrooms)",
+    unet=UNETS["ldm_celeba_ffhq_beds256"],
+    vae=AUTOENCODERS["vq_f4"],
+    text=None,
+    conditioner="nothing",
+    beta_start=0.0015,
+    beta_end=0.0195,
+    scale_factor=1.0,
+    resolution=256,
+    steps=200,
+    scale=1.0,
+)
+ZOO = {
+    "ldm_celeba_ffhq_beds256": LDM,
+    "ldm_lsun_churches256": replace(
+        LDM,
+        title="LDM unconditional (LSUN churches)",
+        unet=UNETS["ldm_lsun_churches256"],
+        vae=KL_F8,
+        beta_end=0.0155,
+        scale_factor=IN_THE_FILE,
+        steps=400,
+    ),
+    "ldm_text2img_large": replace(
+        SD1,
+        title="LDM text-to-image (1.45 B, LAION-400M)",
+        unet=UNETS["ldm_text2img_large"],
+        text=BERT_LARGE,
+        conditioner="bert",
+        resolution=256,
+        scale=5.0,
+    ),
+    "ldm_text2img256": replace(
+        LDM,
+        title="LDM text-to-image 256",
+        unet=UNETS["ldm_text2img256"],
+        text=replace(BERT_LARGE, width=640),
+        conditioner="bert",
+        steps=100,
+    ),
+    "ldm_cin256_v2": replace(
+        LDM,
+        title="LDM ImageNet classes (v2)",
+        unet=UNETS["ldm_cin256_v2"],
+        text=ClassSpec(num_classes=1001, width=512, unconditional=1000),
+        conditioner="classes",
+        steps=20,
+        scale=3.0,
+    ),
+    "ldm_cin256": replace(
+        LDM,
+        title="LDM ImageNet classes",
+        unet=UNETS["ldm_cin256"],
+        vae=AUTOENCODERS["vq_f8"],
+        text=ClassSpec(num_classes=1000, width=512, unconditional=None),
+        conditioner="classes",
+        sampler="ddpm",
+    ),
+    "ldm_layout2img": replace(
+        LDM,
+        title="LDM layout-to-image (OpenImages)",
+        unet=UNETS["ldm_layout2img"],
+        text=BERTSpec(vocab_size=8192, length=92, width=512, layers=16),
+        conditioner="layouts",
+        beta_end=0.0205,
+    ),
+    "ldm_semantic_synthesis": replace(
+        LDM,
+        title="LDM semantic synthesis",
+        unet=UNETS["ldm_semantic_synthesis"],
+        text=LabelMapSpec(num_labels=182, channels=3, halvings=2),
+        conditioner="label_maps",
+        beta_end=0.0205,
+    ),
+    "rdm768": replace(
+        LDM,
+        title="retrieval-augmented diffusion 768",
+        unet=UNETS["rdm768"],
+        vae=AUTOENCODERS["kl_f16"],
+        conditioner="embeddings",
+        beta_end=0.015,
+        scale_factor=0.22765929,
+        resolution=768,
+        steps=50,
+        scale=5.0,
+    ),
+    "ldm_inpainting_big": replace(
+        LDM,
+        title="LDM inpainting",
+        unet=UNETS["ldm_inpainting_big"],
+        vae=AUTOENCODERS["vq_f4_noattn"],
+        task="inpaint_ldm",
+        beta_end=0.0205,
+        resolution=512,
+        steps=50,
+    ),
+    "ldm_bsr_sr": replace(
+        LDM,
+        title="LDM super-resolution",
+        unet=UNETS["ldm_bsr_sr"],
+        task="upscale",
+        beta_end=0.0155,
+        steps=100,
+        sampler="ddpm",
+    ),
+    "x4": replace(
+        SD1,
+        title="Stable Diffusion x4 upscaler",
+        unet=UNETS["x4"],
+        vae=AUTOENCODERS["kl_f4_x4upscaler"],
+        text=OPEN_CLIP_H,
+        task="upscale",
+        prediction="v",
+        beta_start=0.0001,
+        beta_end=0.02,
+        scale_factor=0.08333,
+        scale=9.0,
+    ),
+}
+
 FAMILIES = {
     "sd1": SD1,
     "sd1_inpaint": replace(SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], task="inpaint"),
@@ -139,4 +270,5 @@ FAMILIES = {
         text_2=None,
         conditioner="refiner",
     ),
+    **ZOO,
 }

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.taesd import TAESDSpec
@@ -14,7 +16,7 @@ from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.models.vae_vq import VQSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
-TextSpec = CLIPTextSpec | OpenCLIPTextSpec
+TextSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec
 
 # ---- what is not a latent diffusion checkpoint ----------------------------------------------------------------------
 
@@ -146,10 +148,21 @@ def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
 
 
 def infer_text(shapes: Shapes, like: TextSpec, heads: int | None = None) -> TextSpec:
-    """Shapes of a text encoder's weights, keys without prefix, and the spec of one of its kind -> its own spec.
+    """Shapes of the weights of what reads a prompt, keys without prefix, and the spec of one of its kind -> its own.
 
     What shapes do not tell is as there; so are the heads, unless given.  Raises KeyError if a tensor is missing.
     """
+    if isinstance(like, LabelMapSpec):
+        channels, num_labels = shapes["channel_mapper.weight"][:2]
+        return replace(like, channels=channels, num_labels=num_labels)
+    if isinstance(like, ClassSpec):
+        num_classes, width = shapes["embedding.weight"]
+        last = None if like.unconditional is None else num_classes - 1
+        return ClassSpec(num_classes, width, unconditional=last)
+    if isinstance(like, BERTSpec):
+        vocab_size, width = shapes["token_emb.weight"]
+        layers = _count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
+        return BERTSpec(vocab_size, shapes["pos_emb.emb.weight"][0], width, layers)
     heads = like.heads if heads is None else heads
     if isinstance(like, OpenCLIPTextSpec):
         vocab_size, width = shapes["token_embedding.weight"]

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from ldm_lite.diffusion.schedule import Prediction
-from ldm_lite.families import FAMILIES, SD1, Family
-from ldm_lite.fingerprint import Shapes, TextSpec, infer_text, infer_unet, infer_vae
+from ldm_lite.families import FAMILIES, IN_THE_FILE, SD1, Family
+from ldm_lite.fingerprint import Shapes, infer_text, infer_unet, infer_vae
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.taesd import TAESDSpec
@@ -192,8 +192,8 @@ def _text(
     shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec | None
 ) -> EncoderSpec | None:
     """The spec of a text encoder, "text" or "text_2", of the same kind as another."""
-    if not isinstance(like, TextSpec):
-        return like
+    if like is None:
+        return None
     heads = int(metadata[f"{name}_num_heads"]) if f"{name}_num_heads" in metadata else None
     spec = infer_text(shapes[name.replace("text", "text_encoder")], like, heads)
     if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
@@ -207,7 +207,10 @@ def describe(family: Family) -> dict[str, str]:
     def kind(family: Family) -> tuple[object, ...]:
         return family.conditioner, family.task, family.sgm, type(family.text)
 
-    row = next(name for name, row in FAMILIES.items() if kind(row) == kind(family))
+    def alike(name: str) -> int:
+        return sum(value == getattr(family, key) for key, value in vars(FAMILIES[name]).items())
+
+    row = max((name for name, row in FAMILIES.items() if kind(row) == kind(family)), key=alike)
     about: dict[str, object] = {
         "family": row,
         "title": family.title,
@@ -224,11 +227,11 @@ def describe(family: Family) -> dict[str, str]:
         "unet_head_dim": family.unet.head_dim,
     }
     for name, spec in (("text", family.text), ("text_2", family.text_2)):
-        if isinstance(spec, TextSpec):
+        if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)):
             about[f"{name}_num_heads"] = spec.heads
         if isinstance(spec, CLIPTextSpec):
             about[f"{name}_activation"] = spec.activation
-    return {key: str(value) for key, value in about.items() if value is not None}
+    return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 
 
 def nearest(shapes: Shapes) -> tuple[str, str]:

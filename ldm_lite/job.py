@@ -38,7 +38,12 @@ class JobOptions:
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
 
-    prompt: str | None = option(None, "what to make an image of", positional=True)
+    prompt: str | None = option(
+        None,
+        "what to make an image of; for models that read no text: a class, or a file of boxes, labels or embeddings",
+        *("--class", "--boxes", "--label-map", "--embeddings"),
+        positional=True,
+    )
     negative_prompt: str | None = option(None, "what to keep away from; to SDXL, '' is another thing than nothing")
     from_file: str | None = option(
         None, "a text file with a prompt in each line, blank ones left out, in place of a prompt"
@@ -115,11 +120,16 @@ def check(options: JobOptions) -> None:
         raise ValueError(f"got seed {options.seed}, wanted 0 to 2^63 - 1")
 
 
-def read_prompts(options: JobOptions) -> list[str]:
-    """The prompts of one repetition.  Raises ValueError if there are none, or a file that is no list of them."""
+def read_prompts(options: JobOptions, needed: bool = True) -> list[str]:
+    """The prompts of one repetition; empty ones, if there is none and none is needed.
+
+    Raises ValueError if there is none that is needed, and for a file that is no list of them.
+    """
     if options.from_file is None:
         if options.prompt is None:
-            raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
+            if needed:
+                raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
+            return [""] * options.batch_size
         return [options.prompt] * options.batch_size
     if options.prompt is not None:
         raise ValueError("got a prompt and --from-file: give one of them")
@@ -140,6 +150,8 @@ COMMANDS = {
     "inpaint": ("inpaint",),
     "instruct": ("img2img",),
     "depth": ("txt2img", "img2img"),
+    "upscale": ("upscale",),
+    "inpaint_ldm": ("inpaint",),
 }
 
 

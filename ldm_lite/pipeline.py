@@ -1,10 +1,11 @@
 """Pipeline: the networks, tokenizer and schedule of one checkpoint; load() makes it."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,7 @@ def load(
         complete(components, family.networks)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
+    family = _scaled(family, main, about)
     if parts and "vae" in parts:
         family = with_vae(family, components["vae"].shapes, name=str(parts["vae"]))
     components["unet"], weights = _with_ema(components["unet"], ema)
@@ -196,6 +198,20 @@ def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Componen
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
         components |= {role: component for role, component in given.items() if role in (name, f"{name}_2")}
     return components
+
+
+def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) -> Family:
+    """The family with the scale factor that its file holds, if it does: it was measured where training began."""
+    if "scale_factor" in checkpoint.shapes:
+        return replace(family, scale_factor=float(checkpoint.read("scale_factor")))
+    if not math.isnan(family.scale_factor):
+        return family
+    if "scale_factor" not in about:
+        raise ValueError(
+            f"{checkpoint.path}: lacks `scale_factor`, which no other file of {family.title} tells: take the original "
+            "file, or give it with --metadata scale_factor=X"
+        )
+    return replace(family, scale_factor=float(about["scale_factor"]))
 
 
 def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:

@@ -4,6 +4,7 @@ Takes the flags of the original scripts/txt2img.py, so that a command line writt
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def txt2img(
     prompt.  refiner is a loaded one, in place of options.refiner.  on_step is called after every denoising step.
     Raises ValueError, one line, for options that do not fit.
     """
+    from ldm_lite.conditioning import OPTIONAL
     from ldm_lite.control import natural_size
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.paint import Canvas, Setup, paint
@@ -63,7 +65,8 @@ def txt2img(
     if not 0 <= options.refiner_start <= 1:
         raise ValueError(f"got refiner_start {options.refiner_start}, wanted 0 to 1")
     check_command(pipe, "txt2img")
-    prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
+    needed = pipe.family.conditioner not in OPTIONAL
+    prompts = read_prompts(options, needed) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
     width, height = family.resolution, family.resolution
     if options.control and options.height is None and options.width is None:
@@ -98,17 +101,16 @@ def txt2img(
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     original_flags(parser)
-    parser.add_argument("--laion400m", action="store_true", help="of the original script: not supported yet")
+    parser.add_argument("--laion400m", action="store_true", help="--ckpt models/ldm/text2img-large/model.ckpt")
 
 
 def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
     """Load, make the images, save each when it is ready, and say where it is."""
     if "laion400m" in original:
-        raise ValueError(
-            "--laion400m (the BERT-conditioned LDM) is not supported yet: take a Stable Diffusion 1.x file"
-        )
+        load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
     check(options)
-    saver, count = cli.Saver(save, "txt2img"), len(read_prompts(options)) * options.repeats
+    # Whether a prompt is needed, the checkpoint will tell.
+    saver, count = cli.Saver(save, "txt2img"), len(read_prompts(options, needed=False)) * options.repeats
     serve(
         lambda pipe, on_step: txt2img(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
     )

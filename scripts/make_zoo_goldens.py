@@ -1,8 +1,8 @@
-"""Make tests/data/zoo.npz: what the original code of the LDM zoo and of TAESD computes.
+"""Make tests/data/zoo.npz: what the original code of the LDM zoo, the x4 upscaler and TAESD computes.
 
     pip install einops omegaconf
     git clone https://github.com/CompVis/latent-diffusion && git clone https://github.com/CompVis/taming-transformers
-    git clone https://github.com/madebyollin/taesd
+    git clone https://github.com/madebyollin/taesd && git clone https://github.com/Stability-AI/stablediffusion
     python scripts/make_zoo_goldens.py --originals .
 
 The folder holds the repositories under these names, a checkout each; nothing of them is copied.  Networks are the
@@ -22,10 +22,16 @@ from unittest import mock
 import numpy as np
 import torch
 import toy
-from make_goldens import DATA, Arrays, repository, write
+import toy_zoo
+from make_goldens import DATA, LDM, ORIGINAL_UNETS, UNCONDITIONAL, Arrays, repository, write
+from random_checkpoint import SCALE_FACTOR, random_tensor
 from torch import nn
 
-REPOSITORIES = ("latent-diffusion", "taming-transformers", "taesd")
+from ldm_lite.boxes import Box, tokens
+from ldm_lite.models.vae_vq import VQSpec
+from ldm_lite.tokenizer import BERTTokenizer
+
+REPOSITORIES = ("latent-diffusion", "taming-transformers", "stablediffusion", "taesd")
 
 # ddconfig and the other arguments of the originals' VQModelInterface, in the sizes of toy.VQS.
 VQ = {
@@ -48,16 +54,19 @@ NO_LOSS = {"target": "torch.nn.Identity"}
 
 def lightning() -> dict[str, ModuleType]:
     """Stand-ins for the modules that the originals' classes import and do not need."""
-    module: Any = ModuleType("pytorch_lightning")
-    module.LightningModule = nn.Module
-    return {"pytorch_lightning": module}
+    module, distributed = (
+        ModuleType(name) for name in ("pytorch_lightning", "pytorch_lightning.utilities.distributed")
+    )
+    module.LightningModule = nn.Module  # type: ignore[attr-defined]
+    distributed.rank_zero_only = lambda function: function  # type: ignore[attr-defined]
+    parent = ModuleType("pytorch_lightning.utilities")
+    return {each.__name__: each for each in (module, parent, distributed)}
 
 
 def autoencoders(originals: Path) -> Arrays:
     """VQ: latents, what is decoded from them with and without quantising, and the model alone; TAESD: both ways."""
     arrays: Arrays = {}
     x, z = toy.normal(7, 1, 3, 16, 24), toy.normal(8, 1, 4, 4, 6)
-    sys.path.insert(0, str(originals / "taming-transformers"))
     with mock.patch.dict(sys.modules, lightning()), repository(originals / "latent-diffusion"):
         module = importlib.import_module("ldm.models.autoencoder")
         for name, arguments in VQS.items():
@@ -109,6 +118,186 @@ def embedders(originals: Path) -> Arrays:
     return arrays
 
 
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+UNETS: dict[str, dict[str, Any]] = {
+    "ldm_celeba_ffhq_beds256": UNCONDITIONAL,
+    "ldm_lsun_churches256": ORIGINAL_UNETS["stable-diffusion"]["ldm_lsun_churches256"],
+    "ldm_text2img256": LDM,
+    "ldm_cin256_v2": {k: v for k, v in LDM.items() if k != "num_head_channels"} | {"num_heads": 1},
+    "ldm_layout2img": ORIGINAL_UNETS["stable-diffusion"]["ldm_layout2img"],
+    "ldm_semantic_synthesis": {k: v for k, v in UNCONDITIONAL.items() if k != "num_head_channels"}
+    | {"in_channels": 6, "num_heads": 4, "attention_resolutions": [32]},
+    "rdm768": LDM | {"in_channels": 4, "out_channels": 4},
+    "ldm_inpainting_big": ORIGINAL_UNETS["stable-diffusion"]["ldm_inpainting_big"],
+    "ldm_bsr_sr": UNCONDITIONAL | {"in_channels": 6},
+    "x4": ORIGINAL_UNETS["stablediffusion"]["x4"],
+}
+# cond_stage_config, and which of the others the original's configuration has.
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "ldm_celeba_ffhq_beds256": {"cond_stage_config": "__is_unconditional__"},
+    "ldm_lsun_churches256": {"cond_stage_config": "__is_unconditional__", "scale_by_std": True},
+    "ldm_text2img256": {
+        "cond_stage_config": {
+            "target": "ldm.modules.encoders.modules.BERTEmbedder",
+            "params": {"n_embed": 40, "n_layer": 2, "use_tokenizer": False},
+        },
+        "conditioning_key": "crossattn",
+    },
+    "ldm_cin256_v2": {
+        "cond_stage_config": {
+            "target": "ldm.modules.encoders.modules.ClassEmbedder",
+            "params": {"embed_dim": 40, "n_classes": 11},
+        },
+        "conditioning_key": "crossattn",
+    },
+    "ldm_layout2img": {
+        "cond_stage_config": {
+            "target": "ldm.modules.encoders.modules.BERTEmbedder",
+            "params": {"n_embed": 40, "n_layer": 2, "vocab_size": 8192, "max_seq_len": 92, "use_tokenizer": False},
+        },
+        "conditioning_key": "crossattn",
+    },
+    "ldm_semantic_synthesis": {
+        "cond_stage_config": {
+            "target": "ldm.modules.encoders.modules.SpatialRescaler",
+            "params": {"n_stages": 2, "in_channels": 6, "out_channels": 3},
+        },
+    },
+    "rdm768": {"cond_stage_config": {"target": "torch.nn.Identity"}, "conditioning_key": "crossattn"},
+    "ldm_inpainting_big": {"cond_stage_config": "__is_first_stage__"},
+    "ldm_bsr_sr": {"cond_stage_config": {"target": "torch.nn.Identity"}, "cond_stage_key": "LR_image"},
+    "x4": {
+        "cond_stage_config": {"target": "torch.nn.Identity"},
+        "conditioning_key": "hybrid-adm",
+        "parameterization": "v",
+        "low_scale_config": {
+            "target": "ldm.modules.diffusionmodules.upscaling.ImageConcatWithNoiseAugmentation",
+            "params": {
+                "noise_schedule_config": {"linear_start": 0.0001, "linear_end": 0.02},
+                "max_noise_level": 350,
+            },
+        },
+    },
+}
+
+
+def first_stage(name: str) -> dict[str, Any]:
+    """The original's first_stage_config."""
+    spec = toy_zoo.small(name).vae
+    ddconfig = VQ | {
+        "double_z": not isinstance(spec, VQSpec),
+        "z_channels": spec.z_channels,
+        "attn_resolutions": [],
+        "attn_type": "vanilla" if spec.mid_attn else "none",
+    }
+    params = {"ddconfig": ddconfig, "lossconfig": NO_LOSS, "embed_dim": spec.embed_dim}
+    if isinstance(spec, VQSpec):
+        return {
+            "target": "ldm.models.autoencoder.VQModelInterface",
+            "params": params | {"n_embed": spec.num_codes},
+        }
+    return {"target": "ldm.models.autoencoder.AutoencoderKL", "params": params}
+
+
+def original(name: str) -> Any:
+    """The original's LatentDiffusion (or upscaler) for a miniature, with the weights of its file."""
+    module = importlib.import_module("ldm.models.diffusion.ddpm")
+    family = toy_zoo.small(name)
+    kind = module.LatentUpscaleDiffusion if name == "x4" else module.LatentDiffusion
+    model = kind(
+        unet_config={"target": "ldm.modules.diffusionmodules.openaimodel.UNetModel", "params": UNETS[name]},
+        first_stage_config=first_stage(name),
+        timesteps=1000,
+        linear_start=family.beta_start,
+        linear_end=family.beta_end,
+        use_ema=False,
+        scale_factor=SCALE_FACTOR if name == "ldm_lsun_churches256" else family.scale_factor,
+        **CONDITIONS[name],
+    )
+    model.device = torch.device("cpu")
+    parameters = {key: random_tensor(key, tuple(value.shape)) for key, value in model.named_parameters()}
+    model.load_state_dict(parameters, strict=False)
+    return model.eval()
+
+
+def conditioning(name: str, model: Any) -> tuple[Any, Any]:
+    """What the original's scripts and notebooks give its sampler: the conditioning, and the unconditional one."""
+    learn = model.get_learned_conditioning
+    if name == "ldm_text2img256":
+        ids = BERTTokenizer(77)(toy_zoo.PROMPTS)
+        return learn(ids[:1]), learn(ids[1:])
+    if name == "ldm_cin256_v2":
+        return tuple(learn({"class": torch.tensor([number])}) for number in (toy_zoo.CLASS, 10))
+    if name == "ldm_layout2img":
+        boxes = [Box(*box) for box in toy.layouts()[0]]
+        return learn(torch.tensor([tokens(boxes)])), None
+    if name == "ldm_semantic_synthesis":
+        return learn(nn.functional.one_hot(toy_zoo.labels(), 6).permute(0, 3, 1, 2).float()), None
+    if name == "rdm768":
+        return toy_zoo.neighbours(), torch.zeros_like(toy_zoo.neighbours())
+    if name == "ldm_bsr_sr":
+        return toy_zoo.picture(name), None
+    if name == "ldm_inpainting_big":  # make_batch and what follows, of scripts/inpaint.py
+        image, mask = (toy_zoo.picture(name) + 1) / 2, toy_zoo.hole()
+        masked, mask = (1 - mask) * image * 2 - 1, mask * 2 - 1
+        c = model.cond_stage_model.encode(masked)
+        return torch.cat([c, nn.functional.interpolate(mask, size=c.shape[-2:])], dim=1), None
+    if name == "x4":
+        level = torch.tensor([toy_zoo.NOISE_LEVEL])
+        noised = model.low_scale_model.q_sample(toy_zoo.picture(name), level, toy_zoo.upscale_noise())
+        return tuple(
+            {"c_concat": [noised], "c_crossattn": [context[None]], "c_adm": level}
+            for context in toy_zoo.upscale_contexts()
+        )
+    return None, None
+
+
+def run(name: str) -> Arrays:
+    """The last latents of DDIM (1,C,h,w), and what is decoded from them."""
+    model, settings = original(name), toy_zoo.RUNS[name]
+    if settings.tile is not None:
+        model.split_input_params = {
+            "ks": (settings.tile,) * 2,
+            "stride": (settings.tile // 2,) * 2,
+            "vqf": 4,
+            "patch_distributed_vq": True,
+            "tie_braker": False,
+            "clip_max_weight": 0.5,
+            "clip_min_weight": 0.01,
+        }
+    sampler = importlib.import_module("ldm.models.diffusion.ddim").DDIMSampler(model)
+    sampler.register_buffer = lambda name, value: setattr(sampler, name, value)  # not on CUDA
+    cond, uncond = conditioning(name, model)
+    start = toy_zoo.noise(name)
+    guidance = {} if uncond is None else {"unconditional_conditioning": uncond}
+    latents, _ = sampler.sample(
+        settings.steps,
+        batch_size=1,
+        shape=start.shape[1:],
+        conditioning=cond,
+        x_T=start,
+        verbose=False,
+        unconditional_guidance_scale=settings.scale,
+        **guidance,
+    )
+    arrays = {f"run.{name}.latents": latents}
+    if settings.decoded:
+        arrays[f"run.{name}.pixels"] = model.decode_first_stage(latents)
+    return arrays
+
+
+def runs(originals: Path) -> Arrays:
+    """All of toy_zoo.RUNS."""
+    arrays: Arrays = {}
+    stubs = ("clip", "kornia", "torchvision.utils", "torchvision", "omegaconf", "taming.modules.vqvae.quantize")
+    for repo, names in (("latent-diffusion", [n for n in toy_zoo.RUNS if n != "x4"]), ("stablediffusion", ["x4"])):
+        with mock.patch.dict(sys.modules, lightning()), repository(originals / repo, stubs=stubs):
+            for name in names:
+                arrays |= run(name)
+    return arrays
+
+
 def made_with(originals: Path) -> str:
     """Versions and commits, as JSON."""
     versions = {module.__name__: module.__version__ for module in (torch, np)}
@@ -123,8 +312,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
     originals = parser.parse_args().originals.resolve()
+    sys.path.insert(0, str(originals / "taming-transformers"))  # latent-diffusion imports it
     with torch.no_grad():
-        write(DATA / "zoo.npz", autoencoders(originals) | embedders(originals), torch.float32, made_with(originals))
+        arrays = autoencoders(originals) | embedders(originals) | runs(originals)
+        write(DATA / "zoo.npz", arrays, torch.float32, made_with(originals))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ alone, are scaled like trained weights, and are the same on every machine (numpy
 """
 
 import argparse
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ SMALL = replace(
     text=replace(CLIP_L, width=64, mlp_width=256, layers=2, heads=4),
     resolution=64,
 )
+
+
+SCALE_FACTOR = 1.7  # in the files of families that do not know it
 
 
 def small(name: str) -> Family:
@@ -89,6 +93,8 @@ def state_dict(family: Family, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     betas = linear_betas(family.beta_start, family.beta_end)
     yield "betas", torch.from_numpy(betas).float()
     yield "alphas_cumprod", torch.from_numpy(np.cumprod(1 - betas)).float()
+    if math.isnan(family.scale_factor):
+        yield "scale_factor", torch.tensor(SCALE_FACTOR)
     if isinstance(family.text, CLIPTextSpec):
         ids = torch.arange(family.text.length)[None]
         yield prefix("text_encoder", weights["text_encoder"], family.sgm) + "embeddings.position_ids", ids

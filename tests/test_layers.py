@@ -19,6 +19,7 @@ LAYERS = [
     {"benchmark"},
     {"generate", "training"},
     {"conditioning", "control"},
+    {"inputs"},
     {"pipeline", "prompt"},
     {"adapters"},
     {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes", "canny"},

@@ -53,4 +53,6 @@ def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     noise = torch.from_numpy(values.standard_normal(shape, dtype=np.float32))
     if len(shape) == 1:
         return noise.mul_(0.05).add_(1.0 if key.endswith("weight") else 0.0)
-    return noise.mul_(0.02 if "embedding" in key else float(np.prod(shape[1:])) ** -0.5)
+    # Codes are as large as the latents that are compared with them.
+    small = "embedding" in key and "quantize" not in key
+    return noise.mul_(0.02 if small else float(np.prod(shape[1:])) ** -0.5)

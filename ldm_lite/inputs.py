@@ -1,0 +1,121 @@
+"""Prompts that are no text: classes, boxes, maps of labels, embeddings, and none at all -> what the network reads.
+
+Each function takes prompts as the command line has them ("207", the name of a file), B of them; None or "" is none,
+which stands for what to keep away from, where a model was trained with it.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite import boxes
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.models.bert import BERTTextEncoder
+from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
+from ldm_lite.pipeline import Pipeline
+
+Prompts = Sequence[str | None]
+
+
+def nothing(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+    """Unconditional models.  Raises ValueError for a prompt, and for something to keep away from."""
+    for prompt in prompts:
+        if prompt:
+            raise ValueError(f"{pipe.family.title} reads no prompt: got {prompt!r}, leave it out")
+    return Conditioning()
+
+
+def classes(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+    """Class numbers -> context (B,1,D).  Raises ValueError for what is none."""
+    assert isinstance(pipe.text_encoder, ClassEmbedder)
+    spec = pipe.text_encoder.spec
+    most = spec.num_classes - 1 if spec.unconditional is None else spec.unconditional - 1
+
+    def number(prompt: str | None) -> int:
+        if not prompt and spec.unconditional is not None:
+            return spec.unconditional
+        if not prompt or not prompt.strip().isdecimal() or int(prompt) > most:
+            raise _not(pipe, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
+        return int(prompt)
+
+    return Conditioning(pipe.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=pipe.device)))
+
+
+def layouts(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for what is none."""
+    assert isinstance(pipe.text_encoder, BERTTextEncoder)
+    rows = [
+        boxes.tokens(boxes.read(_file(pipe, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
+        for prompt in prompts
+    ]
+    return Conditioning(pipe.text_encoder(torch.tensor(rows, device=pipe.device)))
+
+
+def label_maps(pipe: Pipeline, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
+    """Images whose values are labels -> concat (B,C',h,w) for images of size (height, width).
+
+    A map of another size is scaled to it by nearest neighbour.  Raises ValueError for what is no map of labels.
+    """
+    assert isinstance(pipe.text_encoder, LabelMapRescaler)
+    num_labels = pipe.text_encoder.spec.num_labels
+    maps = []
+    for prompt in prompts:
+        path = _file(pipe, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
+        try:
+            with Image.open(path) as image:
+                if image.mode not in ("L", "P", "I;16", "I"):
+                    raise ValueError(f"has the mode {image.mode}, wanted one channel (L or P) of labels")
+                labels = np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
+            if labels.max() >= num_labels or labels.min() < 0:
+                raise ValueError(f"holds the label {labels.max()}, wanted 0 to {num_labels - 1}")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: is no map of labels: {error}") from error
+        maps.append(torch.from_numpy(labels))
+    return Conditioning(concat=pipe.text_encoder(torch.stack(maps).to(pipe.device)))
+
+
+def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditioning:
+    """Files of embeddings, (D,) or (T,D), as CLIP's normalised ones -> context (B,T,D); zeros where there is none.
+
+    Those that are shorter than num_tokens are filled up with zeros.  Raises ValueError for what is none.
+    """
+    rows = []
+    for prompt in prompts:
+        values = read_embeddings(pipe, prompt) if prompt else torch.zeros(1, pipe.family.unet.context_dim or 0)
+        rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
+    return Conditioning(torch.stack(rows).to(pipe.device))
+
+
+def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
+    """A .npy file -> its embeddings (T,D) float32, D being the width of the pipeline's context.  Raises ValueError."""
+    width = pipe.family.unet.context_dim
+    path = _file(pipe, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
+    try:
+        values = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: is no .npy file ({error})") from error
+    values = values[None] if values.ndim == 1 else values
+    if values.ndim != 2 or values.shape[1] != width or values.dtype.kind != "f":
+        raise ValueError(
+            f"{path}: holds {values.dtype} of shape {values.shape}, wanted floats ({width},) or (T, {width})"
+        )
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def _file(pipe: Pipeline, prompt: str | None, wanted: str) -> Path:
+    if not prompt:
+        raise _not(pipe, prompt, wanted, guided=False)
+    path = Path(prompt).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{os.fspath(prompt)}: no such file: {pipe.family.title} reads {wanted}")
+    return path
+
+
+def _not(pipe: Pipeline, prompt: str | None, wanted: str, guided: bool) -> ValueError:
+    unguided = "" if guided else ", and nothing to keep away from (leave out --scale)"
+    return ValueError(f"{pipe.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")
