@@ -364,7 +364,7 @@ def _some(items: Iterable[str], most: int = 3) -> str:
 def broken_weights(networks: Mapping[str, nn.Module]) -> str | None:
     """Which weights are not finite, in words; None if all are.  For the message when a result is not finite."""
     for title, network in networks.items():
-        bad = [key for key, value in network.state_dict().items() if not torch.isfinite(value).all()]
+        bad = [key for key, value in network.state_dict().items() if not torch.isfinite(value.float()).all()]
         if bad:
             return f"{len(bad)} of the {title}'s weights hold NaN or infinity ({_some(bad)}): the file is damaged"
     return None

@@ -67,6 +67,9 @@ class LoadOptions:
     attention: str | None = option(
         None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
     )
+    offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
+    storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
+    vae_tiling: bool = option(False, "encode and decode strip by strip: less memory, the same picture")
 
     def arguments(self) -> dict[str, Any]:
         """As ldm_lite.load takes them.  Raises ValueError for metadata without a "="."""
@@ -77,7 +80,8 @@ class LoadOptions:
         if bad := [item for item in self.metadata if "=" not in item]:
             raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
         values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
-        tuning = {name: values.pop(name) for name in ("attention", "compiled")}
+        names = ("attention", "compiled", "offload", "storage", "vae_tiling")
+        tuning = {name: values.pop(name) for name in names}
         values["tuning"] = {name: value for name, value in tuning.items() if value is not None}
         return values
 
@@ -203,10 +207,10 @@ class _Messages(logging.Handler):
         tqdm.write(prefix + record.getMessage(), file=sys.stderr)
 
 
-def run(body: Callable[[], None], debug: bool) -> int:
+def run(body: Callable[[], None], debug: bool, options: Sequence[object] = ()) -> int:
     """Run a command's body; its exit status: 0, 1 (the machine failed), 2 (the user's input) or 130 (Ctrl-C).
 
-    What goes wrong is one line on stderr; with debug the traceback too.
+    What goes wrong is one line on stderr; with debug the traceback too.  options are what the command was given.
     """
     log, messages = logging.getLogger("ldm_lite"), _Messages()
     log.addHandler(messages)
@@ -220,17 +224,33 @@ def run(body: Callable[[], None], debug: bool) -> int:
     except Exception as error:
         if debug:
             raise
-        message, status = _explain(error)
+        message, status = _explain(error, options)
         print(f"error: {message}", file=sys.stderr)
         return status
     finally:
         log.removeHandler(messages)
 
 
-def _explain(error: Exception) -> tuple[str, int]:
+def _cheaper(options: Sequence[object]) -> str:
+    """What to try next, what costs least first, when the memory is too small for what a command was asked."""
+    given = {name: value for group in options for name, value in vars(group).items()}
+    if "checkpointing" in given:  # training
+        return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
+    steps = {
+        "--n-samples 1": (given.get("n_samples") or 1) > 1,
+        "--vae-tiling": not given.get("vae_tiling", True),
+        "--dtype fp16": given.get("dtype") in ("fp32", "float32"),
+        "--offload model": given.get("offload", "") is None,
+        "--storage int8": given.get("storage", "") is None,
+        "--offload sequential": given.get("offload") == "model",
+    }
+    return next((step for step, remains in steps.items() if remains), "a smaller picture")
+
+
+def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
     """An exception -> (one line, exit status)."""
-    if type(error).__name__ == "OutOfMemoryError":
-        return "out of memory: take a smaller --batch-size, a smaller size, or --dtype fp16", 1
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "alloc_cpu" in str(error):
+        return f"out of memory: try {_cheaper(options)}", 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
     line = " ".join(str(error).split()) or type(error).__name__

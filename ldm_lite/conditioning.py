@@ -61,7 +61,8 @@ def encode_prompts(pipe: Pipeline, prompts: Prompts, reading: Reading = PLAINLY)
         for prompt in dict.fromkeys(prompts):
             if dropped := pipe.tokenizer.dropped(prompt or ""):
                 log.warning("prompt is too long, dropped from it: %s", dropped)
-    return CONDITIONERS[pipe.family.conditioner](pipe, prompts, reading)
+    with pipe.phase("text_encoder", "text_encoder_2"):
+        return CONDITIONERS[pipe.family.conditioner](pipe, prompts, reading)
 
 
 def count_chunks(pipe: Pipeline, prompts: Iterable[str | None], syntax: str = "plain") -> int:

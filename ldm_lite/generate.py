@@ -4,6 +4,7 @@ Noise depends on the seed alone: every image has its own CPU generator, which dr
 noise, whatever the batch size or the device.
 """
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from ldm_lite.checkpoint import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import Model, denoise_step, rows
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.pipeline import Autoencoder, Pipeline
+from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 
 log = logging.getLogger("ldm_lite")
 
@@ -82,22 +84,26 @@ def denoise(
 
     truth = None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept))
     percentile, limit = (None, None) if threshold is None else map(tensor, threshold)
-    inputs: list[tuple[Model, Conditioning, Guidance]] = []
+    inputs: list[tuple[Pipeline, Conditioning, Guidance]] = []
     for stage in stages:
         weights = stage.branches.weights if len(stage.branches.weights) > 1 else None
         guidance = Guidance(tensor(weights), tensor(rescale or None), percentile, truth, limit)
-        inputs.append((stage.pipe.unet, _stacked(stage.branches.conditionings, device, dtype), guidance))
+        inputs.append((stage.pipe, _stacked(stage.branches.conditionings, device, dtype), guidance))
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
-    silence = torch.zeros_like(x)
-    for i, row in enumerate(rows(plan, device)):
-        fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
-        unet, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
-        if network is not None and unet is pipe.unet:
-            unet = network(int(plan.step[i]))
-        registers = denoise_step(unet, registers, row, fresh, conditioning, guidance, dtype)
-        if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
-            yield registers[0]
+    silence, now = torch.zeros_like(x), None
+    with contextlib.ExitStack() as phase:
+        for i, row in enumerate(rows(plan, device)):
+            fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
+            computes, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
+            if computes is not now:
+                phase.close()
+                phase.enter_context(computes.phase("unet"))
+                now = computes
+            unet: Model = computes.unet if network is None or now is not pipe else network(int(plan.step[i]))
+            registers = denoise_step(unet, registers, row, fresh, conditioning, guidance, dtype)
+            if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
+                yield registers[0]
 
 
 def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:
@@ -148,11 +154,13 @@ def encode(pipe: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
     float32 on the pipeline's device; a sample is mean + deviation * noise.  An encoder that overflows in half precision
     is run again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
     """
-    vae, dtype = pipe.vae, next(pipe.vae.parameters()).dtype
-    mean, deviation = vae.distribution(pixels.to(pipe.device, dtype))
-    if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
-        log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
-        mean, deviation = copy.deepcopy(vae).float().distribution(pixels.to(pipe.device, torch.float32))
+    with pipe.phase("vae"):
+        vae, dtype = pipe.vae, next(pipe.vae.parameters()).dtype
+        mean, deviation = vae.distribution(pixels.to(pipe.device, dtype))
+        if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
+            log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
+            whole = copy.deepcopy(vae).to(pipe.device, torch.float32)
+            mean, deviation = whole.distribution(pixels.to(pipe.device, torch.float32))
     if not torch.isfinite(mean + deviation).all():
         raise ValueError(
             f"the picture's latents are not finite: {broken_weights(pipe.networks) or 'its pixels are not'}"
@@ -171,13 +179,28 @@ def decode(pipe: Pipeline, latents: Tensor) -> Iterator[Tensor]:
         advice = "try --dtype fp32" if pipe.dtype != torch.float32 else "the checkpoint or the settings are at fault"
         raise ValueError(f"the latents are not finite: {broken_weights(pipe.networks) or advice}")
     vae = pipe.vae
-    for z in latents / pipe.family.scale_factor:
-        dtype = next(vae.parameters()).dtype
-        pixels = vae.decode(z[None].to(dtype))[0].float()
-        if not torch.isfinite(pixels).all() and dtype != torch.float32:
-            log.warning("the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch."))
-            vae = copy.deepcopy(vae).float()  # not in place: other threads may be decoding
-            pixels = vae.decode(z[None].float())[0]
-        if not torch.isfinite(pixels).all():
-            raise ValueError(f"the image is not finite: {broken_weights(pipe.networks) or 'the latents are too large'}")
-        yield pixels.clamp(-1, 1).cpu()
+    with pipe.phase("vae"):
+        for z in latents.to(pipe.device) / pipe.family.scale_factor:
+            dtype = next(vae.parameters()).dtype
+            vae, pixels = _decode(vae, z[None].to(dtype))
+            if not torch.isfinite(pixels).all() and dtype != torch.float32:
+                log.warning("the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch."))
+                vae = copy.deepcopy(vae).to(pipe.device, torch.float32)  # not in place: other threads may be decoding
+                vae, pixels = _decode(vae, z[None].float())
+            if not torch.isfinite(pixels).all():
+                cause = broken_weights(pipe.networks) or "the latents are too large"
+                raise ValueError(f"the image is not finite: {cause}")
+            yield pixels.clamp(-1, 1).cpu()
+
+
+def _decode(vae: Autoencoder, z: Tensor) -> tuple[Autoencoder, Tensor]:
+    """z (1,C,h,w) -> pixels (3,H,W) float32; and the autoencoder to go on with, in tiles if memory has run out."""
+    try:
+        return vae, vae.decode(z)[0].float()
+    except (RuntimeError, MemoryError) as error:
+        if is_tiled(vae) or not out_of_memory(error):
+            raise
+        log.warning("out of memory: decoding in tiles, which --vae-tiling does from the start")
+    # After the except block, which keeps what the failed attempt has left.
+    vae = tiled(vae, rest="cpu")
+    return vae, vae.decode(z)[0].float()

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,9 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.models.vae_vq import VQModel
 from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
+from ldm_lite.runtime.offload import Placement
 from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
+from ldm_lite.runtime.tiling import tiled
 from ldm_lite.runtime.tuning import tune
 from ldm_lite.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 
@@ -60,6 +63,7 @@ class Pipeline:
     text_encoder_2: nn.Module | None
     tokenizer: TextTokenizer | None
     description: str  # what was loaded, from where, in one line
+    placement: Placement | None = None  # None: the networks are on the device all the time, in the type they compute in
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -68,13 +72,21 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where the UNet is."""
+        """Where the networks compute."""
+        if self.placement is not None:
+            return self.placement.device
         return next(self.unet.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the UNet computes in."""
+        if self.placement is not None:
+            return self.placement.dtype
         return next(self.unet.parameters()).dtype
+
+    def phase(self, *roles: str) -> AbstractContextManager[None]:
+        """In this block the networks of these roles are where they compute; what computes with them enters it."""
+        return nullcontext() if self.placement is None else self.placement.phase(*roles)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Image size in pixels -> shape (C,h,w) of its latent.  Raises ValueError if a side is no multiple of 8 (f)."""
@@ -107,7 +119,7 @@ def load(
     lora: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
     zero_snr: bool = False,
-    tuning: Mapping[str, str] | None = None,
+    tuning: Mapping[str, Any] | None = None,
 ) -> Pipeline:
     """Open a checkpoint: a path, "owner/repository/file" on the hub, an open one, or None for the bundled model.
 
@@ -115,7 +127,8 @@ def load(
     other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder" (for
     both of two).  lora names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to
     the file's; zero_snr shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
-    tuning holds what runtime.tuning.tune takes, for instance {"attention": "flash", "compiled": "unet.pt2"}.
+    tuning is how it runs: "attention" (a name of runtime.attention), "compiled" (a package of ldm_lite.export),
+    "offload" ("model" or "sequential"), "storage" ("fp8" or "int8"), "vae_tiling" (True).
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
@@ -140,12 +153,8 @@ def load(
         family = with_vae(family, components["vae"].shapes, name=str(parts["vae"]))
     components["unet"], weights = _with_ema(components["unet"], ema)
 
-    with on_meta():
-        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
-    for role, network in networks.items():
-        overflows = role == "vae" and family.vae_overflows and torch_dtype == torch.float16
-        title = role.replace("_", " ")
-        load_weights(network, components[role], title, torch_device, torch.float32 if overflows else torch_dtype)
+    tuning = {} if tuning is None else tuning
+    networks = _networks(family, components, _home(tuning, torch_device), torch_dtype)
     if prediction is not None:
         family = with_prediction(family, parse_prediction(prediction))
     elif family.v_resolution is not None and stated_prediction(about) is None:
@@ -153,7 +162,7 @@ def load(
         log.info("%s: predicts %s %s; --prediction overrules that", path.name, family.prediction, why)
     schedule = _schedule(family, main, zero_snr)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
-    tune(networks, **(tuning or {}))
+    placement = _tune(networks, tuning, torch_device, torch_dtype)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
@@ -163,8 +172,50 @@ def load(
     tokenizer = tokenizer_of(family.text)
     networks = {"text_encoder": None, "text_encoder_2": None, **networks}
     return Pipeline(
-        name=path.stem, family=family, schedule=schedule, tokenizer=tokenizer, description=description, **networks
+        name=path.stem,
+        family=family,
+        schedule=schedule,
+        tokenizer=tokenizer,
+        description=description,
+        placement=placement,
+        **networks,
     )
+
+
+def _networks(
+    family: Family, components: Mapping[str, Component], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The family's networks by role, with their weights."""
+    with on_meta():
+        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+    for role, network in networks.items():
+        overflows = role == "vae" and family.vae_overflows and dtype == torch.float16
+        title = role.replace("_", " ")
+        load_weights(network, components[role], title, device, torch.float32 if overflows else dtype)
+    return networks
+
+
+def _home(tuning: Mapping[str, Any], device: torch.device) -> torch.device:
+    """Where weights are read to: what is offloaded or stored in 8 bits must not all be on the device even once."""
+    return torch.device("cpu") if tuning.get("offload") or tuning.get("storage") else device
+
+
+def _tune(
+    networks: dict[str, Any], tuning: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> Placement | None:
+    """Set the networks up as load's tuning says, in place."""
+    settings = dict(tuning)
+    offload, storage = (settings.pop(name, None) for name in ("offload", "storage"))
+    if settings.pop("vae_tiling", False):
+        networks["vae"] = tiled(networks["vae"])
+    if "compiled" in settings and (offload or storage):
+        raise ValueError(
+            "compiled code needs its weights where they are: leave out --compiled, or --offload and --storage"
+        )
+    tune(networks, **settings)
+    if offload is None and storage is None:
+        return None
+    return Placement(networks, device, dtype, offload=offload, storage=storage)
 
 
 def load_autoencoder(

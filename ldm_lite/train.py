@@ -377,7 +377,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     about = __doc__.splitlines()[0]
     (options, load), _ = cli.parse(argv, "train", about, (Options, LoadOptions))
-    return cli.run(lambda: print(train(options, load, cli.TrainingBar(options.steps))), debug=options.debug)
+    return cli.run(
+        lambda: print(train(options, load, cli.TrainingBar(options.steps))),
+        debug=options.debug,
+        options=(options, load),
+    )
 
 
 if __name__ == "__main__":

@@ -170,3 +170,29 @@ def test_a_decoder_that_overflows_is_run_again_in_float32(caplog: pytest.LogCapt
     assert got.shape == want.shape
     assert "the autoencoder overflows in float16: decoding in float32" in caplog.text
     assert pipe.vae.decoder.conv_in.weight.dtype == torch.float16
+
+
+def test_decoding_goes_on_in_tiles_when_memory_runs_out(
+    bundled: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    latents = torch.randn(2, *bundled.latent_shape(64, 64), generator=torch.Generator().manual_seed(0))
+    wanted = list(decode(bundled, latents))
+
+    def fails(self: object, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
+    got = list(decode(bundled, latents))
+    assert all((a - b).abs().max() < 1e-4 for a, b in zip(got, wanted, strict=True))
+    assert [record.getMessage() for record in caplog.records] == [
+        "out of memory: decoding in tiles, which --vae-tiling does from the start"
+    ]
+
+
+def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: object, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("another reason")
+
+    monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
+    with pytest.raises(RuntimeError, match="another reason"):
+        list(decode(bundled, torch.zeros(1, *bundled.latent_shape(64, 64))))

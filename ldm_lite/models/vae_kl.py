@@ -164,10 +164,14 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(channels_last(x))
+        return self.conv_out(F.silu(self.norm_out(self.mid(self.descend(channels_last(x))))))
+
+    def descend(self, x: Tensor) -> Tensor:
+        """Pixels (B,3,H,W) -> features (B,C,h,w): the part before the middle, which takes most of the memory."""
+        x = self.conv_in(x)
         for level in self.down:
             x = level(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
+        return x
 
 
 class Decoder(nn.Module):
@@ -187,7 +191,10 @@ class Decoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(channels_last(z)))
+        return self.ascend(self.mid(self.conv_in(channels_last(z))))
+
+    def ascend(self, x: Tensor) -> Tensor:
+        """Features (B,C,h,w) -> pixels (B,3,H,W): the part after the middle, which takes most of the memory."""
         for level in reversed(self.up):
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(x)))

@@ -1,0 +1,38 @@
+"""Weights in 8 bits, computed with in the network's own type: half the memory of half precision, a little less quality.
+
+Each row (output channel) has a scale of its own.  Lossy; nothing is computed in 8 bits.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# name -> the type of the values, and the largest that it holds
+STORAGES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+
+
+class Stored(NamedTuple):
+    """A tensor as it is kept: its values times the scale of their row, or with no scale the values themselves."""
+
+    values: Tensor
+    scale: Tensor | None  # (rows, 1, ...) float32
+
+
+def store(tensor: Tensor, storage: str | None) -> Stored:
+    """A weight (rows, ...) in 8 bits; what has one dimension (norms, biases), and integers, stay as they are."""
+    if storage is None or tensor.ndim < 2 or not tensor.is_floating_point():
+        return Stored(tensor, None)
+    dtype, largest = STORAGES[storage]
+    rows = tensor.float()
+    scale = rows.abs().amax(dim=tuple(range(1, tensor.ndim)), keepdim=True).clamp(min=1e-12) / largest
+    values = rows / scale
+    return Stored((values.round() if dtype == torch.int8 else values).to(dtype), scale)
+
+
+def restore(stored: Stored, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The tensor on a device, in a type if it was stored in 8 bits; from pinned memory the copy is not waited for."""
+    values = stored.values.to(device, non_blocking=True)
+    if stored.scale is None:
+        return values
+    return values.to(dtype) * stored.scale.to(device, dtype, non_blocking=True)

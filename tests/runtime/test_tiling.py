@@ -1,0 +1,79 @@
+"""The autoencoder strip by strip is the autoencoder, in less memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+from torch import Tensor, nn
+
+from ldm_lite.models.taesd import TAESD, TAESDSpec
+from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
+from ldm_lite.runtime import tiling
+from ldm_lite.runtime.tiling import is_tiled, tiled
+
+
+@pytest.fixture(autouse=True)
+def _small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of a few rows: of the finest feature maps of a (1,3,64,80) picture, 1 to 3."""
+    monkeypatch.setattr(tiling, "STRIP", 3 * 80 * 32)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("rest", [None, "cpu"])
+@pytest.mark.parametrize("spec", [SMALL.vae, toy.KL_F16], ids=["f8", "f16"])
+def test_it_is_the_whole_picture(spec: VAESpec, rest: str | None) -> None:
+    """To rounding, everywhere: no seams, for encoding and decoding, with attention inside the levels or without."""
+    vae = toy.fill(AutoencoderKL(spec))
+    x = toy.normal(0, 2, 3, 8 * spec.factor, 10 * spec.factor)
+    z = toy.normal(1, 2, spec.embed_dim, 8, 10)
+    strips = tiled(vae, rest)
+    wanted, pixels = vae.encode(x), vae.decode(z)
+    for ours, theirs in (*zip(strips.encode(x), wanted, strict=True), (strips.decode(z), pixels)):
+        assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+    assert strips.decoder.conv_out.weight is vae.decoder.conv_out.weight
+    assert is_tiled(strips)
+    assert not is_tiled(vae)
+    assert torch.equal(vae.decode(z), pixels), "the network itself is as it was"
+
+
+def test_half_precision_is_as_exact_as_the_whole() -> None:
+    exact = toy.fill(AutoencoderKL(SMALL.vae))
+    z = toy.normal(1, 1, 4, 8, 10)
+    half = toy.fill(AutoencoderKL(SMALL.vae)).bfloat16()
+    errors = [float((vae.decode(z.bfloat16()).float() - exact.decode(z)).norm()) for vae in (half, tiled(half))]
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_no_convolution_sees_more_than_a_strip() -> None:
+    vae, largest = toy.fill(AutoencoderKL(SMALL.vae)), {}
+
+    def record(name: str) -> None:
+        def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            largest[name] = max(largest.get(name, 0), args[0].numel(), output.numel())
+
+        for module in vae.decoder.up.modules():
+            if isinstance(module, nn.Conv2d):
+                handles.append(module.register_forward_hook(hook))
+
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    record("whole")
+    z = toy.normal(1, 1, 4, 32, 32)
+    vae.decode(z)
+    for handle in handles:
+        handle.remove()
+    record("strips")
+    tiled(vae).decode(z)
+    # a strip, the rows beside it, and twice as high and wide after an upsampler
+    assert largest["strips"] < largest["whole"] / 8
+
+
+def test_an_autoencoder_without_large_feature_maps() -> None:
+    vae = TAESD(TAESDSpec(embed_dim=4, encoder=True, decoder=True))
+    assert tiled(vae) is vae
