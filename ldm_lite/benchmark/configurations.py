@@ -7,17 +7,18 @@ softmax(q k^T) v with all of its weights in memory.  To add a row is to add a wa
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ldm_lite.benchmark.contender import Here
 from ldm_lite.benchmark.jobs import Ours, Setting
-from ldm_lite.checkpoint import Checkpoint
+from ldm_lite.checkpoint import Checkpoint, on_meta
 from ldm_lite.pipeline import Pipeline, load
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import DTYPES
+from ldm_lite.runtime.tuning import tune
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -29,12 +30,13 @@ class Configuration:
     title: str
     attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, elsewhere PyTorch's choice
     autocast: bool  # half precision by autocast from float32 weights, in place of weights cast once
+    tuned: bool  # as runtime.tuning sets networks up, in place of plain modules
     compile: str  # "off", or "unet": torch.compile of the UNet, as the article did
 
 
-ORIGINAL = Configuration("original", attention="vanilla", autocast=True, compile="off")
-OURS = Configuration("ours", attention="sdpa", autocast=False, compile="off")
-REFERENCE = replace(OURS, title="reference")
+ORIGINAL = Configuration("original", attention="vanilla", autocast=True, tuned=False, compile="off")
+OURS = Configuration("ours", attention="sdpa", autocast=False, tuned=True, compile="off")
+REFERENCE = replace(OURS, title="reference", tuned=False)
 CONFIGURATIONS = {
     "original": ORIGINAL,
     "original-efficient": replace(ORIGINAL, title="original, memory-efficient attention", attention="efficient"),
@@ -76,15 +78,29 @@ def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
 
     Raises ValueError for an attention that the device lacks.
     """
-    unet, vae = sharing(pipe.unet), sharing(pipe.vae)
+    networks: dict[str, Any] = {
+        role: (sharing if configuration.tuned else plain)(each) for role, each in pipe.networks.items()
+    }
     fused = pipe.device.type != "cuda" and configuration.attention == "efficient"
-    for network in (unet, vae):
-        attention.use(network, "sdpa" if fused else configuration.attention)
+    name = "sdpa" if fused else configuration.attention
+    if configuration.tuned:
+        tune(networks, attention=name)
+    else:
+        for role in ("unet", "vae"):
+            attention.use(networks[role], name)
     if configuration.compile == "unet":
-        unet.compile(fullgraph=True, dynamic=False)
-    return replace(pipe, unet=unet, vae=vae)
+        networks["unet"].compile(fullgraph=True, dynamic=False)
+    return replace(pipe, **networks)
 
 
 def sharing(network: N) -> N:
     """A copy of a network with the same weights, not copies of them."""
     return copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
+
+
+def plain(network: nn.Module) -> nn.Module:
+    """A network as its class makes it, not tuned, with the same weights; a copy of those that were laid out anew."""
+    with on_meta():
+        made = type(network)(network.spec)
+    made.load_state_dict({key: value.contiguous() for key, value in network.state_dict().items()}, assign=True)
+    return made.requires_grad_(False).eval()

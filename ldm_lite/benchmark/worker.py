@@ -4,10 +4,11 @@ A peer is its networks (with the same weights, renamed by diffusers' converters)
 fastest way to use them: no pipeline, progress bar or safety checker.  The imports of a peer are here alone.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +22,20 @@ from ldm_lite.families import Family
 from ldm_lite.identify import identify
 from ldm_lite.runtime.precision import DTYPES
 
-Network = Callable[..., Tensor]
 PEERS = ("diffusers", "diffusers-compiled", "openvino")
 
 
-@dataclass(frozen=True)
-class Networks:
+class Networks(Protocol):
     """A peer's networks as functions of tensors on the device, in the dtype."""
 
-    unet: Network  # (x, t, context) -> prediction
-    decode: Network  # unscaled latents -> pixels
-    text: Network  # token ids -> context
+    def unet(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+        """Latents, timestep and context -> prediction."""
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Unscaled latents -> pixels."""
+
+    def text(self, ids: Tensor) -> Tensor:
+        """Token ids -> context."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,55 @@ class Theirs:
 # ---- the peers ------------------------------------------------------------------------------------------------------
 
 
+class TorchNetworks:
+    """diffusers' UNet and autoencoder and transformers' text encoder with the subject's weights, made when needed."""
+
+    def __init__(self, about: dict[str, Any], dtype: str, compiled: bool = False) -> None:
+        checkpoint = subject(about["size"], about["ckpt"])
+        self._components = split(checkpoint)
+        shapes = {role: component.shapes for role, component in self._components.items()}
+        self.family = identify(shapes, checkpoint.metadata)
+        self._device, self._dtype, self._compiled = about["device"], DTYPES[dtype], compiled
+
+    def _made(self, role: str) -> Any:
+        from ldm_lite.benchmark import peers
+
+        component = self._components[role]
+        weights = {key: component.checkpoint.read(key).to(self._dtype) for key in component.keys.values()}
+        network = getattr(peers, role)(self.family, weights).to(self._device)
+        return network.to(memory_format=torch.channels_last) if self._compiled else network
+
+    @functools.cached_property
+    def _unet(self) -> Any:
+        unet = self._made("unet")  # compiled as diffusers' documentation says
+        return torch.compile(unet, mode="max-autotune", fullgraph=True) if self._compiled else unet
+
+    @functools.cached_property
+    def _vae(self) -> Any:
+        return self._made("vae")
+
+    @functools.cached_property
+    def _text(self) -> Any:
+        return self._made("text_encoder")
+
+    def unet(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+        """As of Networks."""
+        return self._unet(x, t, encoder_hidden_states=context, return_dict=False)[0]
+
+    def decode(self, z: Tensor) -> Tensor:
+        """As of Networks."""
+        return self._vae.decode(z, return_dict=False)[0]
+
+    def text(self, ids: Tensor) -> Tensor:
+        """As of Networks."""
+        return self._text(ids).last_hidden_state
+
+    def forget(self) -> None:
+        """Give the memory of all networks back; they are made again when asked for."""
+        for name in ("_unet", "_vae", "_text"):
+            vars(self).pop(name, None)
+
+
 def _diffusers(about: dict[str, Any], compiled: bool) -> tuple[str, Callable[[str], Theirs]]:
     try:
         import diffusers
@@ -116,32 +169,10 @@ def _diffusers(about: dict[str, Any], compiled: bool) -> tuple[str, Callable[[st
         raise Unable(f"is not installed ({error.name}): pip install diffusers transformers") from error
 
     def make(dtype: str) -> Theirs:
-        unet, vae, text, family = _torch_networks(about, dtype)
-        if compiled:  # as its documentation says
-            unet.to(memory_format=torch.channels_last)
-            vae.to(memory_format=torch.channels_last)
-            unet = torch.compile(unet, mode="max-autotune", fullgraph=True)
-        networks = Networks(
-            lambda x, t, context: unet(x, t, encoder_hidden_states=context, return_dict=False)[0],
-            lambda z: vae.decode(z, return_dict=False)[0],
-            lambda ids: text(ids).last_hidden_state,
-        )
-        return Theirs(networks, family, Setting(**about["setting"]), torch.device(about["device"]), DTYPES[dtype])
+        made = TorchNetworks(about, dtype, compiled)
+        return Theirs(made, made.family, Setting(**about["setting"]), torch.device(about["device"]), DTYPES[dtype])
 
     return f"{diffusers.__version__}, transformers {transformers.__version__}", make
-
-
-def _torch_networks(about: dict[str, Any], dtype: str) -> tuple[Any, Any, Any, Family]:
-    """diffusers' UNet and autoencoder and transformers' text encoder with the subject's weights, and its family."""
-    from ldm_lite.benchmark import peers
-
-    checkpoint = subject(about["size"], about["ckpt"])
-    shapes = {role: component.shapes for role, component in split(checkpoint).items()}
-    family = identify(shapes, checkpoint.metadata)
-    weights = {key: checkpoint.read(key).float() for key in checkpoint.shapes}
-    made = (make(family, weights) for make in (peers.unet, peers.vae, peers.text_encoder))
-    unet, vae, text = (network.to(about["device"], DTYPES[dtype]) for network in made)
-    return unet, vae, text, family
 
 
 def _openvino(about: dict[str, Any]) -> tuple[str, Callable[[str], Theirs]]:
@@ -156,33 +187,48 @@ def _openvino(about: dict[str, Any]) -> tuple[str, Callable[[str], Theirs]]:
     def make(dtype: str) -> Theirs:
         if dtype != "fp32":
             raise Unable("runs in fp32 here")
-        unet, vae, text, family = _torch_networks(about, dtype)
-        networks = Networks(
-            _converted(openvino, lambda x, t, context: unet(x, t, encoder_hidden_states=context, return_dict=False)[0]),
-            _converted(openvino, lambda z: vae.decode(z, return_dict=False)[0]),
-            _converted(openvino, lambda ids: text(ids).last_hidden_state),
-        )
-        return Theirs(networks, family, Setting(**about["setting"]), torch.device("cpu"), torch.float32)
+        made = TorchNetworks(about, dtype)
+        networks = OpenVINONetworks(openvino, made)
+        return Theirs(networks, made.family, Setting(**about["setting"]), torch.device("cpu"), torch.float32)
 
     return f"{openvino.__version__.split('-')[0]}, of diffusers {diffusers.__version__}", make
 
 
-def _converted(openvino: Any, function: Network) -> Network:
-    """A function of tensors, converted and compiled for each combination of shapes when it first comes."""
-    compiled: dict[tuple[torch.Size, ...], Any] = {}
+class OpenVINONetworks:
+    """The same networks converted to OpenVINO, and compiled for each combination of shapes when it first comes."""
 
-    class Module(torch.nn.Module):
-        def forward(self, *args: Tensor) -> Tensor:
-            return function(*args)
+    def __init__(self, openvino: Any, made: TorchNetworks) -> None:
+        self._openvino, self._made = openvino, made
+        self._compiled: dict[tuple[object, ...], Any] = {}
 
-    def call(*args: Tensor) -> Tensor:
-        shapes = tuple(each.shape for each in args)
-        if shapes not in compiled:
-            model = openvino.convert_model(Module(), example_input=args, input=[list(shape) for shape in shapes])
-            compiled[shapes] = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        return torch.from_numpy(compiled[shapes](args)[0].copy())
+    def _run(self, name: str, *args: Tensor) -> Tensor:
+        key = (name, *(each.shape for each in args))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(getattr(self._made, name), args)
+            self._made.forget()
+        return torch.from_numpy(self._compiled[key](args)[0].copy())
 
-    return call
+    def _compile(self, function: Callable[..., Tensor], args: tuple[Tensor, ...]) -> Any:
+        class Module(torch.nn.Module):
+            def forward(self, *inputs: Tensor) -> Tensor:
+                return function(*inputs)
+
+        function(*args)  # the network is made here, and not in the trace
+        shapes = [list(each.shape) for each in args]
+        model = self._openvino.convert_model(Module(), example_input=args, input=shapes)
+        return self._openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def unet(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+        """As of Networks."""
+        return self._run("unet", x, t, context)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """As of Networks."""
+        return self._run("decode", z)
+
+    def text(self, ids: Tensor) -> Tensor:
+        """As of Networks."""
+        return self._run("text", ids)
 
 
 def become(about: dict[str, Any]) -> tuple[str, Contender]:
