@@ -40,9 +40,8 @@ PIPELINES = {
 }
 
 
-def pipeline(family: Family, run: toy.PictureRun) -> diffusers.DiffusionPipeline:
-    """diffusers' pipeline of a run, without a text encoder."""
-    weights = dict(state_dict(family))
+def pipeline(family: Family, weights: peers.Weights, run: toy.PictureRun) -> diffusers.DiffusionPipeline:
+    """diffusers' pipeline of a run with original weights, without a text encoder."""
     vae, unet = peers.vae(family, weights), peers.unet(family, weights)
     vae.register_to_config(scaling_factor=family.scale_factor)
     unet.register_to_config(sample_size=family.resolution)
@@ -60,8 +59,8 @@ def pipeline(family: Family, run: toy.PictureRun) -> diffusers.DiffusionPipeline
     return pipe
 
 
-def from_diffusers(run: toy.PictureRun) -> Tensor:
-    """The last latents (1,4,8,8) of diffusers' pipeline.
+def from_diffusers(run: toy.PictureRun, family: Family, weights: peers.Weights, size: int = 64) -> Tensor:
+    """The last latents (1,4,size/8,size/8) of diffusers' pipeline.
 
     It takes the mean of the autoencoder's distribution, so that its generator's first noise is that of the first step.
     """
@@ -69,12 +68,11 @@ def from_diffusers(run: toy.PictureRun) -> Tensor:
     def mean(output: SimpleNamespace, *args: object, **kwargs: object) -> Tensor:
         return output.latent_dist.mode()
 
-    context, uncond = toy.embeddings()
-    family = toy.PICTURE_FAMILIES[run.task]
+    context, uncond = toy.embeddings(family.unet.context_dim)
     arguments = {
         "prompt_embeds": context,
         "negative_prompt_embeds": uncond,
-        "image": Image.fromarray(toy.waves()),
+        "image": Image.fromarray(toy.waves(size)),
         "num_inference_steps": run.steps,
         "guidance_scale": 5.0,
         "generator": torch.Generator().manual_seed(42),
@@ -85,12 +83,12 @@ def from_diffusers(run: toy.PictureRun) -> Tensor:
     else:
         arguments |= {"strength": run.strength}
     if run.command == "inpaint":
-        arguments |= {"mask_image": Image.fromarray(toy.mask()), "height": 64, "width": 64}
+        arguments |= {"mask_image": Image.fromarray(toy.mask(size)), "height": size, "width": size}
     with (
         mock.patch.object(pipeline_stable_diffusion_img2img, "retrieve_latents", mean),
         mock.patch.object(pipeline_stable_diffusion_inpaint, "retrieve_latents", mean),
     ):
-        return pipeline(family, run)(**arguments).images
+        return pipeline(family, weights, run)(**arguments).images
 
 
 def from_the_original(originals: Path, run: toy.PictureRun) -> Tensor:
@@ -134,7 +132,9 @@ def main() -> None:
     about["stable-diffusion"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     with torch.no_grad():
         arrays: Arrays = {
-            name: from_the_original(originals, run) if run.spacing == "original" else from_diffusers(run)
+            name: from_the_original(originals, run)
+            if run.spacing == "original"
+            else from_diffusers(run, family := toy.PICTURE_FAMILIES[run.task], dict(state_dict(family)))
             for name, run in toy.PICTURE_RUNS.items()
         }
     write(DATA / "pictures.npz", arrays, torch.float32, json.dumps(about))

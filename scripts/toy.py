@@ -268,9 +268,9 @@ def mask(size: int = 64) -> NDArray[np.uint8]:
     return values
 
 
-def embeddings() -> tuple[Tensor, Tensor]:
-    """The context of a prompt and of the negative prompt, (1,5,D) each."""
-    return normal(11, 1, 5, SMALL.unet.context_dim or 0), normal(12, 1, 5, SMALL.unet.context_dim or 0)
+def embeddings(context_dim: int = 64) -> tuple[Tensor, Tensor]:
+    """The context of a prompt and of the negative prompt, (1,5,context_dim) each."""
+    return normal(11, 1, 5, context_dim), normal(12, 1, 5, context_dim)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,24 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
     assert toy.relative_error(ours, theirs) < 2e-5
 
 
+# ---- meaning --------------------------------------------------------------------------------------------------------
+
+
+def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle: Image.Image) -> None:
+    """At strength 0.6: red is where the circle was, blue around it; and it is no disc any more."""
+    circled = np.asarray(circle)[:, :, 0] > 200
+    y, x = np.mgrid[:64, :64]
+    far = (x - 31.5) ** 2 + (y - 31.5) ** 2 > 29**2
+    prompt = "a red apple on a blue background"
+    options = Options(prompt=prompt, strength=0.6, steps=20, sampler="dpmpp_2m", n_samples=4)
+    for result in img2img(bundled, options, pictures=[circle]):
+        red = result.array.argmax(axis=2) == 0
+        assert red[circled].mean() > 0.8
+        assert red[far].mean() < 0.1
+    disc = next(img2img(bundled, Options(prompt=prompt, strength=0.0), pictures=[circle])).array
+    assert np.abs(result.array.astype(int) - disc)[circled].mean() > 8
+
+
 # ---- strength -------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +143,7 @@ def test_the_first_call_sees_exactly_its_level_of_noise(
     assert len(made) == len(plan.t)
     assert f"strength 0.5: the last 3 of 6 steps, {len(plan.t)} UNet calls" in caplog.text
     a, s = plan.level[0]
-    noise = torch.randn(16, 8, 8, generator=torch.Generator().manual_seed(42))
+    noise = torch.randn(bundled.latent_shape(64, 64), generator=torch.Generator().manual_seed(42))
     x, t = made[0]
     assert t[0].item() == pytest.approx(plan.t[0], rel=1e-6)
     assert torch.allclose(x[0], a * encode(bundled, to_pixels(circle)[None])[0][0] + s * noise, atol=2e-3)
@@ -217,7 +235,7 @@ def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> Non
     """On a picture of the model's own kind: far nearer than another such picture is."""
     one, other = (next(txt2img(bundled, TextOptions(prompt=prompt, steps=10))) for prompt in (APPLE, "a cat on yellow"))
     mean, deviation = encode(bundled, one.pixels[None])
-    assert mean.shape == deviation.shape == (1, 16, 8, 8)
+    assert mean.shape == deviation.shape == (1, *bundled.latent_shape(64, 64))
     assert (deviation > 0).all()
     again = next(decode(bundled, mean))
     error = (again - one.pixels).square().mean().sqrt()
