@@ -26,6 +26,8 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
     metadata's word, if that is complete.  Raises ValueError, one line, for a recognised family that is not supported,
     for an unknown network, and for contradictory metadata.
     """
+    if metadata.get("family", "sd1") not in FAMILIES:
+        raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
     if "unet" not in shapes:
         complete(shapes, SD1.networks)
     try:
@@ -156,10 +158,7 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
         raise ValueError(
             "the metadata's beta_schedule or num_timesteps is not scaled_linear and 1000, all that is known here"
         )
-    name = metadata.get("family", "sd1")
-    if name not in FAMILIES:
-        raise ValueError(f"the metadata name the family {name!r}, wanted one of {', '.join(FAMILIES)}")
-    row = FAMILIES[name]
+    row = FAMILIES[metadata.get("family", "sd1")]
     complete(shapes, row.networks)
     try:
         return replace(

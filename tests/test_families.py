@@ -272,9 +272,9 @@ def test_miniatures_are_known_again_by_their_metadata() -> None:
 
 
 def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
-    unet = {"unet": {"input_blocks.0.0.weight": (8, 4, 3, 3)}}
-    with pytest.raises(ValueError, match="missing"):
-        identify(unet, {"family": "sd9"})
+    unet = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}
+    with pytest.raises(ValueError, match=r"the metadata name the family 'sdxl_turb', wanted one of sd1, .*sdxl_turbo"):
+        identify({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
