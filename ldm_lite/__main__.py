@@ -10,6 +10,7 @@ COMMANDS = {
     "txt2img": "text to image",
     "img2img": "a picture to another, by strength or by instruction",
     "inpaint": "repaint what a mask says, or beyond the edges",
+    "upscale": "pictures four times as large",
     "reconstruct": "a picture through an autoencoder and back",
     "samplers": "compare samplers: a table and a picture",
     "train": "train or fine-tune",

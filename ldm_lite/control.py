@@ -125,6 +125,8 @@ def load_controls(pipe: Pipeline, requests: Sequence[Request]) -> list[Control]:
 
     Raises FileNotFoundError or ValueError, one line, for files that hold no control or one for another UNet.
     """
+    if not requests:
+        return []
     if not isinstance(pipe.unet, UNet):
         raise ValueError(f"{pipe.family.title} has no UNet that a control could steer")
     return [Control(request, _load(pipe, request.source)) for request in requests]

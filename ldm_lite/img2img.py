@@ -77,7 +77,7 @@ def img2img(
     if options.compat and follows:
         raise ValueError("--compat is the original img2img script, which has no InstructPix2Pix: leave it out")
     inputs = sources(options.init_img, "init-img") if pictures is None else pictures
-    prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
+    prompts = read_prompts(options, pipe) if context is None else [options.prompt or ""] * len(context)
     strength = (1.0 if follows else 0.75) if options.strength is None else options.strength
     plan, start = begin(pipe, options, strength)
     setup = Setup(

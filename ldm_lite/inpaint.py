@@ -6,7 +6,7 @@ Takes checkpoints made for it, which look at the masked picture, and ordinary on
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -68,7 +68,7 @@ def inpaint(
     check(options)
     check_command(pipe, "inpaint")
     inputs = pairs(options) if pictures is None else _paired(options, pictures, masks or ())
-    prompts = read_prompts(options) if context is None else [options.prompt or ""] * len(context)
+    prompts = read_prompts(options, pipe) if context is None else [options.prompt or ""] * len(context)
     strength = 1.0 if options.strength is None else options.strength
     plan, start = begin(pipe, options, strength)
     scale = pipe.family.scale if options.scale is None else options.scale
@@ -118,11 +118,35 @@ def _sides(options: Options) -> dict[str, int]:
     return sides
 
 
+def _grey_hole(pipe: "Pipeline", pixels: "Tensor", hole: "Tensor", latent_mask: "Tensor") -> "Tensor":
+    """Stable Diffusion's: the mask, 1 where to repaint, and the latents of the picture with a hole of 0, grey."""
+    import torch
+
+    from ldm_lite.generate import encode
+
+    return torch.cat([latent_mask, encode(pipe, (pixels * (1 - hole))[None])[0]], dim=1)
+
+
+def _black_hole(pipe: "Pipeline", pixels: "Tensor", hole: "Tensor", latent_mask: "Tensor") -> "Tensor":
+    """Latent diffusion's: the latents of the picture with a hole of -1, black, then the mask, 1 or -1."""
+    import torch
+
+    from ldm_lite.generate import encode
+
+    return torch.cat([encode(pipe, (pixels * (1 - hole) - hole)[None])[0], 2 * latent_mask - 1], dim=1)
+
+
+# What a network that is made for it reads beside the latents, by its family's task: pixels (3,H,W) and a hole (1,H,W)
+# of 1 in them, the mask (1,1,h,w) -> (1,C',h,w).
+LOOKS: "dict[str, Callable[[Pipeline, Tensor, Tensor, Tensor], Tensor]]" = {
+    "inpaint": _grey_hole,
+    "inpaint_ldm": _black_hole,
+}
+
+
 def _canvas(
     pipe: "Pipeline", options: Options, source: "Path | Image", mask_source: "Path | Image | None", strength: float
 ) -> "Canvas":
-    import torch
-
     from ldm_lite.generate import encode
     from ldm_lite.image import mask_latent, mask_weights, pad
     from ldm_lite.paint import Canvas
@@ -133,16 +157,16 @@ def _canvas(
     pixels, hole = padded(pipe, image), pad(weights, pipe.vae.spec.factor)
     latent_mask = mask_latent(hole, pipe.vae.spec.factor)
     init = deviation = concat = None
-    looks = pipe.family.task == "inpaint"
-    if looks:  # hole in grey, which is 0
-        concat = torch.cat([latent_mask.to(pipe.device), encode(pipe, (pixels * (1 - hole))[None])[0]], dim=1)
-    if not looks or strength < 1:
+    looks = LOOKS.get(pipe.family.task)
+    if looks is not None:
+        concat = looks(pipe, pixels, hole, latent_mask.to(pipe.device))
+    if looks is None or strength < 1:
         init, deviation = encode(pipe, pixels[None])
     return Canvas(
         latent_shape=pipe.latent_shape(*pixels.shape[1:]),
         init=init,
         deviation=deviation if options.sample_posterior or options.compat else None,
-        mask=None if looks else latent_mask,
+        mask=latent_mask if looks is None else None,
         concat=concat,
         finish=lambda painted: _pasted(options, painted, pixels, mask_weights(mask, options.feather)),
         settings={"Denoising strength": strength, "Init image": name, "Mask blur": options.feather or None},

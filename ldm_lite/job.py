@@ -120,14 +120,17 @@ def check(options: JobOptions) -> None:
         raise ValueError(f"got seed {options.seed}, wanted 0 to 2^63 - 1")
 
 
-def read_prompts(options: JobOptions, needed: bool = True) -> list[str]:
-    """The prompts of one repetition; empty ones, if there is none and none is needed.
+def read_prompts(options: JobOptions, pipe: "Pipeline | None" = None) -> list[str]:
+    """The prompts of one repetition, empty ones if there is none.
 
-    Raises ValueError if there is none that is needed, and for a file that is no list of them.
+    Raises ValueError for a file that is no list of them; with the pipeline that is to read them, also for none where
+    it needs one.
     """
     if options.from_file is None:
         if options.prompt is None:
-            if needed:
+            from ldm_lite.conditioning import OPTIONAL
+
+            if pipe is not None and pipe.family.conditioner not in OPTIONAL:
                 raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
             return [""] * options.batch_size
         return [options.prompt] * options.batch_size

@@ -36,6 +36,7 @@ class Canvas:
     deviation: "Tensor | None" = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every picture
     mask: "Tensor | None" = None  # (1,1,h,w): 0 where init is to stay
     concat: "Tensor | None" = None  # (1,C',h,w): what the network reads beside the latents
+    y: "Tensor | None" = None  # (1,) what it is told about that: a noise level
     finish: "Callable[[Tensor], Tensor]" = lambda pixels: pixels  # of a decoded picture (3,H,W) in [-1,1]
     settings: Mapping[str, object] = field(default_factory=dict)  # more for the PNG's text
 
@@ -250,6 +251,9 @@ class _Painter:
         if canvas.concat is None:
             return classifier_free(cond, uncond, scale)
         concat = canvas.concat.expand(num, -1, -1, -1)
+        if canvas.y is not None:
+            y = canvas.y.expand(num)
+            cond, uncond = cond._replace(y=y), None if uncond is None else uncond._replace(y=y)
         if image_scale is not None:
             return instructed(cond, uncond, concat, scale, image_scale)
         uncond = None if uncond is None else uncond._replace(concat=concat)

@@ -56,7 +56,6 @@ def txt2img(
     prompt.  refiner is a loaded one, in place of options.refiner.  on_step is called after every denoising step.
     Raises ValueError, one line, for options that do not fit.
     """
-    from ldm_lite.conditioning import OPTIONAL
     from ldm_lite.control import natural_size
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.paint import Canvas, Setup, paint
@@ -65,8 +64,7 @@ def txt2img(
     if not 0 <= options.refiner_start <= 1:
         raise ValueError(f"got refiner_start {options.refiner_start}, wanted 0 to 1")
     check_command(pipe, "txt2img")
-    needed = pipe.family.conditioner not in OPTIONAL
-    prompts = read_prompts(options, needed) if context is None else [options.prompt or ""] * len(context)
+    prompts = read_prompts(options, pipe) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
     width, height = family.resolution, family.resolution
     if options.control and options.height is None and options.width is None:
@@ -109,8 +107,7 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
     if "laion400m" in original:
         load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
     check(options)
-    # Whether a prompt is needed, the checkpoint will tell.
-    saver, count = cli.Saver(save, "txt2img"), len(read_prompts(options, needed=False)) * options.repeats
+    saver, count = cli.Saver(save, "txt2img"), len(read_prompts(options)) * options.repeats
     serve(
         lambda pipe, on_step: txt2img(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
     )

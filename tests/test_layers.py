@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ldm_lite"
-COMMANDS = {"txt2img", "img2img", "inpaint", "reconstruct", "samplers", "train", "bench", "export", "__main__"}
+COMMANDS = {
+    "txt2img",
+    "img2img",
+    "inpaint",
+    "reconstruct",
+    "upscale",
+    "samplers",
+    "train",
+    "bench",
+    "export",
+    "__main__",
+}
 # Left may import right, never back; names of one row may not import each other unless they say so below.
 LAYERS = [
     COMMANDS,

@@ -16,12 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, txt2img
+from ldm_lite import generate, inpaint, txt2img
 from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import FAMILIES, ZOO
 from ldm_lite.identify import describe
+from ldm_lite.image import mask_latent
 from ldm_lite.pipeline import Pipeline
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
@@ -231,3 +232,33 @@ def test_head_counts_are_the_rows() -> None:
         "ldm_bsr_sr": (None, 32),
     }
     assert {name: (FAMILIES[name].unet.num_heads, FAMILIES[name].unet.head_dim) for name in ZOO} == heads
+
+
+# ---- inpainting -----------------------------------------------------------------------------------------------------
+
+
+def test_inpainting_equals_the_original(load: Load) -> None:
+    """Trap 12: a black hole, the picture before the mask, and a mask of 1 and -1: all unlike Stable Diffusion's."""
+    name = "ldm_inpainting_big"
+    pipe, run = load(name), toy_zoo.RUNS[name]
+    hole = toy_zoo.hole()[0]
+    concat = inpaint.LOOKS[pipe.family.task](pipe, toy_zoo.picture(name)[0], hole, mask_latent(hole, 4))
+    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    branches = classifier_free(Conditioning(concat=concat), None, run.scale)
+    *_, latents = generate.denoise(pipe, toy_zoo.noise(name), branches, plan)
+    assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
+    pixels = next(generate.decode(pipe, latents))
+    assert toy.relative_error(pixels, GOLDEN[f"run.{name}.pixels"][0].clip(-1, 1)) < 1e-5
+
+
+def test_inpainting_needs_no_prompt(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    values = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (30, 41, 3), dtype=np.uint8)
+    Image.fromarray(values).save(tmp_path / "in.png")
+    mask = np.zeros((30, 41), dtype=np.uint8)
+    mask[10:20, 8:30] = 255
+    Image.fromarray(mask).save(tmp_path / "in_mask.png")
+    arguments = ["--indir", str(tmp_path), "--ckpt", str(path_of("ldm_inpainting_big")), "--device", "cpu"]
+    assert inpaint.main([*arguments, "--steps", "2", "--out", str(tmp_path / "out.png")]) == 0
+    painted = np.asarray(Image.open(tmp_path / "out.png"))
+    assert np.array_equal(painted[mask == 0], values[mask == 0])
+    assert not np.array_equal(painted, values)

@@ -1,0 +1,60 @@
+"""A UNet tile by tile, at every step: pictures that are larger than it was trained on, in the memory of a tile.
+
+All tiles share one noise and are mixed again after every step, so that there are no seams; but attention does not reach
+beyond a tile.  Tiles and window are those of latent diffusion's super-resolution notebook (ddpm.py, get_fold_unfold).
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class TiledUNet(nn.Module):
+    """A UNet in overlapping square tiles of `tile` latent positions, the next one half a tile on; smaller ones whole.
+
+    Takes and gives what the UNet does.  Where its inputs beside the latents are channels, they are tiled too.
+    """
+
+    def __init__(self, unet: nn.Module, tile: int) -> None:
+        """Raises ValueError for a tile below 8."""
+        super().__init__()
+        if tile < 8:
+            raise ValueError(f"got a tile of {tile}, wanted 8 or more")
+        self.unet = unet
+        self.tile = tile
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+        """As UNet.forward: the mean of the tiles' outputs (B,C,h,w), weighted by the distance from their borders."""
+        height, width = x.shape[2:]
+        rows, columns = starts(height, self.tile), starts(width, self.tile)
+        if len(rows) == len(columns) == 1:
+            return self.unet(x, t, context, y)
+        window = weights(min(self.tile, height), min(self.tile, width)).to(x)
+        total: Tensor | None = None
+        norm = x.new_zeros(height, width)
+        for top in rows:
+            for left in columns:
+                place = (..., slice(top, top + self.tile), slice(left, left + self.tile))
+                out = self.unet(x[place], t, context, y)
+                if total is None:
+                    total = out.new_zeros(*out.shape[:2], height, width)
+                total[place] += out * window
+                norm[place] += window
+        assert total is not None
+        return total / norm
+
+
+def starts(size: int, tile: int) -> list[int]:
+    """Where the tiles begin along one side: half a tile apart, the last one at the end."""
+    if size <= tile:
+        return [0]
+    return [*range(0, size - tile, tile // 2), size - tile]
+
+
+def weights(height: int, width: int) -> Tensor:
+    """The window (h,w): the distance from the border as a share of the side, clamped to [0.01, 0.5]."""
+
+    def distance(size: int) -> Tensor:
+        at = torch.linspace(0, 1, size)
+        return torch.minimum(at, 1 - at)
+
+    return torch.minimum(distance(height)[:, None], distance(width)[None]).clamp(0.01, 0.5)

@@ -1,0 +1,138 @@
+"""The x4 upscaler and bsr_sr in miniature: runs as the original's (the goldens), and the command."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_checkpoint
+import torch
+import toy
+import toy_zoo
+from PIL import Image
+
+import ldm_lite
+from ldm_lite import generate
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.tiled_unet import TiledUNet
+from ldm_lite.upscale import Options, main, noised, upscale
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The files of the miniatures."""
+    folder, paths = tmp_path_factory.mktemp("upscale"), {}
+    for name in ("x4", "ldm_bsr_sr"):
+        paths[name] = folder / f"{name}.safetensors"
+        random_checkpoint.write(paths[name], toy_zoo.small(name))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def pipes(paths: dict[str, Path]) -> dict[str, Pipeline]:
+    """The miniatures."""
+    return {name: ldm_lite.load(path, device="cpu") for name, path in paths.items()}
+
+
+def picture(width: int = 7, height: int = 5) -> Image.Image:
+    y, x = np.mgrid[0:height, 0:width]
+    return Image.fromarray(np.stack([30 * y % 256, 20 * x % 256, 10 * (x + y) % 256], axis=2).astype(np.uint8))
+
+
+def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
+    """Trap 20: noise on the picture, its level as a class, attn1 that reads the text, v, and another scale factor."""
+    pipe, run = pipes["x4"], toy_zoo.RUNS["x4"]
+    concat = noised(pipe, toy_zoo.picture("x4"), toy_zoo.NOISE_LEVEL, toy_zoo.upscale_noise())
+    y = torch.tensor([toy_zoo.NOISE_LEVEL])
+    cond, uncond = (Conditioning(context[None], y, concat) for context in toy_zoo.upscale_contexts())
+    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    *_, latents = generate.denoise(pipe, toy_zoo.noise("x4"), classifier_free(cond, uncond, run.scale), plan)
+    assert toy.relative_error(latents, GOLDEN["run.x4.latents"]) < 1e-5
+    pixels = next(generate.decode(pipe, latents))
+    assert toy.relative_error(pixels, GOLDEN["run.x4.pixels"][0].clip(-1, 1)) < 1e-5
+
+
+def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline]) -> None:
+    """Trap 34: the original notebook denoises large pictures so, and the tiles matter."""
+    pipe, run = pipes["ldm_bsr_sr"], toy_zoo.RUNS["ldm_bsr_sr"]
+    assert run.tile is not None
+    branches = classifier_free(Conditioning(concat=toy_zoo.picture("ldm_bsr_sr")), None, 1.0)
+    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    tiled = replace(pipe, unet=TiledUNet(pipe.unet, run.tile))  # type: ignore[arg-type]
+    results = [list(generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan))[-1] for p in (tiled, pipe)]
+    assert toy.relative_error(results[0], GOLDEN["run.ldm_bsr_sr.latents"]) < 1e-5
+    assert toy.relative_error(results[1], GOLDEN["run.ldm_bsr_sr.latents"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["x4", "ldm_bsr_sr"])
+def test_any_size_becomes_four_times_as_large(name: str, pipes: dict[str, Pipeline]) -> None:
+    options = Options(steps=1, tile=8)
+    results = list(upscale(pipes[name], options, pictures=[picture(), picture(6, 9), picture(11, 9)]))
+    assert [result.image.size for result in results] == [(28, 20), (24, 36), (44, 36)]
+    assert [result.seed for result in results] == [42, 43, 44]
+
+
+def test_an_image_depends_on_its_own_seed_alone(pipes: dict[str, Pipeline]) -> None:
+    """The noise on the picture as well."""
+    three = list(upscale(pipes["x4"], Options(steps=1, n_samples=3), pictures=[picture()]))
+    alone = next(upscale(pipes["x4"], Options(steps=1, seed=44), pictures=[picture()]))
+    assert np.array_equal(three[2].array, alone.array)
+    assert not np.array_equal(three[1].array, alone.array)
+
+
+def test_prompt_and_noise_level_are_heeded(pipes: dict[str, Pipeline]) -> None:
+    def made(**changes: object) -> np.ndarray:
+        options = Options(steps=2, **changes)  # type: ignore[arg-type]
+        return next(upscale(pipes["x4"], options, pictures=[picture()])).array
+
+    plain = made()
+    assert np.array_equal(made(prompt=""), plain)
+    for changes in ({"prompt": "a cat"}, {"noise_level": 0}, {"scale": 1.0, "prompt": "a cat"}):
+        assert not np.array_equal(made(**changes), plain)
+
+
+Make = Callable[[list[str]], int]
+
+
+@pytest.mark.parametrize("name", ["x4", "ldm_bsr_sr"])
+def test_the_command(name: str, paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture().save(tmp_path / "in.png")
+    arguments = ["--init-img", str(tmp_path / "in.png"), "--ckpt", str(paths[name]), "--device", "cpu", "--steps", "2"]
+    assert main([*arguments, "--out", str(tmp_path / "out.png")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out.png")
+    image = Image.open(tmp_path / "out.png")
+    assert image.size == (28, 20)
+    assert "Init image: in.png" in image.text["parameters"]  # type: ignore[attr-defined]
+    assert ("Noise level: 20" in image.text["parameters"]) == (name == "x4")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no picture: give one with --init-img FILE"),
+        (["--init-img", "{in}", "--noise-level", "351"], "got noise_level 351, wanted 0 to 350"),
+        (["--init-img", "{in}", "--H", "64"], "leave out --height and --width"),
+        (["--init-img", "{in}", "--compat"], "upscale has no --compat"),
+        (["--init-img", "{in}", "--tile", "4"], "got a tile of 4, wanted 8 or more"),
+        (["--init-img", "{in}", "--ckpt", "{other}"], "which upscale cannot use: take python -m ldm_lite.txt2img"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    message: str,
+    paths: dict[str, Path],
+    small_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    picture().save(tmp_path / "in.png")
+    files = {"in": tmp_path / "in.png", "other": small_path}
+    given = [argument.format(**files) for argument in arguments]
+    assert main(["--ckpt", str(paths["x4"]), *given, "--device", "cpu", "--out", str(tmp_path)]) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert message in last
