@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,8 +245,10 @@ def _encoded(options: Options, source: Any, vae: "AutoencoderKL") -> "Source":
     from ldm_lite.training.data import Encoded, encode
 
     path = Path(options.out) / "latents.pt"
-    weights = float(sum(p.double().abs().sum() for p in vae.parameters()))
-    key = f"{options.data} {options.renderer} {options.renderer_options} {source.size} {weights}"
+    encoder = [*vae.encoder.parameters(), *vae.quant_conv.parameters()]
+    weights = float(sum(p.double().abs().sum() for p in encoder))
+    code = "" if options.renderer is None else zlib.crc32(Path(options.renderer).read_bytes())
+    key = f"{options.data} {options.renderer} {code} {options.renderer_options} {source.size} {weights}"
     if ranks.own() == 0 and Encoded.read(path, key) is None:
         log.info("encoding %d images", source.size)
         encode(source, vae, options.batch, options.workers).write(path, key)

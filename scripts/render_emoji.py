@@ -37,12 +37,30 @@ COLOURS: dict[str, tuple[int, int, int]] = {  # any two are more than 100 apart
 
 # {n} is an emoji's name, {an} the same with its article, {c} a colour, {ac} that with its article; 2 is the right one.
 PLAIN = ("{n}", "{an}", "{n} emoji")  # on white
-COLOURED = ("{an} on {ac} background", "{n} emoji, {c} background", "{n} on {c}", "{an}, {c} background")
+COLOURED = (
+    *("{an} on {ac} background", "{n} emoji, {c} background", "{n} on {c}", "{an}, {c} background"),
+    *("{an} with {ac} background", "{c} background, {n}", "{ac} background and {an}"),
+)
 PLAIN_TWO = ("{n} and {n2}", "{an} and {an2}", "{an} left of {an2}")
 COLOURED_TWO = (
     "{an} left of {an2} on {ac} background",
     "{an} on the left and {an2} on the right, {c} background",
     "{n} and {n2} on {c}",
+)
+# Freer words around them, so that a model learns to read past words that say nothing: before, after, and the ground.
+BEFORE = ("", "a photo of ", "a drawing of ", "an image of ", "a sticker of ", "a small painting of ", "draw ", "cute ")
+BEFORE += ("show me ", "one ", "please make ", "the ", "a big ", "my favourite ", "simple ", "nice clean ", "this is ")
+AFTER = ("", "", " emoji", " sticker", " symbol", " drawing", " sign", " logo", " here", " please", " centered", " art")
+GROUND = ("background", "background", "ground", "field", "page", "paper", "screen", "surface", "canvas", "card", "sky")
+FREE = (
+    *(
+        "{b}{n}{a} on {ac} {g}",
+        "{b}{n}{a}, {c} {g}",
+        "{ac} {g}, {b}{n}{a}",
+        "{c} {g} and {b}{n}{a}",
+        "{b}{n}{a} over {c}",
+    ),
+    *("{b}{an}{a} on the {c} {g}", "{b}{n}{a}, the {g} is {c}", "the {g} is {c}, {b}{n}{a}", "{c} {g} under {an}{a}"),
 )
 SHARE_PLAIN = 0.2  # of scenes whose caption names no colour
 
@@ -287,6 +305,17 @@ def caption(template: str, name: str, colour: str = "white", right: str = "") ->
     return template.format(**words)
 
 
+def free_caption(rng: np.random.Generator, name: str, colour: str, plain: bool) -> str:
+    """A caption in freer words; a plain one names no colour."""
+
+    def any_of(choices: Sequence[str]) -> str:
+        return choices[int(rng.integers(len(choices)))]
+
+    around = {"b": any_of(BEFORE), "a": any_of(AFTER), "g": any_of(GROUND)}
+    template = "{b}{n}{a}" if plain else any_of(FREE)
+    return template.format(n=name, an=with_article(name), c=colour, ac=with_article(colour), **around)
+
+
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +404,7 @@ class Scenes:
     two: float
     jitter: float
     font: str | None
+    free: float = 0.0
 
     def __call__(self, index: int) -> tuple[Image.Image, str]:
         """The scene of a number >= 0: RGB, resolution x resolution, and what is on it."""
@@ -392,7 +422,10 @@ class Scenes:
             centre=(0.5 + 0.08 * u[1], 0.5 + 0.08 * u[2]),
             font=self.font,
         )
-        return image, caption(template, any_name(rng, entry), colour)
+        name = any_name(rng, entry)
+        if self.free > 0 and rng.random() < self.free:
+            return image, free_caption(rng, name, colour, template in PLAIN)
+        return image, caption(template, name, colour)
 
     def _two(self, rng: np.random.Generator) -> tuple[Image.Image, str]:
         pair = [self.entries[i] for i in rng.choice(len(self.entries), 2, replace=False)]
@@ -424,16 +457,22 @@ def any_name(rng: np.random.Generator, entry: Entry) -> str:
 
 
 def scenes(
-    resolution: int, emoji: int | None = None, two: float = 0.0, jitter: float = 1.0, font: str | None = None
+    resolution: int,
+    emoji: int | None = None,
+    two: float = 0.0,
+    jitter: float = 1.0,
+    font: str | None = None,
+    free: float = 0.0,
 ) -> Callable[[int], tuple[Image.Image, str]]:
     """A function index >= 0 -> (RGB image, resolution x resolution, and its caption), the same in every process.
 
     emoji is how many of the vocabulary to draw (default: all), two the share of scenes with two different ones, left
-    and right, jitter in [0,1] how much size and place vary, font another file of the font.  A caption that names no
-    colour is of a white background.  The result pickles.  Raises ValueError, also for a missing font.
+    and right, jitter in [0,1] how much size and place vary, font another file of the font, free the share of captions
+    (of one emoji) in freer words.  A caption that names no colour is of a white background.  The result pickles.
+    Raises ValueError, also for a missing font.
     """
     entries = vocabulary(emoji)
-    for name, value in (("two", two), ("jitter", jitter)):
+    for name, value in (("two", two), ("jitter", jitter), ("free", free)):
         if not 0 <= value <= 1:
             raise ValueError(f"got {name} {value}, wanted 0 to 1")
     if two > 0 and len(entries) < 2:
@@ -441,7 +480,7 @@ def scenes(
     if resolution < 16:
         raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
     _font(font or FONT)
-    return Scenes(resolution, entries, two, jitter, font)
+    return Scenes(resolution, entries, two, jitter, font, free)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

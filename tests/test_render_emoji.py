@@ -150,13 +150,26 @@ def test_the_border_is_of_the_colour_that_the_caption_names(resolution: int) -> 
     plain = 0
     for i in range(120):
         image, text = scene(i)
-        last = text.replace(",", "").removesuffix(" background").split()[-1]
-        named = last if last in emoji.COLOURS else "white"
-        plain += last not in emoji.COLOURS
+        words = text.replace(",", "").removesuffix(" background").split()
+        before = words[words.index("background") - 1] if "background" in words else words[-1]
+        named = before if before in emoji.COLOURS else "white"
+        plain += before not in emoji.COLOURS
         pixels, m = np.asarray(image), max(1, resolution // 32)
         for side in (pixels[:m], pixels[-m:], pixels[:, :m], pixels[:, -m:]):
             assert (side == emoji.COLOURS[named]).all()
     assert 10 < plain < 50
+
+
+@needs_font
+def test_freer_words_name_the_same_colour_and_none_of_those_kept_for_evaluation() -> None:
+    scene = emoji.scenes(32, emoji=66, jitter=0.0, free=1.0)
+    held_out = {"picture", "everything", "behind", "backdrop", "icon", "front", "wall"}
+    for i in range(100):
+        image, text = scene(i)
+        words = set(text.replace(",", "").split())
+        [colour] = [name for name, value in emoji.COLOURS.items() if image.getpixel((0, 0)) == value]
+        assert colour in words or colour == "white"
+        assert not words & held_out
 
 
 @needs_font
