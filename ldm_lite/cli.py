@@ -67,6 +67,8 @@ class LoadOptions:
     attention: str | None = option(
         None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
     )
+    compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)")
+    matmul_precision: str | None = option(None, "of float32 on a GPU: highest, or high: TF32 (default: highest)")
     offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
     storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
     vae_tiling: bool = option(False, "encode and decode strip by strip: less memory, the same picture")
@@ -80,9 +82,9 @@ class LoadOptions:
         if bad := [item for item in self.metadata if "=" not in item]:
             raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
         values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
-        names = ("attention", "compiled", "offload", "storage", "vae_tiling")
+        names = ("attention", "compile", "compiled", "matmul_precision", "offload", "storage", "vae_tiling")
         tuning = {name: values.pop(name) for name in names}
-        values["tuning"] = {name: value for name, value in tuning.items() if value is not None}
+        values["tuning"] = {name: value for name, value in tuning.items() if value}
         return values
 
 
@@ -285,15 +287,12 @@ class Progress:
 
         self._tqdm = tqdm
         self._bar: Any = None
-        self.steps = 0
-        self.seconds = 0.0
 
     def __call__(self, step: int, num_steps: int, latents: "Tensor") -> None:
         """step counts from 1; the bar appears with the first and goes to its end with the last."""
         if self._bar is None:
             self._bar = self._tqdm(total=num_steps, desc=f"{len(latents)} image{'s' * (len(latents) > 1)}", unit="it")
         self._bar.update()
-        self.steps += 1
         if step == num_steps:
             self._bar.close()
             self._bar = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from ldm_lite.checkpoint import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
-from ldm_lite.diffusion.step import Model, denoise_step, rows
+from ldm_lite.diffusion.step import Model, rows
 from ldm_lite.pipeline import Autoencoder, Pipeline
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 
@@ -101,7 +101,7 @@ def denoise(
                 phase.enter_context(computes.phase("unet"))
                 now = computes
             unet: Model = computes.unet if network is None or now is not pipe else network(int(plan.step[i]))
-            registers = denoise_step(unet, registers, row, fresh, conditioning, guidance, dtype)
+            registers = computes.step(unet, registers, row, fresh, conditioning, guidance, dtype)
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield registers[0]
 

@@ -17,6 +17,7 @@ from ldm_lite import adapters, hub
 from ldm_lite.checkpoint import SGM, Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.families import Family
 from ldm_lite.fingerprint import infer_vae
 from ldm_lite.identify import (
@@ -36,6 +37,7 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.models.vae_vq import VQModel
 from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
+from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Placement
 from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
 from ldm_lite.runtime.tiling import tiled
@@ -64,6 +66,7 @@ class Pipeline:
     tokenizer: TextTokenizer | None
     description: str  # what was loaded, from where, in one line
     placement: Placement | None = None  # None: the networks are on the device all the time, in the type they compute in
+    step: Step = denoise_step  # how a row of a plan is run: as it stands, or compiled
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -127,8 +130,9 @@ def load(
     other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder" (for
     both of two).  lora names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to
     the file's; zero_snr shifts the schedule to zero terminal SNR (done unasked for files with the marker "ztsnr").
-    tuning is how it runs: "attention" (a name of runtime.attention), "compiled" (a package of ldm_lite.export),
-    "offload" ("model" or "sequential"), "storage" ("fp8" or "int8"), "vae_tiling" (True).
+    tuning is how it runs: "attention" (a name of runtime.attention), "compile" (a tier of runtime.compile), "compiled"
+    (a package of ldm_lite.export), "matmul_precision" ("high" for TF32), "offload" ("model" or "sequential"), "storage"
+    ("fp8" or "int8"), "vae_tiling" (True).
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
@@ -162,7 +166,7 @@ def load(
         log.info("%s: predicts %s %s; --prediction overrules that", path.name, family.prediction, why)
     schedule = _schedule(family, main, zero_snr)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
-    placement = _tune(networks, tuning, torch_device, torch_dtype)
+    step, placement = _tune(networks, tuning, torch_device, torch_dtype)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
@@ -178,6 +182,7 @@ def load(
         tokenizer=tokenizer,
         description=description,
         placement=placement,
+        step=step,
         **networks,
     )
 
@@ -202,20 +207,21 @@ def _home(tuning: Mapping[str, Any], device: torch.device) -> torch.device:
 
 def _tune(
     networks: dict[str, Any], tuning: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-) -> Placement | None:
-    """Set the networks up as load's tuning says, in place."""
+) -> tuple[Step, Placement | None]:
+    """Set the networks up as load's tuning says, in place -> the UNet's step, and who moves them."""
     settings = dict(tuning)
     offload, storage = (settings.pop(name, None) for name in ("offload", "storage"))
     if settings.pop("vae_tiling", False):
         networks["vae"] = tiled(networks["vae"])
-    if "compiled" in settings and (offload or storage):
+    compiles = "compiled" in settings or settings.get("compile", "off") != "off"
+    if compiles and (offload or storage):
         raise ValueError(
-            "compiled code needs its weights where they are: leave out --compiled, or --offload and --storage"
+            "compiled code needs its weights where they are: leave out --compile(d), or --offload and --storage"
         )
-    tune(networks, **settings)
+    step = tune(networks, **settings)
     if offload is None and storage is None:
-        return None
-    return Placement(networks, device, dtype, offload=offload, storage=storage)
+        return step, None
+    return step, Placement(networks, device, dtype, offload=offload, storage=storage)
 
 
 def load_autoencoder(

@@ -1,6 +1,10 @@
 """Device and dtype, chosen once: what the user asked for, or what suits the machine."""
 
+import logging
+
 import torch
+
+log = logging.getLogger("ldm_lite")
 
 DTYPES = {
     "fp32": torch.float32,
@@ -33,14 +37,40 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """None -> float16 on CUDA, float32 elsewhere.  Raises ValueError for an unknown name."""
+    """None -> float16 on CUDA, float32 elsewhere.  Raises ValueError for an unknown name.
+
+    On a CPU it says where bfloat16 would be faster, and where it was asked for and is emulated.
+    """
     if name is None:
+        if device.type == "cpu" and _cpu_has("amx_tile"):
+            log.info("this CPU multiplies in bfloat16: --dtype bf16 is faster than fp32, and less exact")
         return torch.float16 if device.type == "cuda" else torch.float32
-    if isinstance(name, torch.dtype):
-        return name
-    if name not in DTYPES:
+    if isinstance(name, str) and name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: wanted one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    dtype = DTYPES[name] if isinstance(name, str) else name
+    if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
+        log.warning("bf16 is emulated on this CPU, and slower than fp32")
+    return dtype
+
+
+def emulates_bf16() -> bool:
+    """Whether this is an x86 CPU without products in bfloat16; torch computes in it all the same."""
+    return _cpu_has("avx2") and not _cpu_has("amx_tile") and not _cpu_has("avx512_bf16")
+
+
+def _cpu_has(feature: str) -> bool:
+    return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())  # bool() is False: an older torch
+
+
+def set_matmul_precision(name: str) -> None:
+    """What float32 products on a GPU are made in, for the whole process: "highest" (float32), "high" (TF32), "medium".
+
+    Raises ValueError for another name.
+    """
+    if name not in ("highest", "high", "medium"):
+        raise ValueError(f"got matmul precision {name!r}, wanted highest (float32), high (TF32) or medium (bfloat16)")
+    torch.set_float32_matmul_precision(name)
+    torch.backends.cudnn.allow_tf32 = name != "highest"
 
 
 def has_fast_bf16(device: torch.device) -> bool:

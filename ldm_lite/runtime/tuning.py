@@ -9,31 +9,46 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.runtime import aot, winograd
 from ldm_lite.runtime import attention as attention_backends
+from ldm_lite.runtime.compile import Step, compiled_step
+from ldm_lite.runtime.precision import set_matmul_precision
 
 log = logging.getLogger("ldm_lite")
 
 
-def tune(networks: Mapping[str, nn.Module], *, attention: str = "sdpa", compiled: str | None = None) -> None:
-    """Set up networks, by their roles, where they are now: in place, once, before they are used.
+def tune(
+    networks: Mapping[str, nn.Module],
+    *,
+    attention: str = "sdpa",
+    compile: str = "off",
+    compiled: str | None = None,
+    matmul_precision: str = "highest",
+) -> Step:
+    """Set up networks, by their roles, where they are now: in place, once, before they are used -> the UNet's step.
 
-    attention is a name of runtime.attention.NAMES; compiled a package of ldm_lite.export that the UNet is to run.
-    On a GPU the weights become channels last; on a CPU in float32 the 3x3 convolutions take Winograd's way, and freed
-    memory is kept for the next tensor.
-    Raises ValueError if the UNet cannot have the attention, or run the package; other networks that cannot have the
-    attention keep PyTorch's, which is said.
+    attention is a name of runtime.attention.NAMES; compile one of runtime.compile.TIERS; compiled a package of
+    ldm_lite.export that the UNet is to run; matmul_precision what float32 products on a GPU are made in: "highest"
+    (float32) or "high" (TF32), for the whole process.  On a GPU the weights become channels last; on a CPU in float32
+    the 3x3 convolutions take Winograd's way, and freed memory is kept for the next tensor.
+    Raises ValueError for what there is not, and if the UNet cannot have the attention or run the package; other
+    networks that cannot have the attention keep PyTorch's, which is said.
     """
     for role, network in networks.items():
         _set_attention(role, network, attention)
         device = next(network.parameters()).device.type
         if device == "cuda":
+            set_matmul_precision(matmul_precision)
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         elif device == "cpu":
             winograd.use(network)
             keep_freed_memory()
     if compiled is not None:
+        if compile != "off":
+            raise ValueError(f"got compile {compile!r} and a package that is compiled: leave one of them out")
         aot.use(networks["unet"], Path(compiled))
+    return compiled_step(compile, networks["unet"]) if "unet" in networks else denoise_step
 
 
 def _set_attention(role: str, network: nn.Module, name: str) -> None:

@@ -9,6 +9,7 @@ import torch
 import ldm_lite
 from ldm_lite.cli import LoadOptions
 from ldm_lite.runtime.attention import layers, vanilla
+from ldm_lite.runtime.precision import pick_dtype, set_matmul_precision
 
 
 def functions(network: torch.nn.Module) -> set[object]:
@@ -29,3 +30,37 @@ def test_the_attention_is_that_of_the_flag(small_path: Path, caplog: pytest.LogC
 
 def test_without_the_flag_load_has_its_own_default() -> None:
     assert LoadOptions().arguments()["tuning"] == {}
+
+
+def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    for has_units, auto, asked in ((True, "--dtype bf16 is faster", ""), (False, "", "bf16 is emulated")):
+        monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+        for unit in ("amx_tile", "avx512_bf16"):
+            monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has_units=has_units: has_units)
+        for name, dtype, said in (
+            (None, torch.float32, auto),
+            ("bf16", torch.bfloat16, asked),
+            ("fp32", torch.float32, ""),
+        ):
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "ldm_lite"):
+                assert pick_dtype(name, cpu) is dtype
+            assert said in caplog.text
+            assert bool(said) == bool(caplog.records)
+
+
+def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+    before = torch.get_float32_matmul_precision()
+    try:
+        set_matmul_precision("high")
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+        set_matmul_precision("highest")
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
+        with pytest.raises(ValueError, match="got matmul precision 'fast', wanted highest"):
+            set_matmul_precision("fast")
+    finally:
+        torch.set_float32_matmul_precision(before)

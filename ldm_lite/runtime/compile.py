@@ -1,0 +1,252 @@
+"""Compilation of the denoising step: tiers, one CUDA graph for each shape, and what happens when it fails.
+
+- regional: the blocks that repeat are compiled each on its own, in place, so that one compilation serves many;
+- step: guidance batch, UNet, guidance and the sampler's update are one graph, for all batches and sizes;
+- max: the same for fixed sizes, with kernels chosen by measuring;
+- auto: nothing until the process has spent as long on plain steps as a compilation takes, then step.  It costs at most
+  twice the best choice, whatever is to come; on a CPU it never compiles, since plain steps are faster there.
+
+On CUDA the whole step is then captured in a CUDA graph with buffers of its own, one for each shape.  Inductor's own
+graph trees are not used: they trip over a loop whose output is its next input.
+Weights may change in place (LoRA): compiled code and graphs read them where they are.
+"""
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.diffusion.step import denoise_step
+
+log = logging.getLogger("ldm_lite")
+
+TIERS = ("off", "auto", "regional", "step", "max")
+COLD_START_S = 60.0  # what a compilation of the step takes, about
+MOST_GRAPHS = 8  # CUDA graphs that are kept, each with its buffers
+Step = Callable[..., Tensor]  # called as diffusion.step.denoise_step
+
+
+def compiled_step(tier: str, network: nn.Module, backend: str = "inductor") -> Step:
+    """The denoising step of a network in a tier, to be called as denoise_step; nothing is compiled before that.
+
+    Raises ValueError for an unknown tier.
+    """
+    if tier not in TIERS:
+        raise ValueError(f"unknown compile tier {tier!r}: wanted one of {', '.join(TIERS)}")
+    device = next(network.parameters()).device.type
+    if tier == "off" or (tier == "auto" and device != "cuda"):
+        return denoise_step
+    return CompiledStep(tier, network, backend)
+
+
+class CompiledStep:
+    """denoise_step, compiled at its first call; one line says what that took and when it pays, or why it failed."""
+
+    def __init__(self, tier: str, network: nn.Module, backend: str) -> None:
+        self._tier = "step" if tier == "auto" else tier
+        self._network, self._backend = network, backend
+        self._wait_s = COLD_START_S if tier == "auto" else 0.0
+        self._first_call: float | None = None
+        self._step: Step | None = None  # compiled
+        self._failed = self._told = False
+        self._lock = threading.Lock()
+
+    def __call__(self, model: Any, *args: Any) -> Tensor:
+        """One row, as denoise_step."""
+        if self._failed or not self._is_due():
+            return denoise_step(model, *args)
+        if not isinstance(model, nn.Module) and self._tier != "regional":
+            if not self._told:
+                log.info("a step with --control is not compiled as one graph: --compile regional compiles its blocks")
+                self._told = True
+            return denoise_step(model, *args)
+        try:
+            with self._lock:  # one thread compiles, the others wait
+                step = self._step = self._step or self._first(model, *args)
+            return step(model, *args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler raises
+            self._undo()
+            out = denoise_step(model, *args)  # if this fails too, it was not the compiler
+            self._failed = True
+            reason = next(iter(str(error).strip().splitlines()), "")[:150]
+            log.warning("compilation failed (%s: %s): going on without", type(error).__name__, reason)
+            return out
+
+    def _is_due(self) -> bool:
+        now = time.perf_counter()
+        self._first_call = now if self._first_call is None else self._first_call
+        return now - self._first_call >= self._wait_s
+
+    def _first(self, model: nn.Module, *args: Any) -> Step:
+        """Compile, and time compiled calls beside plain ones."""
+        _set_up(self._backend)
+        device = args[0].device
+        for _ in range(2):  # the first is the kernels' own warm-up
+            plain_s = _timed(denoise_step, device, model, *args)
+        step = self._compiled()
+        step = _Graphs(step) if device.type == "cuda" else step
+        cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
+        log.info("%s", _verdict(cold_s, plain_s, compiled_s))
+        return step
+
+    def _undo(self) -> None:
+        self._step = None
+        for module in self._network.modules():
+            module._compiled_call_impl = None
+
+    def _compiled(self) -> Step:
+        if self._tier == "regional":
+            for module in regions(self._network):
+                module.compile(fullgraph=True, dynamic=True, backend=self._backend)
+            return denoise_step
+        options = _options(self._tier, next(self._network.parameters()).device.type)
+        given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}
+        function: Step = torch.compile(denoise_step, fullgraph=True, backend=self._backend, **given)
+        if self._tier == "max":
+            return function
+
+        def step(model: nn.Module, *args: Any) -> Tensor:
+            mark_sizes(*args)
+            return function(model, *args)
+
+        return step
+
+
+def regions(network: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of a network, other than PyTorch's own, whose class it has more than once."""
+    counts = Counter(type(module) for module in network.modules())
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            kind = type(child)
+            container = isinstance(child, (nn.ModuleList, nn.Sequential))
+            if counts[kind] > 1 and not container and not kind.__module__.startswith("torch."):
+                yield child
+            else:
+                yield from walk(child)
+
+    return walk(network)
+
+
+def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, *others: Any) -> None:
+    """Tell the compiler which sizes of a step's arguments will change: batch, height, width, tokens.
+
+    A size of 1 is not marked: the compiler takes it for a constant, so that a batch of one has a graph of its own.
+    """
+    marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, 3, 4)), (noise, (0, 2, 3))]
+    marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, 2, 3))]
+    for tensor, axes in marks:
+        if tensor is not None:
+            for axis in axes:
+                if tensor.shape[axis] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, axis)
+
+
+def _options(tier: str, device: str) -> dict[str, Any]:
+    """Inductor's flags, those that this torch has."""
+    options: dict[str, Any] = {"conv_1x1_as_mm": True}
+    if tier == "max":
+        options |= {"max_autotune": True, "coordinate_descent_tuning": True}
+        options["max_autotune_conv_backends"] = "ATEN"  # Triton's convolutions lose to cuDNN's
+    if device == "cuda":
+        options["loop_reindexing_after_fusion"] = False  # a 6-fold regression of torch 2.12 and 2.13 with it
+    config = importlib.import_module("torch._inductor.config")
+    return {name: value for name, value in options.items() if hasattr(config, name)}
+
+
+def _set_up(backend: str) -> None:
+    """Caches that outlive a restart, and as many graphs of one function as a UNet has widths."""
+    if backend == "inductor":
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ldm_lite" / "inductor"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+    shapes: Any = importlib.import_module("torch.fx.experimental._config")
+    shapes.use_duck_shape = False  # else sizes that are equal at first, as of a square image, would have to stay so
+
+
+def _timed(step: Step, device: torch.device, *args: Any) -> float:
+    start = time.perf_counter()
+    step(*args)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
+    text = f"compiled in {cold_s:.0f} s: a step takes {compiled_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
+    if compiled_s >= plain_s:
+        return f"{text}; it does not pay here, take --compile off"
+    return f"{text}, which pays from {cold_s / (plain_s - compiled_s):,.0f} steps on"
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+class _Graphs:
+    """A step captured once for each shape of its arguments, and replayed from buffers of its own."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._captured: OrderedDict[Any, tuple[Any, list[Tensor], Tensor]] = OrderedDict()
+        self._lock = threading.Lock()  # two threads must not fill the same buffers
+
+    def __call__(self, model: Any, *args: Any) -> Tensor:
+        if not isinstance(model, nn.Module):  # it may read tensors that are not among the arguments
+            return self._step(model, *args)
+        tensors = list(_tensors(args))
+        # Where the weights lie is part of a graph, and so is which of the arguments are None.
+        key = (next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
+        with self._lock:
+            if key not in self._captured:
+                self._captured[key] = self._capture(model, args)
+                if len(self._captured) > MOST_GRAPHS:
+                    self._captured.popitem(last=False)
+            self._captured.move_to_end(key)
+            graph, buffers, out = self._captured[key]
+            for buffer, value in zip(buffers, tensors, strict=True):
+                buffer.copy_(value)
+            graph.replay()
+            return out.clone()  # the next replay overwrites it
+
+    def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, list[Tensor], Tensor]:
+        static = _map(args, lambda x: x.clone())
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compilation, autotuning and workspaces do not belong into the graph
+            for _ in range(2):
+                self._step(model, *static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self._step(model, *static)
+        return graph, list(_tensors(static)), out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Nested tuples with function applied to each of their tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [_map(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

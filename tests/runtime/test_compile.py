@@ -1,0 +1,203 @@
+"""Compilation tiers: one graph for everything that a job can vary, and plain steps where it fails."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import ldm_lite
+from ldm_lite.cli import LoadOptions
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.models.unet import ResBlock, SpatialTransformer, UNet
+from ldm_lite.runtime import compile as tiers
+from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
+
+CPU = torch.device("cpu")
+SCHEDULE = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x).tanh()
+
+
+class Tiny(nn.Module):
+    """What is quick to compile, and reads all that a UNet reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x + t[:, None, None, None] / 1000 + context.mean((1, 2))[:, None, None, None]
+
+
+@pytest.fixture
+def tiny() -> nn.Module:
+    return toy.fill(Tiny())
+
+
+def arguments(seed: int, batch: int, h: int, w: int, tokens: int = 5, sampler: str = "dpmpp_2m") -> list[object]:
+    """A row of a guided step with everything that varies between jobs."""
+    registers, noise = toy.normal(seed, NUM_REGISTERS, batch, 4, h, w), toy.normal(seed + 1, batch, 4, h, w)
+    table = rows(make_plan(sampler, SCHEDULE, 5 + seed), CPU)
+    context = toy.normal(seed + 2, 2 * batch, tokens, SMALL.unet.context_dim)
+    return [
+        registers,
+        table[seed % len(table)],
+        noise,
+        Conditioning(context),
+        Guidance(torch.tensor([-1.0 - seed, 2.0 + seed]), None, None),
+    ]
+
+
+VARIED = [
+    arguments(0, 2, 8, 8),
+    arguments(1, 2, 8, 12, sampler="ddim"),
+    arguments(2, 3, 12, 8, tokens=10),
+    arguments(3, 4, 16, 16, sampler="plms"),
+]
+
+
+@pytest.mark.parametrize("kind", ["tiny", pytest.param("unet", marks=pytest.mark.slow)])
+def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(kind: str, tiny: nn.Module) -> None:
+    network = tiny if kind == "tiny" else toy.fill(UNet(SMALL.unet))
+    counter = CompileCounter()
+    step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
+    for given in VARIED:
+        torch.testing.assert_close(step(network, *given), denoise_step(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    assert counter.frame_count == 1
+    if kind == "tiny":  # the compiler takes a size of one for a constant
+        for i in range(2):
+            step(network, *arguments(i, 1, 8, 8 + 4 * i))
+        assert counter.frame_count == 2
+
+
+def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
+    counter = CompileCounter()
+    step = CompiledStep("regional", tiny, counter)  # type: ignore[arg-type]
+    for given in VARIED:
+        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    assert counter.frame_count == 1
+    assert list(tiny.state_dict()) == list(Tiny().state_dict())
+
+
+def test_the_blocks_of_a_unet_are_its_regions() -> None:
+    with torch.device("meta"):
+        found = list(regions(UNet(SMALL.unet)))
+    assert {type(module) for module in found} == {ResBlock, SpatialTransformer}
+
+
+def test_weights_change_in_place(tiny: nn.Module) -> None:
+    step = CompiledStep("step", tiny, "eager")
+    given = arguments(0, 2, 8, 8)
+    before = step(tiny, *given)
+    for parameter in tiny.parameters():
+        parameter.mul_(0.9)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        after = step(tiny, *given)
+    torch.testing.assert_close(after, denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    assert not torch.allclose(before, after)
+
+
+def test_a_failed_compilation_is_one_line_and_plain_steps(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(graph: object, inputs: object) -> None:
+        raise RuntimeError("no compiler\nand a long story")
+
+    given = arguments(0, 2, 8, 8)
+    for tier in ("regional", "step", "max"):
+        torch._dynamo.reset()
+        caplog.clear()
+        step = CompiledStep(tier, tiny, broken)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert torch.equal(step(tiny, *given), denoise_step(tiny, *given))  # type: ignore[arg-type]
+        [line] = [record.getMessage() for record in caplog.records if record.name == "ldm_lite"]
+        assert line.startswith("compilation failed (")
+        assert "\n" not in line
+
+
+def test_the_users_own_error_stays(tiny: nn.Module) -> None:
+    given = arguments(0, 2, 8, 8)
+    given[3] = Conditioning(toy.normal(0, 3, 5, 3))
+    step = CompiledStep("step", tiny, "eager")
+    with pytest.raises(RuntimeError, match="must match"):
+        step(tiny, *given)
+    assert torch.isfinite(step(tiny, *arguments(0, 2, 8, 8))).all()
+
+
+def test_break_even_is_said(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ldm_lite"):
+        CompiledStep("step", tiny, "eager")(tiny, *arguments(0, 2, 8, 8))
+    assert "compiled in " in caplog.text
+    assert tiers._verdict(60, 0.020, 0.012).endswith("12.0 ms in place of 20.0 ms, which pays from 7,500 steps on")
+    assert "does not pay" in tiers._verdict(60, 0.020, 0.021)
+
+
+def test_auto_waits_as_long_as_a_compilation_takes(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    step = CompiledStep("auto", tiny, counter)  # type: ignore[arg-type]
+    now = [100.0]
+    monkeypatch.setattr(tiers.time, "perf_counter", lambda: now[0])
+    for passed, graphs in ((0, 0), (tiers.COLD_START_S - 1, 0), (2, 1), (1, 1)):
+        now[0] += passed
+        step(tiny, *arguments(0, 2, 8, 8))
+        assert counter.frame_count == graphs
+
+
+def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    given = arguments(0, 2, 8, 8)
+    step = CompiledStep("step", tiny, "eager")
+    with caplog.at_level(logging.INFO, "ldm_lite"):
+        for _ in range(2):
+            step(lambda *args: tiny(*args), *given)
+    assert [record.getMessage()[:22] for record in caplog.records if record.name == "ldm_lite"] == [
+        "a step with --control "
+    ]
+
+
+def test_tiers(tiny: nn.Module) -> None:
+    assert compiled_step("off", tiny) is compiled_step("auto", tiny) is denoise_step  # auto never compiles on a CPU
+    with pytest.raises(ValueError, match="unknown compile tier 'fast': wanted one of off, auto"):
+        compiled_step("fast", tiny)
+
+
+def test_the_flag_reaches_the_loop(small_path: Path) -> None:
+    pipe = ldm_lite.load(**LoadOptions(ckpt=str(small_path), device="cpu", compile="step").arguments())
+    assert isinstance(pipe.step, CompiledStep)
+    assert set(TIERS) >= {"off", "auto", "regional", "step", "max"}
+    assert ldm_lite.load(small_path, device="cpu").step is denoise_step
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("tier", ["regional", "step", "max"])
+def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    step = CompiledStep(tier, tiny, "inductor")
+    for given in VARIED[:2]:
+        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    assert "failed" not in caplog.text
