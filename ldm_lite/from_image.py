@@ -94,6 +94,10 @@ def size_of(pipe: "Pipeline", options: ImageOptions, picture: Picture) -> tuple[
     own_width, own_height = picture.image.size
     width, height = options.width, options.height
     if width is not None and height is not None:
+        if options.resize == "crop" and abs(own_width * height / (own_height * width) - 1) > 0.02:
+            log.info(
+                "%s: is cut to the proportions of %d x %d; --resize fit keeps all of it", picture.name, width, height
+            )
         return width, height
     if width is not None:
         return width, max(1, round(own_height * width / own_width))

@@ -3,6 +3,7 @@
 A picture is an RGB PIL image; a mask is one of mode L, 255 where a picture is to be repainted and 0 elsewhere.
 """
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
+
+log = logging.getLogger("ldm_lite")
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 RESIZES = ("crop", "fit", "stretch")
@@ -64,6 +67,8 @@ def _over(image: Image.Image, background: str) -> Image.Image:
         raise ValueError("got an image of floating-point numbers, whose range is not known: save it with 8 or 16 bits")
     if image.has_transparency_data:
         image = image.convert("RGBA")
+        if np.asarray(image)[:, :, 3].min() < 255:
+            log.info("what is transparent in an image is taken as %s", background)
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image
 

@@ -68,11 +68,16 @@ def test_16_bit_files_are_scaled_and_not_clipped(tmp_path: Path) -> None:
     assert np.asarray(open_picture(tmp_path / "a.png"))[0, :, 0].tolist() == [0, 128, 255]
 
 
-def test_transparency_is_white_in_pictures_and_black_in_masks() -> None:
+def test_transparency_is_white_in_pictures_and_black_in_masks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    to_picture(Image.new("RGBA", (2, 1), "red"))
+    assert not caplog.text
     image = Image.new("RGBA", (2, 1), (255, 255, 255, 0))
     image.putpixel((1, 0), (255, 255, 255, 255))
     assert to_picture(image).getpixel((0, 0)) == (255, 255, 255)
     assert list(np.asarray(to_mask(image))[0]) == [0, 255]
+    assert "taken as white" in caplog.text
+    assert "taken as black" in caplog.text
     palette = Image.new("P", (1, 1))
     palette.putpalette([0, 0, 0])
     palette.info["transparency"] = 0

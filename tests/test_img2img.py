@@ -217,9 +217,14 @@ def test_the_result_is_as_large_as_the_picture(bundled: Pipeline, circle: Image.
         ({"width": 41}, (41, 41)),
     ],
 )
-def test_sizes_asked_for(bundled: Pipeline, circle: Image.Image, options: dict, size: tuple[int, int]) -> None:
+def test_sizes_asked_for(
+    bundled: Pipeline, circle: Image.Image, options: dict, size: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, **options), pictures=[circle])
     assert result.image.size == size
+    cut = len(options) == 2
+    assert ("is cut to the proportions" in caplog.text) == cut
 
 
 def test_a_large_picture_is_reduced_and_that_is_said(
