@@ -98,6 +98,12 @@ class SaveOptions:
     skip_save: bool = option(False, "do not save single images")
     skip_grid: bool = option(False, "do not save a grid of all images")
     n_rows: int = option(0, "images in a row of the grid (default: the batch size)")
+    preview: str | None = option(
+        None,
+        "show the pictures at every step, in preview.png beside the results, by this file's autoencoder: taesd, "
+        "taesdxl or any that fits",
+        metavar="FILE",
+    )
     debug: bool = option(False, "show the traceback of an error")
 
 
@@ -354,6 +360,14 @@ class Saver:
             return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, text)
         folder = self.out / "samples"
         return _save(lambda i: folder / f"{i:05}.png", image, text, _next_index(folder, ""))
+
+    def preview(self, image: "Image") -> None:
+        """Save what there is so far as preview.png, in place of the last one."""
+        folder = self.out.parent if self.single else self.out
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".preview-{os.getpid()}.png"
+        image.save(temporary)
+        os.replace(temporary, folder / "preview.png")
 
     def grid(self, image: "Image", text: str) -> Path:
         """Save a grid -> the path it got."""

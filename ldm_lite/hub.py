@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 BUNDLED = "emoji-prototype.safetensors"
+SHORT = {  # names for files that are asked for often
+    "taesd": "madebyollin/taesd/diffusion_pytorch_model.safetensors",
+    "taesdxl": "madebyollin/taesdxl/diffusion_pytorch_model.safetensors",
+}
 
 
 def bundled() -> Path:
@@ -21,15 +25,15 @@ def bundled() -> Path:
 def resolve(source: str | os.PathLike[str] | None) -> Path:
     """A checkpoint's name -> its local path.
 
-    None is the bundled model; an existing path is itself; "owner/repository/file" that is no local path is downloaded
-    from the hub, once, into its cache.  Raises FileNotFoundError with what to do.
+    None is the bundled model; an existing path is itself; one of SHORT stands for what it says; "owner/repository/file"
+    that is no local path is downloaded from the hub, once, into its cache.  Raises FileNotFoundError with what to do.
     """
     if source is None:
         return bundled()
     path = Path(source).expanduser()
     if path.exists():
         return path
-    parts = os.fspath(source).split("/")
+    parts = SHORT.get(os.fspath(source), os.fspath(source)).split("/")
     # A path below a folder that is there is a path with a mistake in it, not a name on the hub.
     if len(parts) < 3 or not all(parts) or parts[0] == "~" or Path(parts[0]).is_dir():
         raise FileNotFoundError(

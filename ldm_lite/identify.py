@@ -16,7 +16,7 @@ from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.networks import UNETS, EncoderSpec
+from ldm_lite.networks import UNETS, AutoencoderSpec, EncoderSpec
 
 
 def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
@@ -67,13 +67,13 @@ def _fitted(family: Family, shapes: Mapping[str, Shapes]) -> Family:
     return family
 
 
-def with_vae(family: Family, shapes: Shapes, name: str) -> Family:
-    """The family with an autoencoder of these shapes, out of another file of that name, in place of its own.
+def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
+    """The family with an autoencoder out of another file, of that name, in place of its own.
 
     The scale factor stays the family's, which no autoencoder's file tells; but TAESD's latents are the UNet's own.
     Raises ValueError if its latents are not like those of the family's autoencoder.
     """
-    own, other = family.vae, infer_vae(shapes)
+    own = family.vae
     if (other.embed_dim, other.factor) != (own.embed_dim, own.factor):
         raise ValueError(
             f"{name}: does not fit: its latents have {other.embed_dim} channels at 1/{other.factor} of the size, but "

@@ -254,6 +254,27 @@ def _heed(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
     return load
 
 
+def previewed(pipe: "Pipeline", source: str, show: "Callable[[Image], None]", on_step: OnStep) -> OnStep:
+    """on_step, which also shows what the pictures of a batch are after each step, decoded by a file's autoencoder.
+
+    They have as much noise as the step leaves.  Raises ValueError if the autoencoder's latents are not the pipeline's.
+    """
+    from ldm_lite import generate
+    from ldm_lite.identify import with_vae
+    from ldm_lite.image import grid, to_pil
+    from ldm_lite.pipeline import load_autoencoder
+
+    vae = load_autoencoder(source, device=pipe.device, dtype=pipe.dtype)
+    quick = dataclasses.replace(pipe, vae=vae, family=with_vae(pipe.family, vae.spec, source))
+
+    def shown(step: int, num_steps: int, latents: "Tensor") -> None:
+        pictures = [to_pil(pixels) for pixels in generate.decode(quick, latents)]
+        show(grid(pictures, columns=math.ceil(len(pictures) ** 0.5)))
+        on_step(step, num_steps, latents)
+
+    return shown
+
+
 MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
@@ -275,7 +296,10 @@ def serve(
 
     with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
     start, in_grid = time.perf_counter(), []
-    for result in make(pipe, cli.Progress()):
+    progress: OnStep = cli.Progress()
+    if save.preview is not None:
+        progress = previewed(pipe, save.preview, saver.preview, progress)
+    for result in make(pipe, progress):
         if not save.skip_save:
             print(saver.sample(result.image, result.parameters), flush=True)
         if with_grid:

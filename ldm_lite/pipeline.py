@@ -154,7 +154,7 @@ def load(
         raise ValueError(f"{main.path}: {error}") from error
     family = _scaled(family, main, about)
     if parts and "vae" in parts:
-        family = with_vae(family, components["vae"].shapes, name=str(parts["vae"]))
+        family = with_vae(family, infer_vae(components["vae"].shapes), name=str(parts["vae"]))
     components["unet"], weights = _with_ema(components["unet"], ema)
 
     tuning = {} if tuning is None else tuning

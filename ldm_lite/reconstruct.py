@@ -66,6 +66,8 @@ def run(options: Options, save: SaveOptions) -> None:
     from ldm_lite.image import open_picture
     from ldm_lite.pipeline import load_autoencoder
 
+    if save.preview is not None:
+        raise ValueError("reconstruct has no steps: leave out --preview")
     if options.image is None:
         raise ValueError("no picture: name one, for instance photo.png")
     picture, saver = open_picture(options.image), cli.Saver(save, "reconstruct")

@@ -22,7 +22,9 @@ from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import FAMILIES, ZOO
 from ldm_lite.identify import describe
-from ldm_lite.image import mask_latent
+from ldm_lite.image import mask_latent, to_array
+from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.networks import build
 from ldm_lite.pipeline import Pipeline
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
@@ -262,3 +264,48 @@ def test_inpainting_needs_no_prompt(path_of: Callable[[str], Path], tmp_path: Pa
     painted = np.asarray(Image.open(tmp_path / "out.png"))
     assert np.array_equal(painted[mask == 0], values[mask == 0])
     assert not np.array_equal(painted, values)
+
+
+# ---- other autoencoders ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", toy_zoo.SMALL)
+def test_another_autoencoder_takes_the_place_of_any_familys(
+    name: str, path_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One of the same kind, and where it is a VQ one, a KL one of such latents: its scale factor is the family's."""
+    spec = toy_zoo.small(name).vae
+    fields = {key: value for key, value in vars(spec).items() if key != "num_codes"}
+    for other in (spec, VAESpec(**fields)):
+        weights = toy.fill(build(other), "another").state_dict()
+        save_file(dict(weights), tmp_path / "other.safetensors")
+        pipe = ldm_lite.load(path_of(name), device="cpu", parts={"vae": tmp_path / "other.safetensors"})
+        assert pipe.vae.spec == pipe.family.vae == other
+        assert torch.equal(pipe.vae.decoder.conv_in.weight, weights["decoder.conv_in.weight"])
+        scale = random_checkpoint.SCALE_FACTOR if name == "ldm_lsun_churches256" else toy_zoo.small(name).scale_factor
+        assert pipe.family.scale_factor == pytest.approx(scale)
+
+
+def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, tmp_path: Path) -> None:
+    taesd = toy.fill(build(toy.TINY))
+    save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
+    arguments = ["a red apple", "--ckpt", str(small_path), "--device", "cpu", "--steps", "2", "--n-samples", "3"]
+    arguments += ["--out", str(tmp_path), "--preview", str(tmp_path / "taesd.safetensors"), "--skip-grid"]
+    assert txt2img.main(arguments) == 0
+    assert Image.open(tmp_path / "preview.png").size == (134, 134)  # of a grid
+    assert len(list((tmp_path / "samples").glob("*.png"))) == 3
+    # The last one is of the results, through TAESD.
+    pipe, latents = ldm_lite.load(small_path, device="cpu"), []
+    options = txt2img.Options(prompt="a red apple", steps=2)
+    list(txt2img.txt2img(pipe, options, on_step=lambda step, num_steps, x: latents.append(x)))
+    first = np.asarray(Image.open(tmp_path / "preview.png").crop((2, 2, 66, 66)), dtype=int)
+    assert np.abs(first - to_array(taesd.decode(latents[-1])[0])).max() <= 1
+
+
+def test_a_preview_that_does_not_fit_is_said(
+    path_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(dict(toy.fill(build(toy.TINY)).state_dict()), tmp_path / "taesd.safetensors")
+    arguments = ["--ckpt", str(path_of("ldm_celeba_ffhq_beds256")), "--device", "cpu", "--out", str(tmp_path)]
+    assert txt2img.main([*arguments, "--preview", str(tmp_path / "taesd.safetensors")]) == 2
+    assert "does not fit: its latents have 4 channels at 1/8" in capsys.readouterr().err
