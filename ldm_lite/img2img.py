@@ -23,6 +23,7 @@ from ldm_lite.from_image import (
     sources,
 )
 from ldm_lite.job import OnStep, Result, check_command, original_flags, read_prompts, serve
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +128,7 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
     """Load, make the images, save each when it is ready, and say where it is."""
     check_image(options)
     count = len(sources(options.init_img, "init-img")) * len(read_prompts(options)) * options.repeats
-    saver = cli.Saver(save, "img2img")
+    saver = Saver(save, "img2img")
     serve(
         lambda pipe, on_step: img2img(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
     )

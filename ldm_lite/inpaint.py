@@ -15,6 +15,7 @@ from ldm_lite import cli
 from ldm_lite.cli import LoadOptions, SaveOptions, option
 from ldm_lite.from_image import ImageOptions, begin, check_image, open_source, padded, size_of, sources
 from ldm_lite.job import OnStep, Result, check_command, original_flags, read_prompts, serve
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -219,7 +220,7 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
     """Load, make the images, save each when it is ready, and say where it is."""
     check(options)
     count = len(pairs(options)) * len(read_prompts(options)) * options.repeats
-    saver = cli.Saver(save, "inpaint")
+    saver = Saver(save, "inpaint")
     serve(
         lambda pipe, on_step: inpaint(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ldm_lite
 from ldm_lite import cli
 from ldm_lite.cli import LoadOptions, option
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     import numpy as np
@@ -283,7 +284,7 @@ def serve(
     count: int,
     columns: int,
     load: LoadOptions,
-    saver: cli.Saver,
+    saver: Saver,
     original: dict[str, Any],
 ) -> None:
     """Load, make `count` images, save each when it is ready and a grid with so many columns, and say where they are."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ldm_lite import cli
 from ldm_lite.cli import SaveOptions, option
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +71,7 @@ def run(options: Options, save: SaveOptions) -> None:
         raise ValueError("reconstruct has no steps: leave out --preview")
     if options.image is None:
         raise ValueError("no picture: name one, for instance photo.png")
-    picture, saver = open_picture(options.image), cli.Saver(save, "reconstruct")
+    picture, saver = open_picture(options.image), Saver(save, "reconstruct")
     vae = load_autoencoder(options.ckpt, device=options.device, dtype=options.dtype)
     result = reconstruct(vae, picture)
     if not save.skip_save:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import ldm_lite
 from ldm_lite import cli
 from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -135,7 +136,7 @@ def run(options: Options, load: LoadOptions) -> None:
     """Load, compare, print the table, save the picture."""
     from ldm_lite.diffusion.names import make_plan
 
-    steps, saver = cli.numbers(options.steps, "--steps"), cli.Saver(SaveOptions(out=options.out), "samplers")
+    steps, saver = cli.numbers(options.steps, "--steps"), Saver(SaveOptions(out=options.out), "samplers")
     pipe = ldm_lite.load(**load.arguments())
     for count in (*steps, options.reference):
         make_plan("heun", pipe.schedule, count, spacing=options.spacing)

@@ -24,6 +24,7 @@ from ldm_lite.job import (
     sampler_of,
     serve,
 )
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +108,7 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
     if "laion400m" in original:
         load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
     check(options)
-    saver, count = cli.Saver(save, "txt2img"), len(read_prompts(options)) * options.repeats
+    saver, count = Saver(save, "txt2img"), len(read_prompts(options)) * options.repeats
     serve(
         lambda pipe, on_step: txt2img(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
     )

@@ -16,6 +16,7 @@ from ldm_lite.cli import LoadOptions, SaveOptions, option
 from ldm_lite.from_image import open_source, sources
 from ldm_lite.job import JobOptions, OnStep, Result, check_command, original_flags, read_prompts, sampler_of, serve
 from ldm_lite.job import check as check_job
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,7 +122,7 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
     """Load, make the pictures, save each when it is ready, and say where it is."""
     check(options)
     count = len(sources(options.init_img, "init-img")) * options.batch_size * options.repeats
-    saver = cli.Saver(save, "upscale")
+    saver = Saver(save, "upscale")
     serve(
         lambda pipe, on_step: upscale(pipe, options, on_step=on_step), count, options.batch_size, load, saver, original
     )

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import toy
 import toy_zoo
-from make_goldens import DATA, LDM, ORIGINAL_UNETS, UNCONDITIONAL, Arrays, repository, write
+from make_goldens import COMPVIS, DATA, LDM, ORIGINAL_UNETS, UNCONDITIONAL, Arrays, repository, write
 from random_checkpoint import SCALE_FACTOR, random_tensor
 from torch import nn
 
@@ -123,7 +123,9 @@ def embedders(originals: Path) -> Arrays:
 UNETS: dict[str, dict[str, Any]] = {
     "ldm_celeba_ffhq_beds256": UNCONDITIONAL,
     "ldm_lsun_churches256": ORIGINAL_UNETS["stable-diffusion"]["ldm_lsun_churches256"],
+    "ldm_text2img_large": COMPVIS | {"context_dim": 40},
     "ldm_text2img256": LDM,
+    "ldm_cin256": LDM | {"in_channels": 4, "out_channels": 4, "attention_resolutions": [1, 2, 4]},
     "ldm_cin256_v2": {k: v for k, v in LDM.items() if k != "num_head_channels"} | {"num_heads": 1},
     "ldm_layout2img": ORIGINAL_UNETS["stable-diffusion"]["ldm_layout2img"],
     "ldm_semantic_synthesis": {k: v for k, v in UNCONDITIONAL.items() if k != "num_head_channels"}
@@ -137,10 +139,24 @@ UNETS: dict[str, dict[str, Any]] = {
 CONDITIONS: dict[str, dict[str, Any]] = {
     "ldm_celeba_ffhq_beds256": {"cond_stage_config": "__is_unconditional__"},
     "ldm_lsun_churches256": {"cond_stage_config": "__is_unconditional__", "scale_by_std": True},
+    "ldm_text2img_large": {
+        "cond_stage_config": {
+            "target": "ldm.modules.encoders.modules.BERTEmbedder",
+            "params": {"n_embed": 40, "n_layer": 2, "use_tokenizer": False},
+        },
+        "conditioning_key": "crossattn",
+    },
     "ldm_text2img256": {
         "cond_stage_config": {
             "target": "ldm.modules.encoders.modules.BERTEmbedder",
             "params": {"n_embed": 40, "n_layer": 2, "use_tokenizer": False},
+        },
+        "conditioning_key": "crossattn",
+    },
+    "ldm_cin256": {
+        "cond_stage_config": {
+            "target": "ldm.modules.encoders.modules.ClassEmbedder",
+            "params": {"embed_dim": 40, "n_classes": 10},
         },
         "conditioning_key": "crossattn",
     },
@@ -188,7 +204,7 @@ def first_stage(name: str) -> dict[str, Any]:
     ddconfig = VQ | {
         "double_z": not isinstance(spec, VQSpec),
         "z_channels": spec.z_channels,
-        "attn_resolutions": [],
+        "attn_resolutions": [VQ["resolution"] >> level for level in spec.attn_levels],
         "attn_type": "vanilla" if spec.mid_attn else "none",
     }
     params = {"ddconfig": ddconfig, "lossconfig": NO_LOSS, "embed_dim": spec.embed_dim}
@@ -224,11 +240,13 @@ def original(name: str) -> Any:
 def conditioning(name: str, model: Any) -> tuple[Any, Any]:
     """What the original's scripts and notebooks give its sampler: the conditioning, and the unconditional one."""
     learn = model.get_learned_conditioning
-    if name == "ldm_text2img256":
+    if name.startswith("ldm_text2img"):
         ids = BERTTokenizer(77)(toy_zoo.PROMPTS)
         return learn(ids[:1]), learn(ids[1:])
     if name == "ldm_cin256_v2":
         return tuple(learn({"class": torch.tensor([number])}) for number in (toy_zoo.CLASS, 10))
+    if name == "ldm_cin256":
+        return learn({"class": torch.tensor([toy_zoo.CLASS])}), None
     if name == "ldm_layout2img":
         boxes = [Box(*box) for box in toy.layouts()[0]]
         return learn(torch.tensor([tokens(boxes)])), None

@@ -71,8 +71,10 @@ class Run:
 RUNS = {
     "ldm_celeba_ffhq_beds256": Run(),
     "ldm_lsun_churches256": Run(decoded=True),
+    "ldm_text2img_large": Run(scale=5.0),
     "ldm_text2img256": Run(scale=5.0),
     "ldm_cin256_v2": Run(scale=3.0, decoded=True),
+    "ldm_cin256": Run(),
     "ldm_layout2img": Run(),
     "ldm_semantic_synthesis": Run(),
     "rdm768": Run(scale=5.0),
@@ -80,7 +82,7 @@ RUNS = {
     "ldm_bsr_sr": Run(tile=8),
     "x4": Run(scale=9.0, decoded=True),
 }
-PROMPTS = ("a virus monster playing guitar", "")  # of text2img256, and what to keep away from
+PROMPTS = ("a virus monster playing guitar", "")  # of text-to-image models, and what to keep away from
 CLASS = 7
 NOISE_LEVEL = 20
 

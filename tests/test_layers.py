@@ -26,6 +26,7 @@ LAYERS = [
     COMMANDS,
     {"from_image", "paint"},
     {"job"},
+    {"saver"},
     {"cli"},
     {"benchmark"},
     {"generate", "training"},

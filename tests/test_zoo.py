@@ -20,6 +20,7 @@ from ldm_lite import generate, inpaint, txt2img
 from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
 from ldm_lite.families import FAMILIES, ZOO
 from ldm_lite.identify import describe
 from ldm_lite.image import mask_latent, to_array
@@ -61,7 +62,8 @@ def test_a_file_is_loaded_as_what_it_is(name: str, load: Load) -> None:
 
 def conditionings(pipe: Pipeline, name: str, folder: Path) -> tuple[Conditioning, Conditioning | None]:
     """What a run reads of its prompt, from files where it has them, and of what to keep away from."""
-    prompts: dict[str, str] = {"ldm_text2img256": toy_zoo.PROMPTS[0], "ldm_cin256_v2": str(toy_zoo.CLASS)}
+    prompts = {"ldm_text2img_large": toy_zoo.PROMPTS[0], "ldm_text2img256": toy_zoo.PROMPTS[0]}
+    prompts |= {"ldm_cin256_v2": str(toy_zoo.CLASS), "ldm_cin256": str(toy_zoo.CLASS)}
     height, width = (4 * side for side in toy_zoo.latent_size(name))
     if name == "ldm_layout2img":
         boxes = [{"class": box[0], "box": box[1:]} for box in toy.layouts()[0]]
@@ -215,6 +217,28 @@ def test_the_average_is_taken_where_there_is_one(name: str, load: Load, tmp_path
     assert all(map(torch.equal, pipe.unet.state_dict().values(), true.unet.state_dict().values()))
     other = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata, ema="no")
     assert not torch.equal(other.unet.out[2].weight, true.unet.out[2].weight)
+
+
+@pytest.mark.parametrize(
+    ("names", "alpha_bar"),  # of timesteps 0, 500 and 999
+    [
+        (("ldm_text2img_large",), (0.99915, 0.27633268, 4.66009851e-3)),
+        (
+            ("ldm_celeba_ffhq_beds256", "ldm_cin256", "ldm_cin256_v2", "ldm_text2img256"),
+            (0.9985, 0.11492200, 1.42303975e-4),
+        ),
+        (("ldm_lsun_churches256", "ldm_bsr_sr"), (0.9985, 0.15007005, 6.68665174e-4)),
+        (("ldm_inpainting_big", "ldm_semantic_synthesis", "ldm_layout2img"), (0.9985, 0.10767675, 9.69108668e-5)),
+        (("rdm768",), (0.9985, 0.15529056, 8.12518471e-4)),
+        (("x4",), (0.9999, 0.33127458, 7.33412460e-4)),
+    ],
+)
+def test_schedules_are_the_originals(names: tuple[str, ...], alpha_bar: tuple[float, ...]) -> None:
+    """Trap 16: what the configurations call linear is linear in the square roots."""
+    for name in names:
+        family = FAMILIES[name]
+        schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+        assert schedule.alpha_bar[[0, 500, 999]] == pytest.approx(alpha_bar, rel=1e-7)
 
 
 def test_head_counts_are_the_rows() -> None:
