@@ -11,6 +11,7 @@ COMMANDS = {
     "img2img": "a picture to another, by strength or by instruction",
     "inpaint": "repaint what a mask says, or beyond the edges",
     "upscale": "pictures four times as large",
+    "cascade": "DeepFloyd IF: text to image in stages",
     "reconstruct": "a picture through an autoencoder and back",
     "samplers": "compare samplers: a table and a picture",
     "train": "train or fine-tune",

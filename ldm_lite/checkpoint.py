@@ -11,7 +11,7 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
         return _open_torch(path, is_zip=head[:1] == b"P")
     raise ValueError(f"{path}: is no checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
+
+
+def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """Several files that hold one network together, as one checkpoint."""
+    owners = {key: part for part in parts for key in part.shapes}
+    shapes = {key: part.shapes[key] for key, part in owners.items()}
+    return Checkpoint(parts[0].path, shapes, parts[0].metadata, lambda key: owners[key].read(key))
 
 
 def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
@@ -196,6 +203,7 @@ COMPONENTS = (
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
     ("vae", "encoder.0.weight", ("",)),
+    ("text_encoder", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", ("",)),  # T5
     (
         "text_encoder",
         "embeddings.token_embedding.weight",
@@ -220,7 +228,7 @@ NO_WEIGHTS = re.compile(
     r"|^low_scale_model\.|^(cond_stage_model\.)?(transformer\.)?to_logits\."
     # inpainting_big holds its autoencoder a second time
     r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."
-    r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr|difference)$"
+    r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
 )
 EMA = "model_ema."
 

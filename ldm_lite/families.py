@@ -7,14 +7,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ldm_lite.diffusion.schedule import Prediction
+from ldm_lite.diffusion.schedule import Array, Prediction, cosine_betas, linear_betas
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
+from ldm_lite.models.pixels import PixelSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.networks import (
     AUTOENCODERS,
     BERT_LARGE,
     CLIP_L,
+    IF_I_XL,
+    IF_II_L,
     KL_F8,
     OPEN_CLIP_G,
     OPEN_CLIP_H,
@@ -43,6 +46,7 @@ class Family:
     prediction: Prediction
     beta_start: float  # of 1000 betas, linear in their square roots
     beta_end: float
+    cosine: bool  # the cosine schedule in place of those
     scale_factor: float  # latents in the UNet's scale = scale_factor * the autoencoder's; may be IN_THE_FILE
     sampler: str  # by any of its names, with its spacing
     resolution: int  # pixels a side
@@ -52,6 +56,7 @@ class Family:
     vae_overflows: bool  # in float16, so that it is kept in float32
     steps: int
     scale: float  # classifier-free guidance
+    threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for models of pixels
 
     @property
     def networks(self) -> dict[str, Spec]:
@@ -62,7 +67,12 @@ class Family:
             "text_encoder": self.text,
             "text_encoder_2": self.text_2,
         }
-        return {role: spec for role, spec in specs.items() if spec is not None}
+        return {role: spec for role, spec in specs.items() if spec is not None and not isinstance(spec, PixelSpec)}
+
+    @property
+    def betas(self) -> Array:
+        """Its noise schedule, (1000,)."""
+        return cosine_betas() if self.cosine else linear_betas(self.beta_start, self.beta_end)
 
 
 SD1 = Family(
@@ -77,6 +87,7 @@ SD1 = Family(
     prediction="eps",
     beta_start=0.00085,
     beta_end=0.012,
+    cosine=False,
     scale_factor=0.18215,
     sampler="ddim",
     resolution=512,
@@ -84,6 +95,7 @@ SD1 = Family(
     vae_overflows=False,
     steps=50,
     scale=7.5,
+    threshold=None,
 )
 
 
@@ -117,6 +129,23 @@ SDXL = replace(
     resolution=1024,
     vae_overflows=True,
     scale=5.0,
+)
+
+IF = replace(
+    SD1,
+    title="DeepFloyd IF, stage I",
+    unet=IF_I_XL,  # or of another size
+    vae=PixelSpec(),
+    text=None,  # T5 is a file of its own, which stages share
+    conditioner="t5",
+    task="cascade",
+    cosine=True,
+    scale_factor=1.0,
+    sampler="ddpm_respaced",
+    resolution=64,
+    steps=150,
+    scale=7.0,
+    threshold=(0.95, 1.5),
 )
 
 TURBO: dict[str, Any] = {"sampler": "euler_a_trailing", "steps": 1, "scale": 1.0}  # Sauer et al. 2023
@@ -271,4 +300,15 @@ FAMILIES = {
         conditioner="refiner",
     ),
     **ZOO,
+    "if_I": IF,
+    "if_II": replace(
+        IF,
+        title="DeepFloyd IF, stage II",
+        unet=IF_II_L,
+        sampler="ddpm_smart50",
+        resolution=256,
+        steps=50,
+        scale=4.0,
+        threshold=(0.95, 1.0),
+    ),
 }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 from ldm_lite.models.bert import BERTSpec
@@ -10,8 +10,10 @@ from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
+from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNetSpec
+from ldm_lite.models.unet_if import IFSpec
 from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.models.vae_vq import VQSpec
 
@@ -26,8 +28,6 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding",
     r"^controlnet_cond_embedding\.": "a ControlNet in the format of diffusers",
     r"^(adapter\.)?style_embedding$": "a T2I-Adapter for styles, which is not supported",
-    r"^encoder_pooling\.1\.": "a DeepFloyd IF stage",
-    r"SelfAttention\.relative_attention_bias": "a T5 text encoder",
     r"joint_blocks\.": "Stable Diffusion 3",
     r"double_blocks\.|^transformer_blocks\.": "Flux or another diffusion transformer",
     r"time_stack|time_mixer": "Stable Video Diffusion",
@@ -103,6 +103,34 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
         num_classes=label[0] if label else None,
         scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
         resblock_updown=bool(ups),
+    )
+
+
+def infer_if(shapes: Shapes) -> IFSpec:
+    """Shapes of a DeepFloyd IF stage's weights -> its spec; heads are 64 wide everywhere, which no weight tells.
+
+    Raises KeyError if a key that every such stage has is missing.
+    """
+    spec, second = infer_unet(shapes), "aug_proj.0.weight" in shapes
+    text_dim = shapes["encoder_pooling.1.positional_embedding"][1]
+    known = {field.name: getattr(spec, field.name) for field in fields(UNetSpec)}
+    known |= {"head_dim": 64, "context_dim": text_dim, "num_classes": 1000 if second else None}
+    return IFSpec(**known, pool_heads=text_dim // 64, super_resolution=second)
+
+
+def infer_t5(shapes: Shapes) -> T5Spec:
+    """Shapes of a T5 v1.1 encoder's weights -> its spec.  Raises KeyError if one is missing."""
+    vocab_size, width = shapes["shared.weight"]
+    buckets, heads = shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+    return T5Spec(
+        vocab_size=vocab_size,
+        width=width,
+        mlp_width=shapes["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"][0],
+        layers=_count(shapes, r"encoder\.block\.(\d+)\."),
+        heads=heads,
+        head_dim=shapes["encoder.block.0.layer.0.SelfAttention.q.weight"][0] // heads,
+        buckets=buckets,
+        max_distance=128,
     )
 
 

@@ -126,7 +126,7 @@ def check(pipe: Pipeline, noise: Tensor, conditioning: Conditioning) -> None:
     """Raises ValueError if noise (B,C,h,w) and a conditioning of B images do not fit the pipeline's UNet."""
     spec = pipe.family.unet
     given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
-    if pipe.family.task != "txt2img" and not given:
+    if spec.in_channels > pipe.vae.spec.embed_dim and not given:
         raise ValueError(
             f"{pipe.family.title} reads an image beside the text (its UNet has {spec.in_channels} input channels): "
             "it cannot make a picture from a prompt alone; take a checkpoint with 4"

@@ -11,7 +11,7 @@ import torch
 
 from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.families import FAMILIES, IN_THE_FILE, SD1, Family
-from ldm_lite.fingerprint import Shapes, infer_text, infer_unet, infer_vae
+from ldm_lite.fingerprint import Shapes, infer_if, infer_text, infer_unet, infer_vae
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.taesd import TAESDSpec
@@ -31,6 +31,9 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
     if "unet" not in shapes:
         complete(shapes, SD1.networks)
     try:
+        if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
+            stage = infer_if(shapes["unet"])
+            return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
         spec = infer_unet(shapes["unet"])
         rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
         named = FAMILIES.get(metadata.get("family", ""))

@@ -150,6 +150,7 @@ def read_prompts(options: JobOptions, pipe: "Pipeline | None" = None) -> list[st
 
 
 COMMANDS = {
+    "cascade": ("cascade",),
     "txt2img": ("txt2img", "img2img", "inpaint"),
     "inpaint": ("inpaint",),
     "instruct": ("img2img",),

@@ -11,20 +11,24 @@ from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
+from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet_if import IFSpec, UNetIF
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.models.vae_vq import VQModel, VQSpec
 
-AutoencoderSpec = VAESpec | VQSpec | TAESDSpec
+AutoencoderSpec = VAESpec | VQSpec | TAESDSpec | PixelSpec
 EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec  # of what reads the prompt
 Spec = UNetSpec | AutoencoderSpec | EncoderSpec
 
 NETWORKS: dict[type, type[nn.Module]] = {
     UNetSpec: UNet,
+    IFSpec: UNetIF,
     VAESpec: AutoencoderKL,
     VQSpec: VQModel,
     TAESDSpec: TAESD,
+    PixelSpec: Pixels,
     CLIPTextSpec: CLIPTextEncoder,
     OpenCLIPTextSpec: OpenCLIPTextEncoder,
     BERTSpec: BERTTextEncoder,
@@ -181,6 +185,38 @@ UNETS = {
         cross_only=(False, False, False),
     ),
 }
+
+IF_I_XL = IFSpec(
+    in_channels=3,
+    out_channels=6,
+    model_channels=704,
+    channel_mult=(1, 2, 3, 4),
+    num_res_blocks=(3, 3, 3, 3),
+    transformer_depth=(0, 1, 1, 1),
+    middle_depth=1,
+    num_heads=None,
+    head_dim=64,
+    context_dim=4096,
+    linear_proj=False,
+    cross_only=(False, False, False, False),
+    vector_dim=None,
+    num_classes=None,
+    scale_shift=True,
+    resblock_updown=True,
+    pool_heads=64,
+    super_resolution=False,
+)
+IF_II_L = replace(
+    IF_I_XL,
+    in_channels=6,
+    model_channels=160,
+    channel_mult=(1, 2, 4, 6, 8),
+    num_res_blocks=(2, 2, 3, 5, 5),
+    transformer_depth=(0, 0, 0, 1, 1),
+    cross_only=(False, False, False, False, False),
+    num_classes=1000,
+    super_resolution=True,
+)
 
 # ---- autoencoders ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ import torch
 from torch import nn
 
 from ldm_lite import adapters, hub
-from ldm_lite.checkpoint import SGM, Checkpoint, Component, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint import SGM, Checkpoint, Component, joined, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.families import Family
-from ldm_lite.fingerprint import infer_vae
+from ldm_lite.fingerprint import infer_t5, infer_vae
 from ldm_lite.identify import (
     complete,
     identify,
@@ -32,6 +33,8 @@ from ldm_lite.identify import (
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.pixels import Pixels, PixelSpec
+from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.taesd import TAESD
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
@@ -46,7 +49,7 @@ from ldm_lite.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 
 log = logging.getLogger("ldm_lite")
 
-Autoencoder = AutoencoderKL | VQModel | TAESD
+Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def load(
     )
     log.info("%s", description)
     tokenizer = tokenizer_of(family.text)
-    networks = {"text_encoder": None, "text_encoder_2": None, **networks}
+    networks = _without_weights(family, torch_device, torch_dtype) | networks
     return Pipeline(
         name=path.stem,
         family=family,
@@ -198,6 +201,12 @@ def _networks(
         title = role.replace("_", " ")
         load_weights(network, components[role], title, device, torch.float32 if overflows else dtype)
     return networks
+
+
+def _without_weights(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What stands where a family has no network."""
+    none: dict[str, Any] = {"text_encoder": None, "text_encoder_2": None}
+    return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
 
 
 def _home(tuning: Mapping[str, Any], device: torch.device) -> torch.device:
@@ -246,6 +255,19 @@ def load_autoencoder(
     return network
 
 
+def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
+    """A T5 v1.1 encoder, which may lie in several files.  Raises ValueError if they do not hold one."""
+    checkpoint = joined([open_checkpoint(path) for path in paths])
+    probe = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    if not {probe, "shared.weight"} <= checkpoint.shapes.keys():
+        raise ValueError(f"{paths[0]}: holds no T5 encoder; one that is in several files wants all of them")
+    component = split(checkpoint)["text_encoder"]
+    with on_meta():
+        encoder = T5Encoder(infer_t5(component.shapes))
+    load_weights(encoder, component, "T5", device, dtype)
+    return encoder
+
+
 def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
     """The weights that other files are to give, by role.  Raises ValueError for a file that has none of that role."""
     components: dict[str, Component] = {}
@@ -273,7 +295,7 @@ def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) ->
 
 def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:
     """The family's noise schedule, or the file's own where its `betas` buffer differs; that is said."""
-    betas = linear_betas(family.beta_start, family.beta_end)
+    betas = family.betas
     if "betas" in checkpoint.shapes:
         stored = checkpoint.read("betas").double().numpy()
         # Half-precision merges have rounded this buffer too.

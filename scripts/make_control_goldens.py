@@ -241,12 +241,92 @@ def deepfloyd_sampling(originals: Path) -> Arrays:
     return arrays
 
 
+def deepfloyd_cascade(originals: Path) -> Arrays:
+    """Both stages in miniature, one after the other, guided, in float64; noise is drawn as ldm_lite.cascade draws it.
+
+    What is changed in it, beside deepfloyd_sampling's changes: both halves of the batch have the same noise.
+    """
+    small = {"model_channels": 64, "num_res_blocks": 1, "attention_resolutions": "8", "channel_mult": "1,2"}
+    small |= {"encoder_dim": 192, "att_pool_heads": 3, "encoder_channels": 128, "num_head_channels": 64}
+    context, uncond = toy.normal(21, 1, 7, 192).double(), toy.normal(22, 1, 7, 192).double()
+    arrays: Arrays = {}
+    image = torch.zeros(())
+    with repository(originals / "IF", ("deepfloyd_if", "deepfloyd_if.model")):
+        module = importlib.import_module("deepfloyd_if.model.unet")
+        respace = importlib.import_module("deepfloyd_if.model.respace")
+        diffusion = importlib.import_module("deepfloyd_if.model.gaussian_diffusion")
+        diffusion._extract_into_tensor = lambda table, t, shape: torch.from_numpy(table)[t][:, None, None, None]
+        common = {"learn_sigma": True, "noise_schedule": "cosine", "rescale_timesteps": True}
+        common |= {"rescale_learned_sigmas": True}
+        for name, size, respacing, scale, limit in (("if_I", 8, "4", 7.0, 1.5), ("if_II", 32, "3", 4.0, 1.0)):
+            arguments = IF[name] | small
+            extra: dict[str, Any] = {}
+            if name == "if_II":
+                arguments["low_res_diffusion"] = respace.create_gaussian_diffusion(**common)
+                extra = {"low_res": image.repeat(2, 1, 1, 1), "aug_level": 0.25}
+            kind = module.SuperResUNetModel if extra else module.UNetModel
+            network = toy.fill(kind(**arguments).float()).double()
+            network.dtype = torch.float64
+            process = respace.create_gaussian_diffusion(**common, timestep_respacing=respacing)
+            noise = cascade_noise(size, int(respacing), again=bool(extra))
+            start = next(noise)
+            exactly = mock.patch.object(torch, "float32", torch.float64)  # of the timesteps' embedding
+            with mock.patch.object(torch, "randn_like", noise_like(noise)), exactly:
+                image = process.p_sample_loop(
+                    guided_if(network, scale),
+                    (2, 3, size, size),
+                    noise=start.repeat(2, 1, 1, 1),
+                    dynamic_thresholding_p=0.95,
+                    dynamic_thresholding_c=limit,
+                    model_kwargs={"text_emb": torch.cat([context, uncond]), **extra},
+                    device="cpu",
+                )[:1]
+            arrays[f"cascade.{name}"] = image
+    return arrays
+
+
+def guided_if(network: Callable[..., Tensor], scale: float) -> Callable[..., Tensor]:
+    """A network on [cond, uncond], as the original's embeddings_to_image calls it."""
+
+    def model(x: Tensor, t: Tensor, **arguments: Any) -> Tensor:
+        half = x[: len(x) // 2]
+        out = network(torch.cat([half, half]), t, **arguments)
+        cond, uncond = out[:, :3].chunk(2)
+        mixed = uncond + scale * (cond - uncond)
+        return torch.cat([torch.cat([mixed, mixed]), out[:, 3:]], dim=1)
+
+    return model
+
+
+single = torch.float32  # also where that name means another
+
+
+def cascade_noise(size: int, steps: int, again: bool) -> Iterator[Tensor]:
+    """One image's noise in the original's order: the first, then for each step the small image's and its own."""
+    generator = torch.Generator().manual_seed(42)
+
+    def draw() -> Tensor:
+        return torch.randn(3, size, size, generator=generator, dtype=single).double()[None]
+
+    yield draw()
+    for step in range(steps):
+        own = draw() if step < steps - 1 else torch.zeros(1, 3, size, size)
+        if again:
+            yield draw()
+        yield own
+
+
 TABLES = {"fast27": "fast27", **{k: ",".join(map(str, v)) for k, v in SECTIONS.items() if k != "fast27"}}
 
 
 def noise_like(fresh: Iterator[Tensor]) -> Callable[[Tensor], Tensor]:
     """Stands for torch.randn_like: the same noise for both halves of a guided batch."""
-    return lambda x: next(fresh).repeat(len(x) // toy.SHAPE[0], 1, 1, 1)
+
+    def noise(x: Tensor) -> Tensor:
+        one = next(fresh)
+        return one.repeat(len(x) // len(one), 1, 1, 1)
+
+    return noise
 
 
 def if_model(scale: float | None) -> Callable[..., Tensor]:
@@ -286,7 +366,7 @@ def main() -> None:
         arrays = controlnets(originals) | steered() | adapters(originals) | deepfloyd(originals)
         write(DATA / "control.npz", arrays, torch.float32, about)
         torch.set_default_dtype(torch.float64)
-        write(DATA / "if.npz", deepfloyd_sampling(originals), torch.float64, about)
+        write(DATA / "if.npz", deepfloyd_sampling(originals) | deepfloyd_cascade(originals), torch.float64, about)
 
 
 if __name__ == "__main__":

@@ -143,17 +143,46 @@ IF_I = IFSpec(
     model_channels=32,
     channel_mult=(1, 2, 3),
     num_res_blocks=(2, 2, 2),
-    attends=(False, True, True),
+    transformer_depth=(0, 1, 1),
+    middle_depth=1,
+    num_heads=None,
     head_dim=16,
-    text_dim=48,
+    context_dim=48,
+    linear_proj=False,
+    cross_only=(False, False, False),
+    vector_dim=None,
+    num_classes=None,
+    scale_shift=True,
+    resblock_updown=True,
     pool_heads=4,
     super_resolution=False,
 )
 IF_STAGES = {
     "if_I": IF_I,
     "if_II": replace(
-        IF_I, in_channels=6, num_res_blocks=(1, 2, 3), attends=(False, False, True), super_resolution=True
+        IF_I,
+        in_channels=6,
+        num_res_blocks=(1, 2, 3),
+        transformer_depth=(0, 0, 1),
+        num_classes=1000,
+        super_resolution=True,
     ),
+}
+
+# A cascade in miniature, of whose specs the files say all: heads 64 wide.
+CASCADE = {
+    name: replace(
+        stage,
+        model_channels=64,
+        channel_mult=(1, 2),
+        num_res_blocks=(1, 1),
+        transformer_depth=(0, 1),
+        cross_only=(False, False),
+        head_dim=64,
+        context_dim=192,
+        pool_heads=3,
+    )
+    for name, stage in IF_STAGES.items()
 }
 
 T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
@@ -207,9 +236,9 @@ def layouts() -> list[list[tuple[int, float, float, float, float]]]:
 
 
 def if_inputs(spec: IFSpec, h: int = 16, w: int = 24) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x (2,in_channels,h,w), context (2,7,text_dim), and for a stage II the noise levels of its small images (2,)."""
+    """x (2,in_channels,h,w), context (2,7,48), and for a stage II the noise levels of its small images (2,)."""
     y = torch.tensor([250.0, 0.0]) if spec.super_resolution else None
-    return normal(1, 2, spec.in_channels, h, w), normal(2, 2, 7, spec.text_dim), y
+    return normal(1, 2, spec.in_channels, h, w), normal(2, 2, 7, 48), y
 
 
 def picture(channels: int = 3, h: int = 64, w: int = 96) -> Tensor:

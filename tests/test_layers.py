@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ldm_lite"
 COMMANDS = {
+    "cascade",
     "txt2img",
     "img2img",
     "inpaint",

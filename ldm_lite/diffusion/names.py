@@ -5,7 +5,7 @@ import inspect
 
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, TABLES, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, TABLES, Level, Schedule, Spacing, levels_of
 
 # AUTOMATIC1111's names, which are also what a PNG's parameters say.
 LABELS = {
@@ -55,7 +55,8 @@ ALIASES = {
     "kdpm2discrete": "dpm2",
     "kdpm2ancestraldiscrete": "dpm2_a",
 }
-SUFFIXES = {"_" + name: name for name in ("karras", "exponential", "sgm_uniform", "beta", "trailing", "leading")}
+_SPACINGS = ("karras", "exponential", "sgm_uniform", "beta", "trailing", "leading", "respaced", *TABLES)
+SUFFIXES = {"_" + name: name for name in _SPACINGS}
 
 
 def resolve(name: str) -> tuple[str, str | None]:
@@ -86,6 +87,12 @@ def label(name: str) -> str:
     """A sampler's name as AUTOMATIC1111's web UI writes it."""
     key, spacing = resolve(name)
     return LABELS[key] + (f" {spacing.replace('_', ' ').title()}" if spacing else "")
+
+
+def table_steps(name: str) -> int | None:
+    """The number of steps of a sampler whose name asks for a spacing that has one number of them; None for others."""
+    _, spacing = resolve(name)
+    return None if spacing not in SECTIONS else sum(SECTIONS[spacing])
 
 
 def make_plan(

@@ -17,21 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, attention, merge_heads, split_heads, timestep_embedding
-from ldm_lite.models.unet import ResBlock
+from ldm_lite.models.unet import ResBlock, UNetSpec
 
 
 @dataclass(frozen=True)
-class IFSpec:
-    """The numbers in which the stages differ.  Tuples have one entry a level, the highest resolution first."""
+class IFSpec(UNetSpec):
+    """The numbers in which the stages differ, as those of a UNetSpec, and a few more.
 
-    in_channels: int
-    out_channels: int  # the prediction's, and as many for its variance
-    model_channels: int
-    channel_mult: tuple[int, ...]
-    num_res_blocks: tuple[int, ...]
-    attends: tuple[bool, ...]  # attention after each residual block
-    head_dim: int
-    text_dim: int  # of T5
+    A depth of 1 is attention, context_dim the width of T5, num_classes (of a stage II) the number of noise levels of
+    the smaller image; out_channels are the prediction's and as many for its variance.
+    """
+
     pool_heads: int
     super_resolution: bool  # stage II: reads a smaller image, and its noise level as y
 
@@ -61,7 +57,7 @@ class TextAttention(nn.Module):
 
     def __init__(self, channels: int, spec: IFSpec) -> None:
         super().__init__()
-        self.num_heads = channels // spec.head_dim
+        self.num_heads = spec.heads(channels)
         self.attention: AttentionFn = attention
         self.norm = nn.GroupNorm(32, channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
@@ -123,12 +119,13 @@ class UNetIF(nn.Module):
     def __init__(self, spec: IFSpec) -> None:
         super().__init__()
         self.spec = spec
-        width, emb = spec.model_channels, spec.emb_channels
+        width, emb, text_dim = spec.model_channels, spec.emb_channels, spec.context_dim
+        assert text_dim is not None
 
         def mlp() -> nn.Sequential:
             return nn.Sequential(nn.Linear(width, emb), nn.GELU(), nn.Linear(emb, emb))
 
-        def layers(in_channels: int, out_channels: int, attends: bool) -> list[nn.Module]:
+        def layers(in_channels: int, out_channels: int, attends: int) -> list[nn.Module]:
             after: list[nn.Module] = [TextAttention(out_channels, spec)] if attends else []
             return [PixelResBlock(in_channels, out_channels, spec), *after]
 
@@ -139,20 +136,21 @@ class UNetIF(nn.Module):
         channels, skips, last = width, [width], len(spec.channel_mult) - 1
         for level, mult in enumerate(spec.channel_mult):
             for _ in range(spec.num_res_blocks[level]):
-                self.input_blocks.append(Block(layers(channels, mult * width, spec.attends[level])))
+                self.input_blocks.append(Block(layers(channels, mult * width, spec.transformer_depth[level])))
                 channels = mult * width
                 skips.append(channels)
             if level != last:
                 self.input_blocks.append(Block([PixelResBlock(channels, channels, spec, "down")]))
                 skips.append(channels)
 
-        self.middle_block = Block([*layers(channels, channels, True), PixelResBlock(channels, channels, spec)])
+        middle = layers(channels, channels, spec.middle_depth)
+        self.middle_block = Block([*middle, PixelResBlock(channels, channels, spec)])
 
         # up: one residual block more a level, each fed with the skip of its mirror image
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
             for i in range(spec.num_res_blocks[level] + 1):
-                block = layers(channels + skips.pop(), mult * width, spec.attends[level])
+                block = layers(channels + skips.pop(), mult * width, spec.transformer_depth[level])
                 channels = mult * width
                 if level and i == spec.num_res_blocks[level]:
                     block.append(PixelResBlock(channels, channels, spec, "up"))
@@ -160,18 +158,18 @@ class UNetIF(nn.Module):
 
         out = nn.Conv2d(channels, spec.out_channels, 3, padding=1)
         self.out = nn.Sequential(nn.GroupNorm(32, channels), nn.GELU(), out)
-        pooling = AttentionPooling(spec.text_dim, spec.pool_heads)
+        pooling = AttentionPooling(text_dim, spec.pool_heads)
         self.encoder_pooling = nn.Sequential(
-            nn.LayerNorm(spec.text_dim), pooling, nn.Linear(spec.text_dim, emb), nn.LayerNorm(emb)
+            nn.LayerNorm(text_dim), pooling, nn.Linear(text_dim, emb), nn.LayerNorm(emb)
         )
-        self.encoder_proj = nn.Linear(spec.text_dim, emb)
+        self.encoder_proj = nn.Linear(text_dim, emb)
         if spec.super_resolution:
             self.aug_proj = mlp()
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None) -> Tensor:
         """Pixels x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> (B,out_channels,h,w), eps then variance.
 
-        context (B,L,text_dim) is T5's output.  In stage II x is [noised pixels, upsampled image] and y (B,) the
+        context (B,L,context_dim) is T5's output.  In stage II x is [noised pixels, upsampled image] and y (B,) the
         timestep in [0,1000) at which noise was put on that image.  The variance is in [-1,1], from the smallest to the
         largest that the schedule allows, in the logarithm.  x and context are in the weights' dtype; t and y in any.
         """

@@ -11,38 +11,15 @@ import torch
 import toy
 from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.models.unet_if import IFSpec, UNetIF
+from ldm_lite.fingerprint import infer_if
+from ldm_lite.models.unet_if import UNetIF
+from ldm_lite.networks import IF_I_XL, IF_II_L
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "control.npz")
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 
-RELEASED = {
-    "if_I_XL": IFSpec(
-        in_channels=3,
-        out_channels=6,
-        model_channels=704,
-        channel_mult=(1, 2, 3, 4),
-        num_res_blocks=(3, 3, 3, 3),
-        attends=(False, True, True, True),
-        head_dim=64,
-        text_dim=4096,
-        pool_heads=64,
-        super_resolution=False,
-    ),
-    "if_II_L": IFSpec(
-        in_channels=6,
-        out_channels=6,
-        model_channels=160,
-        channel_mult=(1, 2, 4, 6, 8),
-        num_res_blocks=(2, 2, 3, 5, 5),
-        attends=(False, False, False, True, True),
-        head_dim=64,
-        text_dim=4096,
-        pool_heads=64,
-        super_resolution=True,
-    ),
-}
+RELEASED = {"if_I_XL": IF_I_XL, "if_II_L": IF_II_L}
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -52,6 +29,7 @@ def test_has_the_keys_of_the_released_files(name: str) -> None:
     manifest = MANIFESTS[f"unet_{name}"]
     assert {key: list(value.shape) for key, value in network.state_dict().items()} == manifest["shapes"]
     assert sum(p.numel() for p in network.parameters()) == manifest["params"]
+    assert infer_if({key: tuple(shape) for key, shape in manifest["shapes"].items()}) == RELEASED[name]
 
 
 @pytest.mark.parametrize("name", toy.IF_STAGES)
@@ -69,7 +47,7 @@ def test_works_at_any_size(name: str) -> None:
 
 def test_compiles_to_one_graph_for_all_steps() -> None:
     torch._dynamo.reset()
-    spec = replace(toy.IF_STAGES["if_II"], channel_mult=(1, 2), num_res_blocks=(1, 1), attends=(False, True))
+    spec = replace(toy.IF_STAGES["if_II"], channel_mult=(1, 2), num_res_blocks=(1, 1), transformer_depth=(0, 1))
     network, counter = toy.fill(UNetIF(spec)), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
     x, context, y = toy.if_inputs(spec)

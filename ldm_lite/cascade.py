@@ -1,0 +1,298 @@
+"""DeepFloyd IF: `python -m ldm_lite.cascade "a red apple" --t5 ... --stage-1 ... --stage-2 ...`, or cascade(...).
+
+A prompt goes through T5, a stage that makes 64 pixels of it, and one that makes those 256.  Each of these is loaded
+when it is its turn, and freed before the next, so that the largest is all that must fit into memory.
+"""
+
+import gc
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ldm_lite
+from ldm_lite import cli
+from ldm_lite.cli import SaveOptions, option
+from ldm_lite.job import OnStep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ldm_lite.pipeline import Pipeline
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to make.  None = as the stage has it; an option like "7,4" is for the first stage and for the second."""
+
+    prompt: str | None = option(None, "what to make an image of", positional=True)
+    negative_prompt: str = option("", "what to keep away from")
+    sampler: str | None = option(None, "of both stages, or of each")
+    steps: str | None = option(None, "denoising steps, of both stages or of each")
+    scale: str | None = option(None, "classifier-free guidance, of both stages or of each")
+    noise_level: float = option(0.25, "noise added to the small image, 0 to 1: how freely the second stage follows it")
+    seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
+    height: int = option(64, "pixels of the first stage, a multiple of 8", "--H")
+    width: int = option(64, "pixels of the first stage, a multiple of 8", "--W")
+    n_samples: int = option(1, "images at a time", "--batch_size")
+    n_iter: int = option(1, "times that the job is repeated, with new seeds")
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """What to load, and onto what."""
+
+    stage_1: str | None = option(None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub")
+    stage_2: str | None = option(None, "its second stage; without it images have 64 pixels")
+    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable, for a file in parts")
+    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
+    prompt_embeds: str | None = option(
+        None, "ready embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
+    )
+    negative_embeds: str | None = option(None, "those of the negative prompt")
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
+    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
+
+
+def cascade(
+    stages: "Sequence[Pipeline | Callable[[], Pipeline]]",
+    options: Options,
+    context: "Tensor",
+    uncond: "Tensor",
+    *,
+    on_step: OnStep | None = None,
+) -> "Iterator[tuple[Tensor, int]]":
+    """Images (3,H,W) in [-1,1] with their seeds, as the last stage makes them, from embeddings of the prompts.
+
+    stages are the pipelines, the first of which makes images and the others larger ones; a function is called when it
+    is its turn, and what it loads is freed then.  context (N,T,D) makes n_samples images each; uncond is (1,T,D).
+    Raises ValueError, one line, for options and stages that do not fit.
+    """
+    _check(options, len(stages))
+    count = len(context) * options.n_samples * options.n_iter
+    seeds = list(range(options.seed, options.seed + count))
+    rows = [row for _ in range(options.n_iter) for row in range(len(context)) for _ in range(options.n_samples)]
+    images: list[Tensor | None] = [None] * count
+    for number, stage in enumerate(stages):
+        pipe = stage() if callable(stage) else stage
+        if (pipe.family.unet.num_classes is not None) != (number > 0):
+            raise ValueError(f"{pipe.name} is {pipe.family.title}, which cannot be number {number + 1} of a cascade")
+        for first in range(0, count, options.n_samples):
+            some = slice(first, first + options.n_samples)
+            batch = context[rows[some]], uncond.expand(len(rows[some]), -1, -1)
+            made = _run(pipe, options, number, batch, seeds[some], images[some], on_step)
+            images[some] = made
+            if number == len(stages) - 1:
+                yield from zip(made, seeds[some], strict=True)
+        del pipe
+        _free()
+
+
+def _check(options: Options, num_stages: int) -> None:
+    for name in ("sampler", "steps", "scale"):
+        value = getattr(options, name)
+        if value is not None and len(value.split(",")) > max(2, num_stages):
+            raise ValueError(f"got {name} {value!r}, wanted one value, or one for each of {num_stages} stages")
+    if options.n_samples < 1 or options.n_iter < 1:
+        raise ValueError(f"got n_samples {options.n_samples} and n_iter {options.n_iter}, wanted 1 or more")
+    if not 0 <= options.noise_level < 1:
+        raise ValueError(f"got noise_level {options.noise_level}, wanted 0 to 1")
+    if min(options.height, options.width) < 8 or options.height % 8 or options.width % 8:
+        raise ValueError(f"got H {options.height} and W {options.width}, wanted multiples of 8")
+
+
+def _free() -> None:
+    """Give back the memory of what is not used any more."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _own(value: str | None, number: int, default: str) -> str:
+    """A stage's part of an option "first,second"."""
+    if value is None:
+        return default
+    parts = value.split(",")
+    return parts[min(number, len(parts) - 1)]
+
+
+def _run(
+    pipe: "Pipeline",
+    options: Options,
+    number: int,
+    embeddings: "tuple[Tensor, Tensor]",
+    seeds: Sequence[int],
+    small: "Sequence[Tensor | None]",
+    on_step: OnStep | None,
+) -> "list[Tensor]":
+    """One batch through one stage: the images of the stage before -> its own, (3,H,W) in [-1,1], on the CPU."""
+    import torch
+    import torch.nn.functional as F
+
+    from ldm_lite import generate
+    from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+    from ldm_lite.diffusion.names import make_plan, table_steps
+
+    family = pipe.family
+    sampler = _own(options.sampler, number, family.sampler)
+    scale = float(_own(options.scale, number, str(family.scale)))
+    steps = int(_own(options.steps, number, str(table_steps(sampler) or family.steps)))
+    plan = make_plan(sampler, pipe.schedule, steps)
+    factor = 4**number
+    draw = generate.seeded_noise(seeds, (3, factor * options.height, factor * options.width))
+    cond, uncond = (Conditioning(each) for each in embeddings)
+    noise, network = draw(), None
+    if number > 0:
+        images = torch.stack([image for image in small if image is not None])
+        larger = F.interpolate(images, noise.shape[2:], mode="bilinear", align_corners=True)
+        level = pipe.schedule.at(int(options.noise_level * 1000))
+        y = torch.full((len(seeds),), level.t)
+        cond, uncond = (each._replace(y=y, concat=larger) for each in (cond, uncond))
+        network = _renoised(pipe, level.a, level.s, draw)
+    branches = classifier_free(cond, uncond, scale)
+    latents = noise
+    for step, latents in enumerate(
+        generate.denoise(pipe, noise, branches, plan, threshold=family.threshold, draw=draw, network=network), start=1
+    ):
+        if on_step is not None:
+            on_step(step, plan.num_steps, latents)
+    return list(generate.decode(pipe, latents))
+
+
+def _renoised(pipe: "Pipeline", a: float, s: float, draw: "Callable[[], Tensor]") -> "Callable[[int], Any]":
+    """-> the network of each step, which sees the smaller image under noise drawn anew, as the original does."""
+    import torch
+
+    def network(step: int) -> "Callable[..., Tensor]":
+        fresh = draw()
+
+        def noised(x: "Tensor", t: "Tensor", context: "Tensor", y: "Tensor") -> "Tensor":
+            noise = fresh.to(x).repeat(len(x) // len(fresh), 1, 1, 1)
+            return pipe.unet(torch.cat([x[:, :3], a * x[:, 3:] + s * noise], dim=1), t, context, y)
+
+        return noised
+
+    return network
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def embed(prompts: Sequence[str], options: StageOptions) -> "Tensor":
+    """Prompts -> T5's embeddings of them (N,77,D), on the CPU; T5 is loaded for that, and freed.
+
+    Raises FileNotFoundError or ValueError, one line, for files that do not hold it.
+    """
+    import torch
+
+    from ldm_lite import hub
+    from ldm_lite.pipeline import load_t5
+    from ldm_lite.runtime.precision import pick_device, pick_dtype
+    from ldm_lite.tokenizer import T5Tokenizer
+
+    if not options.t5:
+        raise ValueError("no T5 for the prompt: name its file with --t5, or give --prompt-embeds and --negative-embeds")
+    paths, device = [hub.resolve(source) for source in options.t5], pick_device(options.device)
+    beside = [paths[0].with_name(name) for name in ("spiece.model", "tokenizer.json")]
+    vocab = hub.resolve(options.t5_vocab) if options.t5_vocab else next((p for p in beside if p.exists()), beside[0])
+    tokenizer = T5Tokenizer(77, path=vocab)
+    for prompt in prompts:
+        if dropped := tokenizer.dropped(prompt):
+            log.warning("prompt is too long, dropped from it: %s", dropped)
+    dtype = pick_dtype(options.dtype, device)
+    # In float16 T5's activations overflow.
+    encoder = load_t5(paths, device, torch.bfloat16 if dtype == torch.float16 else dtype)
+    ids = tokenizer([prompt.lower().strip() for prompt in prompts]).to(device)
+    with torch.no_grad():
+        context: Tensor = encoder(ids, ids != tokenizer.pad_id).float().cpu()
+    del encoder
+    _free()
+    return context
+
+
+def read_embeds(path: str) -> "Tensor":
+    """Embeddings (N,T,D) of a .npy, .safetensors or torch file that holds one tensor, (T,D) or (N,T,D).
+
+    Raises ValueError, one line, for other files.
+    """
+    import numpy as np
+    import torch
+
+    from ldm_lite.checkpoint import open_checkpoint
+
+    file = Path(path)
+    values: object
+    if file.suffix == ".npy":
+        values = torch.from_numpy(np.load(file))
+    elif file.suffix in (".pt", ".pth", ".bin"):
+        values = torch.load(file, map_location="cpu", weights_only=True)
+        values = next(iter(values.values())) if isinstance(values, dict) and len(values) == 1 else values
+    else:
+        checkpoint = open_checkpoint(file)
+        values = checkpoint.read(next(iter(checkpoint.shapes))) if len(checkpoint.shapes) == 1 else None
+    if not isinstance(values, torch.Tensor) or values.ndim not in (2, 3):
+        raise ValueError(f"{path}: wanted one tensor of embeddings, (T, D) or (N, T, D)")
+    return values.float() if values.ndim == 3 else values[None].float()
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(options: Options, stages: StageOptions, save: SaveOptions) -> None:
+    """Encode, run the stages, save each image when it is ready, and say where it is."""
+    from ldm_lite.image import grid, parameters, to_pil
+
+    saver, start = cli.Saver(save, "cascade"), time.perf_counter()
+    if stages.stage_1 is None:
+        raise ValueError("no first stage: name its file with --stage-1")
+    _check(options, 1 + (stages.stage_2 is not None))
+    context, uncond = _embeddings(options, stages)
+    sources = [source for source in (stages.stage_1, stages.stage_2) if source is not None]
+    openers = [_opener(source, stages) for source in sources]
+    made = []
+    for image, seed in cascade(openers, options, context, uncond, on_step=cli.Progress()):
+        about = {"Seed": seed, "Size": f"{image.shape[2]}x{image.shape[1]}", "Model": " + ".join(map(str, sources))}
+        about["Version"] = f"ldm_lite {ldm_lite.__version__}"
+        text = parameters(options.prompt or "", options.negative_prompt, about)
+        made.append(to_pil(image))
+        if not save.skip_save:
+            print(saver.sample(made[-1], text), flush=True)
+    if not save.skip_grid and len(made) > 1:
+        print(saver.grid(grid(made, columns=save.n_rows or math.ceil(len(made) ** 0.5)), text), flush=True)
+    log.info("%d image%s in %.1f s; %s", len(made), "s" * (len(made) > 1), time.perf_counter() - start, cli.memory())
+
+
+def _embeddings(options: Options, stages: StageOptions) -> "tuple[Tensor, Tensor]":
+    """Those of the prompt and the negative one, ready or by T5."""
+    if stages.prompt_embeds is not None:
+        if stages.negative_embeds is None:
+            raise ValueError(
+                "got --prompt-embeds without --negative-embeds, which guidance needs: T5's of an empty text"
+            )
+        return read_embeds(stages.prompt_embeds), read_embeds(stages.negative_embeds)
+    if options.prompt is None:
+        raise ValueError('no prompt: give one, for instance "a red apple on a blue background", or --prompt-embeds')
+    both = embed([options.prompt, options.negative_prompt], stages)
+    return both[:1], both[1:]
+
+
+def _opener(source: str, stages: StageOptions) -> "Callable[[], Pipeline]":
+    return lambda: ldm_lite.load(source, device=stages.device, dtype=stages.dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line -> its exit status."""
+    (options, stages, save), _ = cli.parse(
+        argv, "cascade", __doc__.splitlines()[0], (Options, StageOptions, SaveOptions)
+    )
+    return cli.run(lambda: run(options, stages, save), debug=save.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""DeepFloyd IF's stages: their files, whole runs against the original, the command, and that each stage is freed."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite.cascade import Options, StageOptions, cascade, embed, main, read_embeds
+from ldm_lite.models.pixels import Pixels, PixelSpec
+from ldm_lite.models.t5 import T5Encoder
+from ldm_lite.models.unet_if import UNetIF
+from ldm_lite.networks import IF_I_XL, IF_II_L
+from ldm_lite.pipeline import Pipeline
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "if.npz")
+CONTEXT, UNCOND = toy.normal(21, 1, 7, 192), toy.normal(22, 1, 7, 192)
+SMALL = Options(height=8, width=8, steps="4,3", sampler="ddpm_respaced")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both stages in miniature, as the originals' bare torch files."""
+    folder = tmp_path_factory.mktemp("if")
+    paths = {name: folder / f"{name}.bin" for name in toy.CASCADE}
+    for name, path in paths.items():
+        torch.save(toy.fill(UNetIF(toy.CASCADE[name])).state_dict(), path)
+    np.save(folder / "context.npy", CONTEXT.numpy())
+    save_file({"embeds": UNCOND[0]}, folder / "uncond.safetensors")
+    return paths
+
+
+@pytest.fixture(scope="module")
+def stages(files: dict[str, Path]) -> list[Pipeline]:
+    return [ldm_lite.load(path, device="cpu") for path in files.values()]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_known_by_their_shapes(stages: list[Pipeline]) -> None:
+    assert [stage.family.unet for stage in stages] == list(toy.CASCADE.values())
+    assert [stage.family.title for stage in stages] == ["DeepFloyd IF, stage I", "DeepFloyd IF, stage II"]
+    assert [(f.scale, f.steps, f.threshold) for f in (stage.family for stage in stages)] == [
+        (7.0, 150, (0.95, 1.5)),
+        (4.0, 50, (0.95, 1.0)),
+    ]
+    assert all(stage.schedule.alpha_bar[250] == pytest.approx(0.84588799) for stage in stages)
+
+
+def test_the_released_stages_are_rows() -> None:
+    from ldm_lite.families import FAMILIES
+
+    assert (FAMILIES["if_I"].unet, FAMILIES["if_II"].unet) == (IF_I_XL, IF_II_L)
+
+
+def test_other_commands_name_the_right_one(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    from ldm_lite.txt2img import main as txt2img
+
+    assert txt2img(["a cat", "--ckpt", str(files["if_I"]), "--device", "cpu"]) == 2
+    assert "take python -m ldm_lite.cascade" in capsys.readouterr().err
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_stages_equal_the_original(stages: list[Pipeline]) -> None:
+    """In float32 the first step, at a signal of 5e-5, leaves networks of random weights two or three digits."""
+    [(first, seed)] = cascade(stages[:1], SMALL, CONTEXT, UNCOND)
+    [(second, _)] = cascade(stages, SMALL, CONTEXT, UNCOND)
+    assert seed == 42
+    assert toy.relative_error(first[None], GOLDEN["cascade.if_I"]) < 1e-2
+    assert toy.relative_error(second[None], GOLDEN["cascade.if_II"]) < 1e-2
+
+
+def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> None:
+    """With what is float32 everywhere, whatever the networks' dtype, in float64 too."""
+    double = [
+        replace(stage, unet=toy.fill(UNetIF(spec)).double(), vae=Pixels(PixelSpec()).double())  # type: ignore[arg-type]
+        for stage, spec in zip(stages, toy.CASCADE.values(), strict=True)
+    ]
+    cast = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
+    with mock.patch.object(torch, "float32", torch.float64), cast:
+        [(first, _)] = cascade(double[:1], SMALL, CONTEXT, UNCOND)
+        [(second, _)] = cascade(double, SMALL, CONTEXT, UNCOND)
+    assert toy.relative_error(first[None], GOLDEN["cascade.if_I"]) < 1e-6
+    assert toy.relative_error(second[None], GOLDEN["cascade.if_II"]) < 1e-6
+
+
+def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
+    options = replace(SMALL, width=16, steps="2", n_samples=2, n_iter=2, seed=7)
+    many = list(cascade(stages, options, CONTEXT, UNCOND))
+    assert [seed for _, seed in many] == [7, 8, 9, 10]
+    [(alone, _)] = cascade(stages, replace(options, n_samples=1, n_iter=1, seed=9), CONTEXT, UNCOND)
+    assert alone.shape == (3, 32, 64)
+    assert toy.relative_error(alone, many[2][0].numpy()) < 1e-2
+
+
+def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str, Path]) -> None:
+    alive: list[weakref.ref[UNetIF]] = []
+
+    def opener(path: Path) -> Callable[[], Pipeline]:
+        def load() -> Pipeline:
+            gc.collect()
+            assert all(ref() is None for ref in alive)
+            pipe = ldm_lite.load(path, device="cpu")
+            alive.append(weakref.ref(pipe.unet))  # type: ignore[arg-type]
+            return pipe
+
+        return load
+
+    assert len(list(cascade([opener(path) for path in files.values()], SMALL, CONTEXT, UNCOND))) == 1
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
+    images = [
+        next(iter(cascade(stages, replace(SMALL, noise_level=level), CONTEXT, UNCOND)))[0] for level in (0.0, 0.5)
+    ]
+    assert toy.relative_error(images[0], images[1].numpy()) > 1e-2
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"height": 12}, "got H 12 and W 8, wanted multiples of 8"),
+        ({"steps": "1,2,3"}, "got steps '1,2,3', wanted one value, or one for each of 2 stages"),
+        ({"noise_level": 1.0}, "got noise_level 1.0, wanted 0 to 1"),
+        ({"sampler": "ddpm_smart27", "steps": "5"}, "the spacing smart27 has 27: leave steps out"),
+    ],
+)
+def test_wrong_options_are_one_line(stages: list[Pipeline], changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(cascade(stages, replace(SMALL, **changes), CONTEXT, UNCOND))
+
+
+def test_stages_in_the_wrong_order_are_refused(stages: list[Pipeline]) -> None:
+    with pytest.raises(ValueError, match="is DeepFloyd IF, stage II, which cannot be number 1 of a cascade"):
+        list(cascade(stages[::-1], SMALL, CONTEXT, UNCOND))
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_read_from_any_kind_of_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", CONTEXT.numpy())
+    torch.save(CONTEXT[0].half(), tmp_path / "b.pt")
+    save_file({"prompt_embeds": CONTEXT}, tmp_path / "c.safetensors")
+    for name, tolerance in (("a.npy", 0), ("b.pt", 2e-3), ("c.safetensors", 0)):
+        torch.testing.assert_close(read_embeds(str(tmp_path / name)), CONTEXT, rtol=tolerance, atol=tolerance)
+    np.save(tmp_path / "d.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"wanted one tensor of embeddings, \(T, D\) or \(N, T, D\)"):
+        read_embeds(str(tmp_path / "d.npy"))
+
+
+def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
+    """The same as the encoder itself, with padding masked."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "▁a": 3, "▁red": 4, "▁apple": 5}
+    tokenizer = Tokenizer(models.Unigram([(word, -float(i)) for word, i in words.items()], unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = toy.fill(T5Encoder(toy.T5))
+    weights = encoder.state_dict()
+    names = sorted(weights)
+    weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # its second name, as in released files
+    torch.save({name: weights[name] for name in names[:5]}, tmp_path / "1.bin")
+    torch.save({name: weights[name] for name in (*names[5:], "encoder.embed_tokens.weight")}, tmp_path / "2.bin")
+    parts = (str(tmp_path / "1.bin"), str(tmp_path / "2.bin"))
+    context = embed(["A red apple", ""], StageOptions(t5=parts, device="cpu"))
+    assert context.shape == (2, 77, toy.T5.width)
+    ids = torch.zeros(2, 77, dtype=torch.long)
+    ids[0, :4], ids[1, 0] = torch.tensor([3, 4, 5, 1]), 1
+    # max_distance, which weights do not tell, is 128 in released encoders; the miniature has 12.
+    other = T5Encoder(replace(toy.T5, max_distance=128)).eval()
+    other.load_state_dict(encoder.state_dict())
+    torch.testing.assert_close(context, other(ids, ids != 0), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="wants all of them"):
+        embed(["a"], StageOptions(t5=parts[1:], device="cpu"))
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_an_image_from_ready_embeddings(
+    files: dict[str, Path], stages: list[Pipeline], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = files["if_I"].parent
+    arguments = ["--stage-1", str(files["if_I"]), "--stage-2", str(files["if_II"]), "--device", "cpu", "--H", "8"]
+    arguments += ["--W", "8", "--steps", "4,3", "--sampler", "ddpm_respaced", "--out", str(tmp_path / "a.png")]
+    embeds = ["--prompt-embeds", str(folder / "context.npy"), "--negative-embeds", str(folder / "uncond.safetensors")]
+    assert main([*arguments, *embeds]) == 0, capsys.readouterr().err
+    from ldm_lite.image import to_array
+
+    [(wanted, _)] = cascade(stages, SMALL, CONTEXT, UNCOND)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), to_array(wanted))
+    assert main(arguments) == 2
+    assert "no prompt" in capsys.readouterr().err
+    assert main([*arguments, "a red apple"]) == 2
+    assert "no T5 for the prompt" in capsys.readouterr().err
