@@ -23,9 +23,11 @@ from ldm_lite import cli
 from ldm_lite.cli import option
 
 if TYPE_CHECKING:
+    from ldm_lite.benchmark.configurations import Configuration, Models
     from ldm_lite.benchmark.contender import Apart, Contender
     from ldm_lite.benchmark.jobs import Setting
     from ldm_lite.benchmark.report import Report
+    from ldm_lite.benchmark.training import Way
     from ldm_lite.pipeline import Pipeline
 
 log = logging.getLogger("ldm_lite")
@@ -41,12 +43,15 @@ class Options:
     ckpt: str | None = option(None, "measure this checkpoint")
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
     dtypes: str | None = option(None, "comma-separated: fp16, bf16, fp32 (default: fp16,fp32 on CUDA, else fp32)")
-    configs: str = option(
-        "original,original-efficient,math,efficient,compiled",
-        "comma-separated ways to run it; the first is what the others are compared with",
+    configs: str | None = option(
+        None,
+        "comma-separated ways to run it, of which the first is what the others are compared with: original, "
+        "original-efficient, math, efficient, compiled; with --train vanilla, sdpa, channels_last, checkpointed, "
+        "compiled (default: all)",
     )
     peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino, each in a process of its own")
     sections: str = option("step,decode,text,image", "comma-separated: step, decode, text, image")
+    train: bool = option(False, "measure training steps of the UNet, in place of the sections")
     batches: str = option("1,2,4", "comma-separated batch sizes")
     full: bool = option(False, "batch 16 too")
     height: int | None = option(None, "pixels (default: the model's)", "--H")
@@ -72,8 +77,9 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     """
     import torch
 
-    from ldm_lite.benchmark.configurations import CONFIGURATIONS, REFERENCE, Models
-    from ldm_lite.benchmark.jobs import SECTIONS, Cell, work
+    from ldm_lite.benchmark import training
+    from ldm_lite.benchmark.configurations import CONFIGURATIONS, Models
+    from ldm_lite.benchmark.jobs import SECTIONS, TRAIN, Cell, work
     from ldm_lite.benchmark.measure import ceiling
     from ldm_lite.benchmark.report import RESULTS, Report, from_json
     from ldm_lite.benchmark.run import GATES, Course, run
@@ -84,8 +90,9 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     device = pick_device(options.device)
     on_gpu = device.type == "cuda"
     dtypes = _chosen("dtypes", options.dtypes or ("fp16,fp32" if on_gpu else "fp32"), GATES)
-    configs = _chosen("configs", options.configs, CONFIGURATIONS)
-    sections = _chosen("sections", options.sections, SECTIONS)
+    table: Mapping[str, Configuration | Way] = training.WAYS if options.train else CONFIGURATIONS
+    configs = list(table) if options.configs is None else _chosen("configs", options.configs, table)
+    sections = [TRAIN] if options.train else _chosen("sections", options.sections, SECTIONS)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
@@ -94,7 +101,7 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     pipe = models.loaded(torch.float32)
     setting = _setting(options, pipe)
     where = {"size": size, "ckpt": options.ckpt, "device": str(device), "threads": torch.get_num_threads()}
-    report = Report(_about(options, pipe, where), {name: CONFIGURATIONS[name].title for name in configs})
+    report = Report(_about(options, pipe, where), {name: table[name].title for name in configs})
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
     batches = sorted({*cli.numbers(options.batches, "--batches"), *([16] if options.full else [])})
     cells = [Cell(section, dtype, batch) for dtype in dtypes for batch in batches for section in sections]
@@ -103,12 +110,11 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
         report.tables += earlier.tables
         cells = [cell for cell in cells if cell not in {table.cell for table in earlier.tables}]
     with contextlib.ExitStack() as processes:
-        contenders: list[Contender] = [models.contender(name, CONFIGURATIONS[name], setting) for name in configs]
+        reference, contenders = _ours(options, models, setting, configs)
         for peer in _peers(options, report, {**where, "setting": dataclasses.asdict(setting)}):
             report.titles[peer.name] = f"{peer.name} ({peer.description})"
             contenders.append(processes.enter_context(peer))
-        reference = models.contender("reference", REFERENCE, setting)
-        course = Course(reference, contenders, options.rounds, deadline, again=configs[-1])
+        course = Course(reference, contenders, options.rounds, deadline, again="sdpa" if options.train else configs[-1])
         for result in run(course, cells, functools.partial(work, pipe.family, setting)):
             if isinstance(result, str):
                 report.notes.append(result)
@@ -117,6 +123,19 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
                 report.tables.append(result)
             on_result(report)
     return report
+
+
+def _ours(
+    options: Options, models: "Models", setting: "Setting", configs: "Sequence[str]"
+) -> "tuple[Contender, list[Contender]]":
+    """What all are compared with, and our own contenders."""
+    from ldm_lite.benchmark import training
+    from ldm_lite.benchmark.configurations import CONFIGURATIONS, REFERENCE
+
+    if options.train:
+        return training.contenders(models, setting, configs)
+    reference = models.contender("reference", REFERENCE, setting)
+    return reference, [models.contender(name, CONFIGURATIONS[name], setting) for name in configs]
 
 
 def _peers(options: Options, report: "Report", about: "Mapping[str, object]") -> "Iterable[Apart]":

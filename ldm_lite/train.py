@@ -86,6 +86,7 @@ def train(
     from ldm_lite.runtime.precision import has_fast_bf16
     from ldm_lite.training.loop import STATE, Recipe, Run
     from ldm_lite.training.norm import use_fast_backward
+    from ldm_lite.training.tasks import checkpoint_activations
 
     ranks.join()
     folder = Path(options.out)
@@ -120,7 +121,7 @@ def train(
     for network in task.networks.values() if pipe.device.type == "cpu" else ():
         use_fast_backward(network)
     if options.checkpointing:  # after Run has copied the networks for their averages
-        _checkpoint_activations(pipe.unet)
+        checkpoint_activations(pipe.unet)
     for network in (task.networks.values() if options.lora_rank is None else [pipe.unet]) if options.compile else ():
         network.compile()
     run.fit(
@@ -270,19 +271,6 @@ def _trained(options: Options, pipe: "Pipeline") -> "dict[str, nn.Module]":
     if options.lora_rank is None:
         return networks
     return {"lora": LowRank(networks, options.lora_rank, options.lora_alpha)}
-
-
-def _checkpoint_activations(unet: "nn.Module") -> None:
-    """Recompute each block in the backward pass.  Chen et al. 2016."""
-    import functools
-
-    from torch.utils.checkpoint import checkpoint
-
-    from ldm_lite.models.unet import Block
-
-    for module in unet.modules():
-        if isinstance(module, Block):
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def _save(options: Options, pipe: "Pipeline", run: "Run") -> None:

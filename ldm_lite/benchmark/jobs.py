@@ -31,6 +31,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "text": "text encoder", "image": "prompt to pixels"}
+TRAIN = "train"  # a section of its own: see training.py
+TITLES = SECTIONS | {TRAIN: "training step of the UNet"}
 CHECK_SCALE = 0.5  # guidance for comparisons: the mean of both halves, in which no error is amplified
 
 
@@ -121,7 +123,7 @@ def _flops_of_one(family: Family, setting: Setting) -> dict[str, int]:
     schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
     num_calls = len(make_plan(setting.sampler, schedule, setting.steps).t)
     image = setting.n_iter * (num_calls * step + decode + 2 * text)
-    return {"step": step, "decode": decode, "text": text, "image": image}
+    return {"step": step, "decode": decode, "text": text, "image": image, TRAIN: 3 * step // 2}
 
 
 class Ours:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ldm_lite.benchmark.jobs import SECTIONS, Cell
+from ldm_lite.benchmark.jobs import TITLES, Cell
 from ldm_lite.benchmark.measure import spread
 from ldm_lite.benchmark.run import AGAIN, Table, Timing
 
@@ -93,7 +93,7 @@ def markdown(report: Report) -> str:
     for table in report.tables:
         groups.setdefault((table.cell.section, table.cell.dtype), []).append(table)
     for (section, dtype), tables in groups.items():
-        lines += ["", f"## {SECTIONS[section]}, {dtype}", "", *table_lines(report, tables)]
+        lines += ["", f"## {TITLES[section]}, {dtype}", "", *table_lines(report, tables)]
     lines += ["", *LEGEND]
     return "\n".join(lines) + "\n"
 
@@ -172,7 +172,7 @@ def chart(report: Report, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    section = next(s for s in ("image", "step", *SECTIONS) if any(t.cell.section == s for t in report.tables))
+    section = next(s for s in ("image", "step", *TITLES) if any(t.cell.section == s for t in report.tables))
     tables = [table for table in report.tables if table.cell.section == section]
     tables = [table for table in tables if table.cell.dtype == tables[0].cell.dtype]
     figure = Figure(figsize=(4 * len(tables) + 2, 4), layout="constrained")
@@ -186,7 +186,7 @@ def chart(report: Report, path: Path) -> None:
             bars = axes.bar(i, timing.seconds, color=f"C{i}", hatch=hatch, label=report.titles[name])
             axes.bar_label(bars, [duration(timing.seconds)], fontsize=8)
         axes.set(title=f"batch {table.cell.batch}", ylabel="seconds", xticks=[])
-    figure.suptitle(f"{SECTIONS[section]}, {tables[0].cell.dtype}: {report.about.get('device', '')}")
+    figure.suptitle(f"{TITLES[section]}, {tables[0].cell.dtype}: {report.about.get('device', '')}")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=80)

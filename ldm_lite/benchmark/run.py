@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ldm_lite.benchmark.contender import Contender, Unable
-from ldm_lite.benchmark.jobs import Cell, Work
+from ldm_lite.benchmark.jobs import TRAIN, Cell, Work
 from ldm_lite.benchmark.measure import calls_in_sample, median, spread, there_and_back
 
 # The most relative error against the reference.  Whole runs amplify rounding: in half precision they are not gated.
 GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2}
+TRAIN_GATES = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 2e-2}  # of the losses of some steps
 AGAIN = " (again)"  # a contender that is timed twice, for the noise floor
 
 
@@ -54,7 +55,7 @@ def gate(cell: Cell, error: float) -> bool | None:
     """Whether a relative error passes; None where nothing is promised."""
     if cell.section == "image" and cell.dtype != "fp32":
         return None
-    return error <= GATES[cell.dtype]
+    return error <= (TRAIN_GATES if cell.section == TRAIN else GATES)[cell.dtype]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def run(course: Course, cells: Sequence[Cell], work: Callable[[Cell], Work]) -> 
         yield tables[cell]
 
 
-WEIGHTS = {"step": 2, "decode": 1, "text": 0.5, "image": 8}  # of the time, and it grows with the batch
+WEIGHTS = {"step": 2, "decode": 1, "text": 0.5, "image": 8, TRAIN: 3}  # of the time, and it grows with the batch
 
 
 def _forecast(cell: Cell, tables: Mapping[Cell, Table], work: Callable[[Cell], Work]) -> float:

@@ -3,16 +3,18 @@
 A task owns its networks and says what a batch costs; the loop owns all else.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import Block, UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.tokenizer import CLIPTokenizer
 from ldm_lite.training.data import to_float
@@ -100,6 +102,13 @@ class DiffusionTask:
         capped = snr.clamp(max=self.min_snr)
         weight = {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.schedule.prediction]
         return (weight * errors).mean()
+
+
+def checkpoint_activations(unet: UNet) -> None:
+    """Have each block recomputed in the backward pass, in place.  Chen et al. 2016."""
+    for module in unet.modules():
+        if isinstance(module, Block):
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
