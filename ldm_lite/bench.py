@@ -46,7 +46,7 @@ class Options:
     configs: str | None = option(
         None,
         "comma-separated ways to run it, of which the first is what the others are compared with: original, "
-        "original-efficient, math, efficient, compiled; with --train vanilla, sdpa, channels_last, checkpointed, "
+        "original-efficient, math, efficient, compiled, max; with --train vanilla, sdpa, channels_last, checkpointed, "
         "compiled (default: all)",
     )
     peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino, each in a process of its own")

@@ -17,6 +17,7 @@ from ldm_lite.benchmark.jobs import Ours, Setting
 from ldm_lite.checkpoint import Checkpoint, on_meta
 from ldm_lite.pipeline import Pipeline, load
 from ldm_lite.runtime import attention
+from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.runtime.tuning import tune
 
@@ -31,7 +32,7 @@ class Configuration:
     attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, elsewhere PyTorch's choice
     autocast: bool  # half precision by autocast from float32 weights, in place of weights cast once
     tuned: bool  # as runtime.tuning sets networks up, in place of plain modules
-    compile: str  # "off", or "unet": torch.compile of the UNet, as the article did
+    compile: str  # a tier of runtime.compile
 
 
 ORIGINAL = Configuration("original", attention="vanilla", autocast=True, tuned=False, compile="off")
@@ -43,8 +44,9 @@ CONFIGURATIONS = {
     "math": replace(OURS, title="ours, math attention", attention="math"),
     "efficient": replace(OURS, title="ours, memory-efficient attention", attention="efficient"),
     "compiled": replace(
-        OURS, title="ours, memory-efficient attention, compiled", attention="efficient", compile="unet"
+        OURS, title="ours, memory-efficient attention, compiled", attention="efficient", compile="step"
     ),
+    "max": replace(OURS, title="ours, everything", compile="max"),
 }
 
 
@@ -84,13 +86,10 @@ def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
     fused = pipe.device.type != "cuda" and configuration.attention == "efficient"
     name = "sdpa" if fused else configuration.attention
     if configuration.tuned:
-        tune(networks, attention=name)
-    else:
-        for role in ("unet", "vae"):
-            attention.use(networks[role], name)
-    if configuration.compile == "unet":
-        networks["unet"].compile(fullgraph=True, dynamic=False)
-    return replace(pipe, **networks)
+        return replace(pipe, **networks, step=tune(networks, attention=name, compile=configuration.compile))
+    for role in ("unet", "vae"):
+        attention.use(networks[role], name)
+    return replace(pipe, **networks, step=compiled_step(configuration.compile, networks["unet"]))
 
 
 def sharing(network: N) -> N:

@@ -158,6 +158,8 @@ class Ours:
 
         def check() -> Tensor:
             plan, latents = steps(1, CHECK_SCALE)
+            if getattr(pipe.step, "failed", False):
+                raise ValueError("could not be compiled")
             x = given.noise.to(latents) * plan.initial
             return (latents - float(plan.mix[0, 0] @ X) * x) / float(plan.mix[0, 0] @ H)  # the guided prediction
 

@@ -59,6 +59,11 @@ class CompiledStep:
         self._failed = self._told = False
         self._lock = threading.Lock()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be compiled, and runs as it stands."""
+        return self._failed
+
     def __call__(self, model: Any, *args: Any) -> Tensor:
         """One row, as denoise_step."""
         if self._failed or not self._is_due():

@@ -9,11 +9,13 @@ from random_checkpoint import SMALL
 
 import ldm_lite
 from ldm_lite.benchmark.configurations import CONFIGURATIONS, OURS, REFERENCE, Models, sharing
+from ldm_lite.benchmark.contender import Unable
 from ldm_lite.benchmark.jobs import SECTIONS, Cell, Ours, Setting, inputs, work
 from ldm_lite.benchmark.run import Course, measure
 from ldm_lite.benchmark.subjects import random_checkpoint, subject
 from ldm_lite.families import SD1
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.compile import compiled_step
 
 CPU = torch.device("cpu")
 SETTING = Setting(height=64, width=64, prompt="a", sampler="plms", steps=3, n_iter=2, scale=7.5, seed=1)
@@ -85,6 +87,16 @@ def test_a_perturbed_network_fails_the_gate(models: Models) -> None:
     timings = measure(cell, work(SMALL, SETTING, cell), course, 0.0).timings
     assert timings["right"].passes
     assert timings["wrong"].passes is False
+
+
+def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(models: Models) -> None:
+    made = models.contender("compiled", replace(OURS, compile="step"), SETTING)
+    jobs = made._make("fp32")
+    assert isinstance(jobs, Ours)
+    broken = compiled_step("step", jobs.pipe.unet, backend="no such one")
+    made._jobs["fp32"] = Ours(replace(jobs.pipe, step=broken), SETTING, None)
+    with pytest.raises(Unable, match="could not be compiled"):
+        made.first(Cell("step", "fp32", 1))
 
 
 def test_configurations_share_weights_and_not_settings(models: Models) -> None:
