@@ -18,6 +18,7 @@ import ldm_lite
 from ldm_lite import cli
 from ldm_lite.cli import SaveOptions, option
 from ldm_lite.job import OnStep
+from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -248,7 +249,7 @@ def run(options: Options, stages: StageOptions, save: SaveOptions) -> None:
     """Encode, run the stages, save each image when it is ready, and say where it is."""
     from ldm_lite.image import grid, parameters, to_pil
 
-    saver, start = cli.Saver(save, "cascade"), time.perf_counter()
+    saver, start = Saver(save, "cascade"), time.perf_counter()
     if stages.stage_1 is None:
         raise ValueError("no first stage: name its file with --stage-1")
     _check(options, 1 + (stages.stage_2 is not None))
