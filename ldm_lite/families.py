@@ -277,7 +277,9 @@ ZOO = {
 FAMILIES = {
     "sd1": SD1,
     "sd1_inpaint": replace(SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], task="inpaint"),
-    "instruct_pix2pix": replace(SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], task="instruct"),
+    "instruct_pix2pix": replace(
+        SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], task="instruct", steps=100, sampler="euler_a"
+    ),
     "sd2": SD2,
     "sd_turbo": replace(SD2, title="SD-Turbo", sgm=True, v_resolution=None, **TURBO),
     "sd2_inpaint": replace(

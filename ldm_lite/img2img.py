@@ -121,6 +121,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     section = parser.add_argument_group("flags of InstructPix2Pix's edit_cli.py that are named otherwise here")
     section.add_argument("--edit", dest="prompt", metavar="TEXT", help="the prompt")
     section.add_argument("--output", dest="out", metavar="TEXT", help="--out")
+    section.add_argument("--vae-ckpt", dest="vae", metavar="TEXT", help="--vae")
     section.add_argument("--cfg-text", dest="scale", type=float, metavar="X", help="--scale")
 
 

@@ -284,14 +284,14 @@ def test_guidance_by_text_and_picture(
 ) -> None:
     """Three branches, less those of no weight; the mixture is the paper's."""
     pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
-    options = Options(prompt="make it red", steps=1, scale=scale, image_scale=image_scale)
+    options = Options(prompt="make it red", steps=1, sampler="ddim", scale=scale, image_scale=image_scale)
     outs: list[Tensor] = []
     hook = pipe.unet.register_forward_hook(lambda module, inputs, out: outs.append(out))
     latents: list[Tensor] = []
     try:
         with calls(pipe) as made:
             [result] = img2img(pipe, options, pictures=[picture], on_step=lambda step, num, x: latents.append(x))
-            full = next(img2img(pipe, Options(prompt="make it red", steps=1), pictures=[picture]))
+            full = next(img2img(pipe, Options(prompt="make it red", steps=1, sampler="ddim"), pictures=[picture]))
     finally:
         hook.remove()
     assert [len(x) for x, _ in made] == [branches, 3]
@@ -391,7 +391,7 @@ def test_edit_cli_s_command_line(tmp_path: Path, circle: Image.Image, capsys: py
     assert command.main([*arguments, "--ckpt", os.fspath(tmp_path / "small.safetensors")]) == 0
     with Image.open(tmp_path / "out.png") as image:
         text = image.info["parameters"]
-    assert text.startswith("make it blue\nSteps: 2, Sampler: DDIM, CFG scale: 7.0")
+    assert text.startswith("make it blue\nSteps: 2, Sampler: Euler a, CFG scale: 7.0")
     assert "Image CFG scale: 1.2" in text
     assert command.main(arguments) == 2
     assert "is no InstructPix2Pix: leave it out" in capsys.readouterr().err
