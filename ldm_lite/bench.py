@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ldm_lite
 from ldm_lite import cli
@@ -52,6 +52,7 @@ class Options:
     peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino, each in a process of its own")
     sections: str = option("step,decode,text,image", "comma-separated: step, decode, text, image")
     train: bool = option(False, "measure training steps of the UNet, in place of the sections")
+    max_batch: bool = option(False, "find the largest batch that fits, in place of the sections; on CUDA")
     batches: str = option("1,2,4", "comma-separated batch sizes")
     full: bool = option(False, "batch 16 too")
     height: int | None = option(None, "pixels (default: the model's)", "--H")
@@ -109,6 +110,9 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
         earlier = from_json((_folder(options) / RESULTS).read_text(encoding="utf-8"))
         report.tables += earlier.tables
         cells = [cell for cell in cells if cell not in {table.cell for table in earlier.tables}]
+    if options.max_batch:
+        _find_largest(options, report, dtypes, {**where, "setting": dataclasses.asdict(setting)}, on_result)
+        return report
     with contextlib.ExitStack() as processes:
         reference, contenders = _ours(options, models, setting, configs)
         for peer in _peers(options, report, {**where, "setting": dataclasses.asdict(setting)}):
@@ -136,6 +140,38 @@ def _ours(
         return training.contenders(models, setting, configs)
     reference = models.contender("reference", REFERENCE, setting)
     return reference, [models.contender(name, CONFIGURATIONS[name], setting) for name in configs]
+
+
+def _find_largest(
+    options: Options,
+    report: "Report",
+    dtypes: Sequence[str],
+    about: "Mapping[str, Any]",
+    on_result: "Callable[[Report], None]",
+) -> None:
+    """Each configuration and peer alone in a process, on whole images of two steps; those that compile are left out.
+
+    Raises ValueError without CUDA: elsewhere the system ends a process that takes too much.
+    """
+    from ldm_lite.benchmark.capacity import largest_batch
+    from ldm_lite.benchmark.configurations import CONFIGURATIONS
+    from ldm_lite.benchmark.contender import Apart, Unable
+    from ldm_lite.benchmark.worker import PEERS
+
+    if not about["device"].startswith("cuda"):
+        raise ValueError(
+            f"the largest batch is looked for on CUDA, and this is {about['device']}: leave out --max-batch"
+        )
+    names = [name for name in report.titles if CONFIGURATIONS[name].compile == "off"]
+    setting = {**about["setting"], "steps": 2, "n_iter": 1}
+    for name in (*names, *_chosen("peer", options.peer, PEERS)):
+        for dtype in dtypes:
+            try:
+                with Apart(name, {**about, "setting": setting, "framework": name}) as contender:
+                    report.largest.setdefault(dtype, {})[name] = largest_batch(contender, "image", dtype)
+            except Unable as error:
+                report.notes.append(f"largest batch of {name} in {dtype}: {error}")
+            on_result(report)
 
 
 def _peers(options: Options, report: "Report", about: "Mapping[str, object]") -> "Iterable[Apart]":

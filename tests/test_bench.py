@@ -47,6 +47,7 @@ def test_the_command(
         (["--size", "sd9"], "unknown size 'sd9'"),
         (["--H", "65"], "got H 65"),
         (["--sampler", "best"], "best"),
+        (["--max-batch"], "the largest batch is looked for on CUDA, and this is cpu"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -22,6 +22,7 @@ class Report:
     about: dict[str, object]  # what was run, on what, with what
     titles: dict[str, str]  # of the contenders, by name
     ceilings: dict[str, float] = field(default_factory=dict)  # TFLOP/s of a matmul, by dtype
+    largest: dict[str, dict[str, int]] = field(default_factory=dict)  # batch that fits, by dtype and contender
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -89,6 +90,15 @@ def markdown(report: Report) -> str:
         rates = ", ".join(f"{rate:.3g} TFLOP/s in {dtype}" for dtype, rate in report.ceilings.items())
         lines.append(f"- matmul, measured in this run: {rates}")
     lines += [f"- {note}" for note in report.notes]
+    for dtype, sizes in report.largest.items():
+        lines += [
+            "",
+            f"## Largest batch that fits, {dtype}",
+            "",
+            _row(["configuration", "images"]),
+            _row(["---", "---:"]),
+        ]
+        lines += [_row([report.titles.get(name, name), str(size)]) for name, size in sizes.items()]
     groups: dict[tuple[str, str], list[Table]] = {}
     for table in report.tables:
         groups.setdefault((table.cell.section, table.cell.dtype), []).append(table)
