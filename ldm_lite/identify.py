@@ -23,8 +23,8 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
     """Shapes of a file's networks by role, keys without prefixes, and the file's metadata -> the family.
 
     sgm says whether it names text encoders as generative-models does.  A UNet that no row describes is taken at its
-    metadata's word, if that is complete.  Raises ValueError, one line, for a recognised family that is not supported,
-    for an unknown network, and for contradictory metadata.
+    metadata's word, if that is complete.  Raises ValueError, one line, for an unknown network, for a distilled one, and
+    for contradictory metadata.
     """
     if metadata.get("family", "sd1") not in FAMILIES:
         raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
@@ -37,14 +37,9 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
         spec = infer_unet(shapes["unet"])
         rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
         named = FAMILIES.get(metadata.get("family", ""))
-        name = next((name for name, row in UNETS.items() if _as_inferred(row) == spec), None)
         if rows:
             row = next((row for row in rows if row.sgm == sgm), rows[0])
             family = _fitted(named if named in rows else row, shapes)
-        elif name is not None:
-            raise ValueError(
-                f"this is a checkpoint of {name}, which is not supported yet: take a Stable Diffusion 1.x one"
-            )
         elif spec.context_dim is not None and spec.middle_depth == 0:
             raise ValueError(
                 "this UNet has no attention in its middle: it is a distilled one (SSD-1B, Segmind-Vega, BK-SDM or the "

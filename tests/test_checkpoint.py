@@ -199,16 +199,6 @@ def make_hostile(kind: str, path: Path, small: Path) -> None:
         save_file({"model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": torch.zeros(4, 4)}, path)
     elif kind == "Flux":
         save_file({"double_blocks.0.img_attn.qkv.weight": torch.zeros(4, 4)}, path)
-    elif kind == "x4":
-        from ldm_lite.models.unet import UNet
-        from ldm_lite.networks import UNETS
-
-        with torch.device("meta"):
-            shapes = {k: tuple(v.shape) for k, v in UNet(UNETS["x4"]).state_dict().items()}
-        others = {k: v for k, v in tensors.items() if not k.startswith("model.")}
-        torch.save(
-            {**{f"model.diffusion_model.{k}": torch.empty(1).expand(s) for k, s in shapes.items()}, **others}, path
-        )
     elif kind == "NaN weights":
         key = "model.diffusion_model.out.2.weight"
         tensors[key][0] = float("nan")
@@ -242,7 +232,6 @@ HOSTILE = {
     "LoRA": "is a LoRA",
     "SD3": "is Stable Diffusion 3",
     "Flux": "is Flux",
-    "x4": "this is a checkpoint of x4, which is not supported yet",
     "NaN weights": r"not finite: 1 of the unet's weights hold NaN or infinity \(out.2.weight\): the file is damaged",
     "missing file": "no such file",
 }
