@@ -193,6 +193,7 @@ def embed(prompts: Sequence[str], options: StageOptions) -> "Tensor":
     import torch
 
     from ldm_lite import hub
+    from ldm_lite.caption import clean
     from ldm_lite.pipeline import load_t5
     from ldm_lite.runtime.precision import pick_device, pick_dtype
     from ldm_lite.tokenizer import T5Tokenizer
@@ -203,13 +204,14 @@ def embed(prompts: Sequence[str], options: StageOptions) -> "Tensor":
     beside = [paths[0].with_name(name) for name in ("spiece.model", "tokenizer.json")]
     vocab = hub.resolve(options.t5_vocab) if options.t5_vocab else next((p for p in beside if p.exists()), beside[0])
     tokenizer = T5Tokenizer(77, path=vocab)
-    for prompt in prompts:
-        if dropped := tokenizer.dropped(prompt):
+    texts = [clean(prompt) for prompt in prompts]
+    for text in texts:
+        if dropped := tokenizer.dropped(text):
             log.warning("prompt is too long, dropped from it: %s", dropped)
     dtype = pick_dtype(options.dtype, device)
     # In float16 T5's activations overflow.
     encoder = load_t5(paths, device, torch.bfloat16 if dtype == torch.float16 else dtype)
-    ids = tokenizer([prompt.lower().strip() for prompt in prompts]).to(device)
+    ids = tokenizer(texts).to(device)
     with torch.no_grad():
         context: Tensor = encoder(ids, ids != tokenizer.pad_id).float().cpu()
     del encoder

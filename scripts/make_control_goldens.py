@@ -1,6 +1,6 @@
 """Make tests/data/control.npz and if.npz: what the original ControlNet, T2I-Adapter and DeepFloyd IF compute.
 
-    pip install diffusers einops omegaconf opencv-python-headless
+    pip install diffusers einops omegaconf opencv-python-headless ftfy beautifulsoup4
     git clone https://github.com/lllyasviel/ControlNet && git clone https://github.com/deep-floyd/IF
     git clone https://github.com/TencentARC/T2I-Adapter && git -C T2I-Adapter worktree add ../T2I-Adapter-SD origin/SD
     python scripts/make_control_goldens.py --originals .
@@ -316,6 +316,15 @@ def cascade_noise(size: int, steps: int, again: bool) -> Iterator[Tensor]:
         yield own
 
 
+def captions(originals: Path) -> list[str]:
+    """toy.CAPTIONS as the original cleans them."""
+    with repository(originals / "IF", ("deepfloyd_if", "deepfloyd_if.modules")):
+        embedder = importlib.import_module("deepfloyd_if.modules.t5").T5Embedder
+    one = embedder.__new__(embedder)
+    one.use_text_preprocessing = True
+    return [one.text_preprocessing(text) for text in toy.CAPTIONS]
+
+
 TABLES = {"fast27": "fast27", **{k: ",".join(map(str, v)) for k, v in SECTIONS.items() if k != "fast27"}}
 
 
@@ -362,6 +371,8 @@ def main() -> None:
     parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
     originals = parser.parse_args().originals.resolve()
     about = made_with(originals)
+    cleaned = json.dumps(captions(originals), ensure_ascii=False, indent=1)
+    (DATA / "captions.json").write_text(cleaned + "\n", encoding="utf-8")
     with torch.no_grad():
         arrays = controlnets(originals) | steered() | adapters(originals) | deepfloyd(originals)
         write(DATA / "control.npz", arrays, torch.float32, about)

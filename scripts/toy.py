@@ -450,3 +450,23 @@ SPACINGS = {
     "trailing": (1, 3, 7, 16, 20, 30, 48, 80, 400, 999, 1000),  # 16, 48, 80 and 400 have halves to round
     "beta": (1, 2, 10, 30, 200),
 }
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+CAPTIONS = (
+    'A photo of a kangaroo in front of the Eiffel Tower, holding a sign that says "Very Deep Learning"',
+    "An astronaut (on a horse), 4k -- \u201cquoted\u201d & \u2018single\u2019",
+    "see http://www.example.com/page?a=1 now, or visit example.org/foo or mail me@site.com",
+    "this-is-my-cute-cat_on_a_mat",
+    "file name cat_photo.png image, IMG1234 jc6640vc 6640vc231 and 1920x1080 wallpaper",
+    "<b>bold</b> &amp; &quot;x&quot; text, 1<2 and 3>2, person <person> here",
+    "#123 #12345 1234567 @nick hello 192.168.0.1 host 3:45 ",
+    "free shipping worldwide free shipping click for more, page 12 of 20",
+    "日本語 cat — dog … end... half ½ and 10\u00d720 5.5x6",
+    "caf%C3%A9+au+lait",
+    "price: 5 , ok .final a.b,c/d e.g. this",
+    "it's john's cat's 'toy' *** WOW *** [tag] {x} |y| ~z~",
+    "  spaces   and\ttabs\nnew\\nline j2d1a2a word",
+    '"all quoted"',
+    "",
+)

@@ -11,7 +11,7 @@ import toy
 from PIL import Image
 from random_checkpoint import SMALL
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import generate
@@ -20,6 +20,7 @@ from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
+from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.txt2img import Options, main, txt2img
 
@@ -201,6 +202,30 @@ def test_outside_of_its_steps_a_control_is_not_run(pipe: Pipeline, folder: Path)
     steering = Steering(pipe, controls, make_plan("ddim", pipe.schedule, 10), (64, 64))
     plain = [steering.network(2, step) is pipe.unet for step in range(10)]
     assert plain == [True] * 3 + [False] * 3 + [True] * 4
+
+
+def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> None:
+    """Also where the UNet reads more channels than the ControlNet."""
+    from ldm_lite.img2img import Options as ImageOptions
+    from ldm_lite.img2img import img2img
+    from ldm_lite.inpaint import Options as MaskOptions
+    from ldm_lite.inpaint import inpaint
+
+    photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
+    control = (spec(folder),)
+    [plain], [steered] = (
+        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given), pictures=[photo]) for given in ((), control)
+    )
+    assert not np.array_equal(plain.array, steered.array)
+    nine = replace(SMALL.unet, in_channels=9)
+    family = replace(pipe.family, unet=nine, task="inpaint")
+    network: nn.Module = toy.fill(UNet(nine))
+    reads_more = replace(pipe, family=family, unet=network)  # type: ignore[arg-type]
+    [plain], [steered] = (
+        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given), pictures=[photo], masks=[mask])
+        for given in ((), control)
+    )
+    assert not np.array_equal(plain.array, steered.array)
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------

@@ -35,13 +35,24 @@ LAYERS = [
     {"inputs"},
     {"pipeline", "prompt"},
     {"adapters"},
-    {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes", "canny"},
+    {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes", "canny", "caption"},
     {"identify"},
     {"families"},
     {"networks", "fingerprint"},
     {"models", "diffusion"},
 ]
-LEAVES = {"cli", "hub", "image", "boxes", "canny", "tokenizer", "models.ops", "diffusion.schedule", "runtime.precision"}
+LEAVES = {
+    "cli",
+    "hub",
+    "image",
+    "boxes",
+    "canny",
+    "caption",
+    "tokenizer",
+    "models.ops",
+    "diffusion.schedule",
+    "runtime.precision",
+}
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
