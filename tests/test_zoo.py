@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, inpaint, txt2img
+from ldm_lite import generate, img2img, inpaint, txt2img
 from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -333,3 +333,15 @@ def test_a_preview_that_does_not_fit_is_said(
     arguments = ["--ckpt", str(path_of("ldm_celeba_ffhq_beds256")), "--device", "cpu", "--out", str(tmp_path)]
     assert txt2img.main([*arguments, "--preview", str(tmp_path / "taesd.safetensors")]) == 2
     assert "does not fit: its latents have 4 channels at 1/8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ldm_celeba_ffhq_beds256", "ldm_cin256_v2"])
+def test_pictures_can_be_begun_with(
+    name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """img2img, through a VQ autoencoder, with whatever the family reads."""
+    Image.new("RGB", (32, 32), "orange").save(tmp_path / "in.png")
+    arguments = [*prompt_of[name], "--init-img", str(tmp_path / "in.png"), "--ckpt", str(path_of(name))]
+    arguments += ["--device", "cpu", "--steps", "2", "--strength", "0.5", "--out", str(tmp_path / "out.png")]
+    assert img2img.main(arguments) == 0
+    assert Image.open(tmp_path / "out.png").size == (32, 32)

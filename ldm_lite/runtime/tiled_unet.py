@@ -28,19 +28,16 @@ class TiledUNet(nn.Module):
         rows, columns = starts(height, self.tile), starts(width, self.tile)
         if len(rows) == len(columns) == 1:
             return self.unet(x, t, context, y)
-        window = weights(min(self.tile, height), min(self.tile, width)).to(x)
-        total: Tensor | None = None
-        norm = x.new_zeros(height, width)
-        for top in rows:
-            for left in columns:
-                place = (..., slice(top, top + self.tile), slice(left, left + self.tile))
-                out = self.unet(x[place], t, context, y)
-                if total is None:
-                    total = out.new_zeros(*out.shape[:2], height, width)
-                total[place] += out * window
-                norm[place] += window
-        assert total is not None
-        return total / norm
+        places = [(..., slice(top, top + self.tile), slice(left, left + self.tile)) for top in rows for left in columns]
+        outs = [self.unet(x[place], t, context, y) for place in places]
+        # The mean is taken in float32, whatever the network computes in.
+        window = weights(min(self.tile, height), min(self.tile, width)).to(x.device)
+        total = torch.zeros(*outs[0].shape[:2], height, width, device=x.device)
+        norm = torch.zeros(height, width, device=x.device)
+        for place, out in zip(places, outs, strict=True):
+            total[place] += out * window
+            norm[place] += window
+        return (total / norm).to(outs[0].dtype)
 
 
 def starts(size: int, tile: int) -> list[int]:
