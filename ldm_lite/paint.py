@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ldm_lite.pipeline import Pipeline
 
 
+AHEAD = 32  # batches whose prompts are embedded together where networks take turns on the device
+
+
 @dataclass(frozen=True, eq=False)
 class Canvas:
     """What a batch of pictures is painted on, and what is done with each of them then."""
@@ -83,6 +86,8 @@ def paint(
             canvas = dataclasses.replace(canvas, concat=depth)
         begin, steering = painter.beginner(canvas, generator), painter.steering(canvas, controls)
         for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
+            if pipe.placement is not None and first % (AHEAD * options.batch_size) == 0:
+                painter.embed_ahead(embed, canvas, first)
             rows = range(first, min(first + options.batch_size, count))
             offset = (number * options.repeats + repeat) * count
             seeds = [options.seed + (row - first if options.fixed_code else offset + row) for row in rows]
@@ -127,7 +132,7 @@ class _Painter:
             noise_level=options.noise_level,
         )
 
-        @functools.lru_cache(maxsize=64)  # a repetition has the prompts of the one before
+        @functools.lru_cache(maxsize=2 * AHEAD)  # a repetition has the prompts of the one before
         def encode(height: int, width: int, negative: bool, *prompts: str | None) -> Conditioning:
             whole = dataclasses.replace(reading, size=(height, width), negative=negative)
             return encode_prompts(pipe, prompts, whole)
@@ -143,6 +148,15 @@ class _Painter:
             return cond, Conditioning(uncond.expand(len(prompts), -1, -1)[some])
 
         return embed
+
+    def embed_ahead(
+        self, embed: "Callable[[range, Canvas], tuple[Conditioning, Conditioning | None]]", canvas: Canvas, first: int
+    ) -> None:
+        """Embed the prompts of the batches from row `first` on, so that the text encoder comes to the device once."""
+        count, size = len(self.setup.prompts), self.options.batch_size
+        with self.pipe.phase("text_encoder", "text_encoder_2"):
+            for start in range(first, min(first + AHEAD * size, count), size):
+                embed(range(start, min(start + size, count)), canvas)
 
     def beginner(
         self, canvas: Canvas, generator: "torch.Generator | None"

@@ -1,19 +1,24 @@
 """The loop: noise by seed, batches equal to single runs, threads, shapes that do not fit, results never not finite."""
 
+import gc
+import resource
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import ldm_lite
+from ldm_lite import paint
 from ldm_lite.conditioning import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, denoise, seeded_noise
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.txt2img import Options, txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
 SHAPE = (16, 8, 8)
@@ -196,3 +201,20 @@ def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkey
     monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
     with pytest.raises(RuntimeError, match="another reason"):
         list(decode(bundled, torch.zeros(1, *bundled.latent_shape(64, 64))))
+
+
+def test_memory_stays_flat_over_many_prompts(
+    bundled: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept of a picture: not its embeddings, beyond the last few, nor its latents."""
+    monkeypatch.setattr(paint, "AHEAD", 2)  # 4 embeddings are kept
+    (tmp_path / "prompts.txt").write_text("".join(f"a cat and {i} dogs\n" for i in range(12)))
+    options = Options(from_file=str(tmp_path / "prompts.txt"), steps=1, scale=1.0, height=16, width=16)
+    tensors, sizes = [], []
+    for i, _ in enumerate(txt2img(bundled, options)):
+        if i in (5, 11):
+            gc.collect()
+            tensors.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
+            sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert tensors[0] == tensors[1]
+    assert sizes[1] - sizes[0] < 4096  # KiB

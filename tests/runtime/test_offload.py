@@ -28,11 +28,13 @@ class Device:
 
     def __init__(self) -> None:
         self.now = self.peak = 0
+        self.shapes: list[tuple[int, ...]] = []  # of all that came
         self.lock = threading.RLock()
 
     def restore(self, stored: Stored, device: torch.device, dtype: torch.dtype) -> Tensor:
         value = restore(stored, device, dtype).clone()
         with self.lock:
+            self.shapes.append(tuple(value.shape))
             self.now += value.numel()
             self.peak = max(self.peak, self.now)
         weakref.finalize(value.untyped_storage(), self._freed, value.numel())
@@ -77,6 +79,15 @@ def test_the_picture_is_the_same_and_the_device_is_empty_after_it(small_path: Pa
     else:
         largest = max(size(block) for network in networks for block in _blocks(network))
         assert device.peak == largest, "more than one block at a time"
+
+
+def test_the_text_of_a_whole_job_is_embedded_first(small_path: Path, device: Device, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("cat\ndog\napple\n")
+    pipe, options = load(small_path, offload="model"), Options(from_file=str(tmp_path / "prompts.txt"), steps=1)
+    results = [result.pixels for result in txt2img(pipe, options)]
+    assert device.shapes.count(tuple(pipe.text_encoder.embeddings.token_embedding.weight.shape)) == 1
+    wanted = [result.pixels for result in txt2img(load(small_path), options)]
+    assert all(map(torch.equal, results, wanted))
 
 
 def test_what_is_needed_next_is_fetched_ahead() -> None:
