@@ -63,6 +63,7 @@ class Options:
     n_iter: int = option(2, "batches of whole images in a sample")
     scale: float = option(7.5, "classifier-free guidance")
     seed: int = option(1, "of all inputs")
+    memory: bool = option(False, "measure the ways to need less memory instead, each in a process of its own")
     rounds: int = option(10, "times that each configuration is timed in a cell, at most")
     minutes: float = option(9.0, "end after about so many, with whatever was measured")
     threads: int | None = option(None, "CPU threads (default: as torch chooses)")
@@ -94,14 +95,12 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     table: Mapping[str, Configuration | Way] = training.WAYS if options.train else CONFIGURATIONS
     configs = list(table) if options.configs is None else _chosen("configs", options.configs, table)
     sections = [TRAIN] if options.train else _chosen("sections", options.sections, SECTIONS)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-
+    threads = _threads(options)
     size = ("sd1" if on_gpu else "bundled") if options.size is None else options.size
     models = Models(subject(size, options.ckpt), device)
     pipe = models.loaded(torch.float32)
     setting = _setting(options, pipe)
-    where = {"size": size, "ckpt": options.ckpt, "device": str(device), "threads": torch.get_num_threads()}
+    where = {"size": size, "ckpt": options.ckpt, "device": str(device), "threads": threads}
     report = Report(_about(options, pipe, where), {name: table[name].title for name in configs})
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
     batches = sorted({*cli.numbers(options.batches, "--batches"), *([16] if options.full else [])})
@@ -196,6 +195,14 @@ def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
     return names
 
 
+def _threads(options: Options) -> int:
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return torch.get_num_threads()
+
+
 def _folder(options: Options) -> Path:
     return Path(options.out).expanduser()
 
@@ -254,10 +261,39 @@ def _commit() -> str:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+def memory(options: Options) -> str:
+    """The table of what each way to need less memory takes, at batch 1 and in the first of the dtypes; as Markdown."""
+    from ldm_lite.benchmark.memory import MODES, Question, markdown, measure
+    from ldm_lite.benchmark.run import GATES
+    from ldm_lite.benchmark.subjects import subject
+    from ldm_lite.runtime.precision import pick_device
+
+    device = pick_device(options.device)
+    on_gpu = device.type == "cuda"
+    size = ("sd1" if on_gpu else "bundled") if options.size is None else options.size
+    dtype = _chosen("dtypes", options.dtypes or ("fp16" if on_gpu else "fp32"), GATES)[0]
+    pipe = ldm_lite.load(subject(size, options.ckpt), device="cpu")
+    setting, about = (
+        _setting(options, pipe),
+        _about(options, pipe, {"device": str(device), "threads": _threads(options)}),
+    )
+    del pipe
+    question = Question(size, options.ckpt, str(device), dtype, {}, dataclasses.asdict(setting), picture="")
+    rows = []
+    for row in measure(question, MODES):
+        log.info("%s: %s", row.mode, row.why_not or row.answer)
+        rows.append(row)
+    title = f"{about['command']}: {setting.width}x{setting.height}, {setting.steps} steps, {dtype}, {about['device']}"
+    return markdown(rows, title)
+
+
 def run(options: Options) -> None:
     """Measure, write what there is as it comes, and print the tables."""
     from ldm_lite.benchmark import report as reports
 
+    if options.memory:
+        print(memory(options))
+        return
     folder = _folder(options)
     report = bench(options, lambda report: reports.write(report, folder))
     print(reports.markdown(report))

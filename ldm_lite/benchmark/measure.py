@@ -77,16 +77,16 @@ class Peak:
         else:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-            self._before = _status("VmRSS")
+            self._before = status("VmRSS")
         return self
 
     def __exit__(self, *error: object) -> None:
-        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
+        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status("VmHWM")
         if now is not None and self._before is not None:
             self.bytes = max(0, now - self._before)
 
 
-def _status(name: str) -> int | None:
+def status(name: str) -> int | None:
     """A size in bytes out of Linux's /proc/self/status; None elsewhere."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
