@@ -65,8 +65,8 @@ def _set_attention(role: str, network: nn.Module, name: str) -> None:
 def keep_freed_memory() -> None:
     """Let the C library keep what is freed, up to 2 GiB, for the next tensor; without glibc this does nothing.
 
-    By default it returns each large block to the system and gets it back page by page, zeroed: a sixth of the time of
-    a UNet step on a CPU.
+    By default it returns large blocks to the system and gets them back page by page, zeroed: a twelfth of the
+    decoder's time on a CPU.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
