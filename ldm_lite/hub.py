@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-BUNDLED = "emoji-prototype.safetensors"
+BUNDLED = "emoji.safetensors"
 SHORT = {  # names for files that are asked for often
     "taesd": "madebyollin/taesd/diffusion_pytorch_model.safetensors",
     "taesdxl": "madebyollin/taesdxl/diffusion_pytorch_model.safetensors",

@@ -68,7 +68,7 @@ class Options:
         "a red apple on a blue background|rocket|cat|red heart", "prompts of the sample grid, | between"
     )
     workers: int = option(2, "processes that draw or read images")
-    compile: bool = option(False, "compile the network that is trained")
+    compile_network: bool = option(False, "compile the network that is trained")
     checkpointing: bool = option(False, "recompute activations in the backward pass, to save memory")
     debug: bool = option(False, "show the traceback of an error")
 
@@ -122,7 +122,9 @@ def train(
         use_fast_backward(network)
     if options.checkpointing:  # after Run has copied the networks for their averages
         checkpoint_activations(pipe.unet)
-    for network in (task.networks.values() if options.lora_rank is None else [pipe.unet]) if options.compile else ():
+    for network in (
+        (task.networks.values() if options.lora_rank is None else [pipe.unet]) if options.compile_network else ()
+    ):
         network.compile()
     run.fit(
         source,

@@ -466,8 +466,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"got count {args.count}, batch {args.batch}, seed {args.seed}, wanted 1, 1 and 0 or more")
     pipe = ldm_lite.load(args.ckpt, device=args.device)
     scale = pipe.family.scale if args.scale is None else args.scale
-    settings = Settings(args.sampler, args.steps, scale, args.batch)
-    make_plan(args.sampler, pipe.schedule, args.steps)  # a mistake is said before the classifier is trained
+    steps = pipe.family.steps if args.steps is None else args.steps
+    settings = Settings(args.sampler or pipe.family.sampler, steps, scale, args.batch)
+    make_plan(settings.sampler, pipe.schedule, steps)  # a mistake is said before the classifier is trained
     classify = descriptor(len(entries), args.out, args.font, say)
     prompts = draw_prompts(entries, args.count, args.seed, lambda entry: backgrounds(entry.character, args.font))
     start = time.perf_counter()
@@ -505,8 +506,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ckpt", metavar="FILE", help="checkpoint (default: the bundled model)")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="images (default: %(default)s)")
     parser.add_argument("--emoji", type=int, metavar="N", help="how many of the vocabulary it knows (default: all)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: %(default)s")
-    parser.add_argument("--sampler", default="dpmpp_2m", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, metavar="N", help="default: the checkpoint's")
+    parser.add_argument("--sampler", metavar="NAME", help="default: the checkpoint's")
     parser.add_argument("--scale", type=float, metavar="S", help="guidance (default: the checkpoint's)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="images at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and noise (default: %(default)s)")

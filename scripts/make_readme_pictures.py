@@ -1,7 +1,7 @@
 """Make the README's pictures with the bundled model: `python scripts/make_readme_pictures.py`.
 
-docs/img2img.png and docs/inpaint.png are what the README's commands make of docs/circle.png and docs/mask.png, beside
-what they are made of.
+docs/apple.png is what the README's first command makes, and what the next three seeds make; docs/img2img.png and
+docs/inpaint.png are what its commands make of docs/circle.png and docs/mask.png, beside what they are made of.
 """
 
 from pathlib import Path
@@ -13,6 +13,8 @@ from ldm_lite.image import grid
 from ldm_lite.img2img import Options, img2img
 from ldm_lite.inpaint import Options as InpaintOptions
 from ldm_lite.inpaint import inpaint
+from ldm_lite.txt2img import Options as TextOptions
+from ldm_lite.txt2img import txt2img
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -20,6 +22,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 def main() -> None:
     """Write them."""
     pipe = ldm_lite.load(device="cpu")
+    apples = txt2img(pipe, TextOptions(prompt="a red apple on a blue background", n_samples=4))
+    grid([apple.image for apple in apples], columns=4).save(DOCS / "apple.png")
     circle, mask = (Image.open(DOCS / name) for name in ("circle.png", "mask.png"))
     options = Options(prompt="a red apple on a blue background", strength=0.6)
     [apple] = img2img(pipe, options, pictures=[circle])

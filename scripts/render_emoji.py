@@ -62,6 +62,10 @@ FREE = (
     ),
     *("{b}{an}{a} on the {c} {g}", "{b}{n}{a}, the {g} is {c}", "the {g} is {c}, {b}{n}{a}", "{c} {g} under {an}{a}"),
 )
+WORDS = """very really lovely tiny little shiny funny pretty beautiful great good best fine well made drawn style
+cartoon vector pixel colored whole entire just only also there where that which seen shown placed against above
+below near beside inside around all some any every other same another by as for so then now today always i want would
+like see have has was are""".split()  # they say nothing of the picture, and are in no name  # noqa: SIM905
 SHARE_PLAIN = 0.2  # of scenes whose caption names no colour
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -312,8 +316,10 @@ def free_caption(rng: np.random.Generator, name: str, colour: str, plain: bool) 
         return choices[int(rng.integers(len(choices)))]
 
     around = {"b": any_of(BEFORE), "a": any_of(AFTER), "g": any_of(GROUND)}
-    template = "{b}{n}{a}" if plain else any_of(FREE)
-    return template.format(n=name, an=with_article(name), c=colour, ac=with_article(colour), **around)
+    parts = ("{b}{n}{a}" if plain else any_of(FREE)).split(" ")
+    for _ in range(int(rng.integers(4))):
+        parts.insert(int(rng.integers(len(parts) + 1)), any_of(WORDS))
+    return " ".join(parts).format(n=name, an=with_article(name), c=colour, ac=with_article(colour), **around)
 
 
 # ---- drawing --------------------------------------------------------------------------------------------------------

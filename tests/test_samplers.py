@@ -18,7 +18,7 @@ def test_more_steps_and_higher_order_come_nearer(bundled: Pipeline) -> None:
     for name in ("ddim", "dpmpp_2m", "heun"):
         errors = rows[name].errors
         assert errors[5] > errors[10] > errors[20]
-    assert rows["dpmpp_2m"].errors[20] < rows["ddim"].errors[20] / 3
+    assert rows["dpmpp_2m"].errors[20] < rows["ddim"].errors[20] / 2
     assert rows["heun"].calls == 39
     assert rows["euler_a"].noise
     assert not rows["euler_a"].errors

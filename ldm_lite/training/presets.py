@@ -29,6 +29,7 @@ EMOJI_64 = replace(
     text=replace(CLIP_L, length=32, width=128, mlp_width=512, layers=3, heads=4),
     resolution=64,
     scale=2.5,
+    steps=20,
 )
 PRESETS = {
     "emoji64": EMOJI_64,
