@@ -66,7 +66,7 @@ BESIDE: dict[str, dict[str, tuple[int, ...]]] = {
     }
     | {f"{UNET}input_blocks.0.0.weight": (320, 8, 3, 3)},
 }
-BUFFERS = {"betas": (1000,), "alphas_cumprod": (1000,), "model_ema.decay": (), "model_ema.num_updates": ()}
+BUFFERS = {"betas": (1000,), "denoiser.sigmas": (1000,), "noise_augmentor.betas": (1000,), "model_ema.decay": ()}
 
 
 def opened(shapes: Shapes, name: str = "file.ckpt", order: int = 0) -> Checkpoint:
@@ -116,6 +116,25 @@ def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
         ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
         assert ours.items() <= component.shapes.items()
         assert not any(key in UNET for key in component.shapes.keys() - ours.keys())
+
+
+PARAMETERS = {  # of whole models, counted from the original code
+    "ldm_cin256_v2": 456_755_873,
+    "ldm_cin256": 463_213_491,
+    "ldm_celeba_ffhq_beds256": 329_378_945,
+    "ldm_lsun_churches256": 378_620_779,
+    "ldm_inpainting_big": 440_465_313,
+    "ldm_bsr_sr": 168_945_345,
+    "ldm_semantic_synthesis": 270_552_643,
+    "rdm768": 1_405_091_363,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
+    with torch.device("meta"):
+        networks = [build(spec) for spec in FAMILIES[name].networks.values()]
+    assert sum(p.numel() for network in networks for p in network.parameters()) == PARAMETERS[name]
 
 
 # What a manifest is as a file of its own: the role in which it is loaded, or words of the refusal.
