@@ -53,6 +53,7 @@ class Options:
     sections: str = option("step,decode,text,image", "comma-separated: step, decode, text, image")
     train: bool = option(False, "measure training steps of the UNet, in place of the sections")
     max_batch: bool = option(False, "find the largest batch that fits, in place of the sections; on CUDA")
+    task: str = option("txt2img", "comma-separated, what whole images are made from: txt2img, img2img, inpaint")
     batches: str = option("1,2,4", "comma-separated batch sizes")
     full: bool = option(False, "batch 16 too")
     height: int | None = option(None, "pixels (default: the model's)", "--H")
@@ -81,7 +82,7 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
 
     from ldm_lite.benchmark import training
     from ldm_lite.benchmark.configurations import CONFIGURATIONS, Models
-    from ldm_lite.benchmark.jobs import SECTIONS, TRAIN, Cell, work
+    from ldm_lite.benchmark.jobs import TRAIN, Cell, work
     from ldm_lite.benchmark.measure import ceiling
     from ldm_lite.benchmark.report import RESULTS, Report, from_json
     from ldm_lite.benchmark.run import GATES, Course, run
@@ -94,7 +95,7 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     dtypes = _chosen("dtypes", options.dtypes or ("fp16,fp32" if on_gpu else "fp32"), GATES)
     table: Mapping[str, Configuration | Way] = training.WAYS if options.train else CONFIGURATIONS
     configs = list(table) if options.configs is None else _chosen("configs", options.configs, table)
-    sections = [TRAIN] if options.train else _chosen("sections", options.sections, SECTIONS)
+    sections = [TRAIN] if options.train else _sections(options)
     threads = _threads(options)
     size = ("sd1" if on_gpu else "bundled") if options.size is None else options.size
     models = Models(subject(size, options.ckpt), device)
@@ -126,6 +127,15 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
                 report.tables.append(result)
             on_result(report)
     return report
+
+
+def _sections(options: Options) -> list[str]:
+    """The sections, "image" in all of the tasks.  Raises ValueError for unknown ones."""
+    from ldm_lite.benchmark.jobs import SECTIONS, WHOLE
+
+    tasks = [WHOLE[task] for task in _chosen("task", options.task, WHOLE)]
+    chosen = _chosen("sections", options.sections, SECTIONS)
+    return [each for section in chosen for each in (tasks if section == "image" else [section])]
 
 
 def _ours(

@@ -16,7 +16,7 @@ from ldm_lite import generate
 from ldm_lite.benchmark.measure import flops
 from ldm_lite.checkpoint import on_meta
 from ldm_lite.conditioning import encode_prompts
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.guidance import Conditioning, Kept, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import H, Plan, X
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
@@ -31,8 +31,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "text": "text encoder", "image": "prompt to pixels"}
+# What a whole image may be made from, by task: sections in place of "image".
+WHOLE = {"txt2img": "image", "img2img": "img2img", "inpaint": "inpaint"}
+STRENGTH = 0.75  # of img2img
 TRAIN = "train"  # a section of its own: see training.py
-TITLES = SECTIONS | {TRAIN: "training step of the UNet"}
+TITLES = SECTIONS | {"img2img": "picture to picture", "inpaint": "half a picture", TRAIN: "training step of the UNet"}
 CHECK_SCALE = 0.5  # guidance for comparisons: the mean of both halves, in which no error is amplified
 
 
@@ -67,6 +70,7 @@ class Inputs(NamedTuple):
     uncond: Tensor  # (B,T,D)
     ids: Tensor  # (B,T) tokens of the prompt
     empty: Tensor  # (B,T) tokens of no prompt
+    picture: Tensor  # (B,3,H,W) in [-1,1]
 
 
 class Job(NamedTuple):
@@ -93,8 +97,9 @@ def inputs(family: Family, setting: Setting, batch: int) -> Inputs:
     generator = torch.Generator().manual_seed(setting.seed)
     context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)
     tokenizer = CLIPTokenizer(family.text.length)
+    picture = torch.rand(batch, 3, setting.height, setting.width, generator=generator) * 2 - 1
     noise = generate.seeded_noise([setting.seed + k for k in range(batch)], shape)()
-    return Inputs(noise, context, uncond, tokenizer([setting.prompt] * batch), tokenizer([""] * batch))
+    return Inputs(noise, context, uncond, tokenizer([setting.prompt] * batch), tokenizer([""] * batch), picture)
 
 
 class Work(NamedTuple):
@@ -107,7 +112,7 @@ class Work(NamedTuple):
 def work(family: Family, setting: Setting, cell: Cell) -> Work:
     """How much a call of a cell is."""
     flops = _flops_of_one(family, setting)
-    items = {"step": 1, "image": cell.batch * setting.n_iter}.get(cell.section, cell.batch)
+    items = 1 if cell.section == "step" else cell.batch * (setting.n_iter if cell.section in WHOLE.values() else 1)
     return Work(cell.batch * flops[cell.section], items)
 
 
@@ -123,7 +128,22 @@ def _flops_of_one(family: Family, setting: Setting) -> dict[str, int]:
     schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
     num_calls = len(make_plan(setting.sampler, schedule, setting.steps).t)
     image = setting.n_iter * (num_calls * step + decode + 2 * text)
-    return {"step": step, "decode": decode, "text": text, "image": image, TRAIN: 3 * step // 2}
+    encode = flops(lambda: networks["vae"].encode(given.picture.to("meta")))
+    skipped = (setting.steps - _strong(setting.steps)) * step
+    return {
+        "step": step,
+        "decode": decode,
+        "text": text,
+        "image": image,
+        "img2img": image + setting.n_iter * (encode - skipped),
+        "inpaint": image + setting.n_iter * encode,
+        TRAIN: 3 * step // 2,
+    }
+
+
+def _strong(steps: int) -> int:
+    """The steps that img2img runs."""
+    return max(1, round(STRENGTH * steps))
 
 
 class Ours:
@@ -179,16 +199,35 @@ class Ours:
         return Job(lambda calls: [encoder(ids) for _ in range(calls)], lambda: encoder(ids))
 
     def _image(self, given: Inputs) -> Job:
-        pipe, setting = self.pipe, self.setting
-        plan = make_plan(setting.sampler, pipe.schedule, setting.steps)
+        return self._whole(given, make_plan(self.setting.sampler, self.pipe.schedule, self.setting.steps))
+
+    def _img2img(self, given: Inputs) -> Job:
+        steps = self.setting.steps
+        plan = make_plan(self.setting.sampler, self.pipe.schedule, steps, last=_strong(steps))
+        return self._whole(given, plan, picture=True)
+
+    def _inpaint(self, given: Inputs) -> Job:
+        plan = make_plan(self.setting.sampler, self.pipe.schedule, self.setting.steps)
+        return self._whole(given, plan, picture=True, masked=True)
+
+    def _whole(self, given: Inputs, plan: Plan, picture: bool = False, masked: bool = False) -> Job:
+        """From prompts, and a picture of noise whose left half is to stay, to uint8 pixels."""
+        pipe, setting, batch = self.pipe, self.setting, len(given.noise)
+        mask = torch.zeros(1, 1, *given.noise.shape[2:], device=pipe.device)
+        mask[..., mask.shape[3] // 2 :] = 1
 
         def images() -> Tensor:
-            batch = len(given.noise)
             for repeat in range(setting.n_iter):
                 cond, uncond = (encode_prompts(pipe, [text] * batch) for text in (setting.prompt, ""))
                 seeds = [setting.seed + repeat * batch + k for k in range(batch)]
-                noise = generate.seeded_noise(seeds, pipe.latent_shape(setting.height, setting.width))()
-                *_, latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, setting.scale), plan)
+                x, kept = generate.seeded_noise(seeds, pipe.latent_shape(setting.height, setting.width))(), None
+                if picture:
+                    init, _ = generate.encode(pipe, given.picture)
+                    a, s = (float(value) for value in plan.level[0])
+                    x = (a * init + s * x.to(init)) / plan.initial
+                    kept = Kept(init, mask) if masked else None
+                branches = classifier_free(cond, uncond, setting.scale)
+                *_, latents = generate.denoise(pipe, x, branches, plan, kept=kept)
                 pixels = list(generate.decode(pipe, latents))
                 arrays = [to_array(each) for each in pixels]
             assert len(arrays) == batch

@@ -182,7 +182,9 @@ def chart(report: Report, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    section = next(s for s in ("image", "step", *TITLES) if any(t.cell.section == s for t in report.tables))
+    section = next(
+        s for s in ("image", "img2img", "inpaint", "step", *TITLES) if any(t.cell.section == s for t in report.tables)
+    )
     tables = [table for table in report.tables if table.cell.section == section]
     tables = [table for table in tables if table.cell.dtype == tables[0].cell.dtype]
     figure = Figure(figsize=(4 * len(tables) + 2, 4), layout="constrained")

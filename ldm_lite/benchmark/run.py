@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ldm_lite.benchmark.contender import Contender, Unable
-from ldm_lite.benchmark.jobs import TRAIN, Cell, Work
+from ldm_lite.benchmark.jobs import TRAIN, WHOLE, Cell, Work
 from ldm_lite.benchmark.measure import calls_in_sample, median, spread, there_and_back
 
 # The most relative error against the reference.  Whole runs amplify rounding: in half precision they are not gated.
@@ -53,7 +53,7 @@ class Table:
 
 def gate(cell: Cell, error: float) -> bool | None:
     """Whether a relative error passes; None where nothing is promised."""
-    if cell.section == "image" and cell.dtype != "fp32":
+    if cell.section in WHOLE.values() and cell.dtype != "fp32":
         return None
     return error <= (TRAIN_GATES if cell.section == TRAIN else GATES)[cell.dtype]
 
@@ -85,7 +85,15 @@ def run(course: Course, cells: Sequence[Cell], work: Callable[[Cell], Work]) -> 
         yield tables[cell]
 
 
-WEIGHTS = {"step": 2, "decode": 1, "text": 0.5, "image": 8, TRAIN: 3}  # of the time, and it grows with the batch
+WEIGHTS = {
+    "step": 2,
+    "decode": 1,
+    "text": 0.5,
+    "image": 8,
+    "img2img": 8,
+    "inpaint": 8,
+    TRAIN: 3,
+}  # of the time, and it grows with the batch
 
 
 def _forecast(cell: Cell, tables: Mapping[Cell, Table], work: Callable[[Cell], Work]) -> float:
@@ -93,7 +101,7 @@ def _forecast(cell: Cell, tables: Mapping[Cell, Table], work: Callable[[Cell], W
 
     Once to compare, and two rounds.  0 where nothing is known.
     """
-    known = tables.get(Cell("step", cell.dtype, cell.batch)) if cell.section == "image" else None
+    known = tables.get(Cell("step", cell.dtype, cell.batch)) if cell.section in WHOLE.values() else None
     if known is None:
         earlier = [t for c, t in tables.items() if (c.section, c.dtype) == (cell.section, cell.dtype)]
         if not earlier:
@@ -109,7 +117,8 @@ def measure(cell: Cell, work: Work, course: Course, deadline: float) -> Table:
     the first contender's, all else with the reference.
     """
     table = Table(cell, work.flops, work.items, 1, {})
-    truth = None if cell.section == "image" else course.reference.first(replace(cell, dtype="fp32")).result
+    whole = cell.section in WHOLE.values()
+    truth = None if whole else course.reference.first(replace(cell, dtype="fp32")).result
     entrants: list[tuple[str, Contender]] = []
     for contender in course.contenders:
         timing = table.timings[contender.name] = Timing()
@@ -128,7 +137,7 @@ def measure(cell: Cell, work: Work, course: Course, deadline: float) -> Table:
         if name == course.again:
             table.timings[name + AGAIN] = Timing()
             entrants = [*entrants, (name + AGAIN, contender)]
-    if cell.section != "image":  # the second call is a warm-up too, and tells how many make a sample
+    if not whole:  # the second call is a warm-up too, and tells how many make a sample
         table.calls = calls_in_sample(min(contender.seconds(cell, 1) for _, contender in entrants))
     for number in range(course.rounds):
         start = time.monotonic()

@@ -50,6 +50,8 @@ class Theirs:
 
     def job(self, section: str, batch: int) -> Job:
         """The work of a section, with its inputs in place."""
+        if not hasattr(self, f"_{section}"):
+            raise Unable(f"has no {section} here")
         run, check = getattr(self, f"_{section}")(inputs(self.family, self.setting, batch))
         grad_free = torch.no_grad()
         return Job(grad_free(run), grad_free(check))

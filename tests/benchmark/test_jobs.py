@@ -45,7 +45,7 @@ def test_the_step_that_is_compared_is_the_mean_of_both_halves(models: Models) ->
     assert torch.allclose(result, torch.stack(halves).mean(0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", [*SECTIONS, "img2img", "inpaint"])
 def test_every_section_runs_and_does_not_depend_on_the_batch(models: Models, section: str) -> None:
     ours = Ours(models.loaded(torch.float32), SETTING, None)
     job = ours.job(section, 2)
@@ -53,6 +53,9 @@ def test_every_section_runs_and_does_not_depend_on_the_batch(models: Models, sec
     result = job.check()
     assert len(result) == 2
     assert torch.isfinite(result).all()
+    if section == "inpaint":  # half of the picture stays, as far as the autoencoder keeps it
+        kept = ours.pipe.vae.decode(ours.pipe.vae.encode(inputs(SMALL, SETTING, 2).picture)[0]).clamp(-1, 1)
+        assert (result - kept)[..., :16].abs().mean() < (result - kept)[..., -16:].abs().mean()
     if section == "decode":
         assert result.shape == (2, 3, 64, 64)
         given = inputs(SMALL, SETTING, 2).noise
