@@ -89,6 +89,8 @@ def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
         return replace(pipe, **networks, step=tune(networks, attention=name, compile=configuration.compile))
     for role in ("unet", "vae"):
         attention.use(networks[role], name)
+    # As in the original, whose UNet could be trained: autocast keeps the casts of such weights for as long as it is on.
+    networks["unet"].requires_grad_(configuration.autocast)
     return replace(pipe, **networks, step=compiled_step(configuration.compile, networks["unet"]))
 
 

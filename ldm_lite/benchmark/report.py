@@ -67,6 +67,7 @@ def write(report: Report, folder: Path) -> None:
 
 # ---- Markdown -------------------------------------------------------------------------------------------------------
 
+FEWEST = 5  # rounds, for a difference to count
 COLUMNS = (
     "batch",
     "configuration",
@@ -111,10 +112,10 @@ def markdown(report: Report) -> str:
 LEGEND = (
     "original: float32 weights, autocast in half precision, attention with all of its weights in memory (or by the",
     "memory-efficient kernel). time: median of the samples. spread: half the distance of the quartiles. rate: steps",
-    "(of the whole batch) or images a second. speed-up: over the first row, bold where it exceeds the noise floor,",
-    "which is the last of our configurations timed twice. of matmul: share of a large matmul's rate in this run.",
-    "error: relative, to a float32 forward (whole images: pixels, to the first row's). peak: memory beside the",
-    "weights. first: the first call, with compilation.",
+    "(of the whole batch) or images a second. speed-up: over the first row, bold where it exceeds the noise floor",
+    "(one of our configurations timed twice) in at least five rounds. of matmul: share of a large matmul's rate in",
+    "this run. error: relative, to a float32 forward (whole images: pixels, to the first row's). peak: memory",
+    "beside the weights. first: the first call, with compilation.",
 )
 
 
@@ -160,7 +161,7 @@ def _speed_up(report: Report, table: Table, timing: Timing) -> str:
     if base is None or base.seconds is None or timing.seconds is None or timing.passes is False or base.passes is False:
         return ""
     ratio = base.seconds / timing.seconds
-    real = abs(ratio - 1) > (table.noise or 0.0)
+    real = abs(ratio - 1) > (table.noise or 0.0) and len(timing.samples) >= FEWEST
     return f"**{ratio:.2f}x**" if real and base is not timing else f"{ratio:.2f}x"
 
 

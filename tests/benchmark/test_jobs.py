@@ -116,6 +116,8 @@ def test_half_precision_of_the_original_is_autocast(models: Models) -> None:
     assert isinstance(original, Ours)
     assert isinstance(ours, Ours)
     assert original.pipe.dtype == torch.float32
+    assert all(each.requires_grad and each.is_leaf and not each._is_view() for each in original.pipe.unet.parameters())
+    assert not any(each.requires_grad for each in models.loaded(torch.float32).unet.parameters())
     assert ours.pipe.dtype == torch.bfloat16
     result = original.job("step", 1).check()
     exact = Ours(models.loaded(torch.float32), SETTING, None).job("step", 1).check()

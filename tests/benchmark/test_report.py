@@ -10,7 +10,7 @@ from ldm_lite.benchmark.run import AGAIN, Table, Timing
 
 
 def timing(seconds: float, passes: bool = True) -> Timing:
-    return Timing(error=1e-6, passes=passes, first_s=2.0, peak=3 * 2**20, samples=[seconds] * 4)
+    return Timing(error=1e-6, passes=passes, first_s=2.0, peak=3 * 2**20, samples=[seconds] * 5)
 
 
 def report() -> Report:
@@ -52,6 +52,12 @@ def test_markdown() -> None:
     assert AGAIN not in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_a_few_rounds_prove_nothing() -> None:
+    few = report()
+    few.tables[0].timings["b"].samples = [0.25] * 4
+    assert row(markdown(few), "way b")[5] == "2.00x"
 
 
 def test_no_speed_up_over_a_wrong_baseline() -> None:
