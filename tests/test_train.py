@@ -210,7 +210,7 @@ def test_latents_are_kept_for_the_same_images_and_autoencoder(tmp_path: Path) ->
 def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) -> None:
     pipe = ldm_lite.load(small_path, device="cpu")
     pipe = replace(pipe, family=replace(pipe.family, task="inpaint"))
-    with pytest.raises(ValueError, match="reads an image beside the text: only models of text alone are trained here"):
+    with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
         command._task(options(folder, folder), pipe, data.open_folder(folder, 64))
 
 
