@@ -152,7 +152,10 @@ def adapters(originals: Path) -> Arrays:
         features = toy.fill(network)(toy.picture(1))
     spec = toy.UNETS["sdxl_base"]
     shapes = {PREFIX + key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
-    unet = peers.unet(replace(SMALL, unet=spec), {key: random_tensor(key, shape) for key, shape in shapes.items()})
+    unet = peers.unet(
+        replace(SMALL, unet=spec, conditioner="unclip"),
+        {key: random_tensor(key, shape) for key, shape in shapes.items()},
+    )
     x, context, y = toy.unet_inputs(spec)
     both = [feature.expand(2, -1, -1, -1).clone() for feature in features]
     out = unet(x, toy.T, context, class_labels=y, down_intrablock_additional_residuals=both)

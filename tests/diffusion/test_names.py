@@ -5,7 +5,7 @@ import pytest
 
 from ldm_lite.diffusion.names import ALIASES, LABELS, SUFFIXES, has, label, make_plan, resolve
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Schedule, linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS, TABLES, Schedule, linear_betas
 
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
 
@@ -63,7 +63,7 @@ def test_every_alias_and_label_names_a_sampler() -> None:
     assert set(ALIASES.values()) <= set(SAMPLERS)
     assert not set(ALIASES) & set(SAMPLERS)
     assert set(LABELS) == set(SAMPLERS)
-    assert set(SUFFIXES.values()) <= set(SPACINGS)
+    assert set(SUFFIXES.values()) <= set(SPACINGS | TABLES)
     for key in SAMPLERS:
         for suffix, spacing in (("", None), *SUFFIXES.items()):
             assert resolve(label(key + suffix)) == (key, spacing)
