@@ -147,7 +147,8 @@ def test_a_stochastic_sampler_needs_noise(bundled: Pipeline) -> None:
 
 
 def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
-    pipe = replace(bundled, family=replace(bundled.family, task="inpaint"))
+    family = bundled.family
+    pipe = replace(bundled, family=replace(family, task="inpaint", unet=replace(family.unet, in_channels=33)))
     plan = make_plan("ddim", pipe.schedule, 2)
     with pytest.raises(ValueError, match="reads an image beside the text"):
         next(denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan))

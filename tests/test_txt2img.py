@@ -324,7 +324,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     for _ in range(2):
         process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "interrupted: what is finished is saved" in errors
     assert "Traceback" not in errors
