@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ldm_lite import hub
 from ldm_lite.checkpoint import Checkpoint, open_checkpoint
+from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.unet import UNet, UNetSpec
 
 log = logging.getLogger("ldm_lite")
@@ -80,22 +81,55 @@ def diffusers_name(module: str, blocks: Mapping[str, str]) -> str:
     return f"{blocks.get(block, block)}.{RESNET.get(layer, layer)}"
 
 
+# OpenCLIP's names -> transformers', which LoRA files have for it too.
+TRANSFORMERS = {
+    "transformer.resblocks": "encoder.layers",
+    ".attn.": ".self_attn.",
+    ".c_fc": ".fc1",
+    ".c_proj": ".fc2",
+    ".ln_": ".layer_norm",
+    "ln_final": "final_layer_norm",
+    "token_embedding": "embeddings.token_embedding",
+}
+
+
+def transformers_name(module: str) -> str:
+    """A module of OpenCLIP's text encoder by its name here -> by transformers' name for the same."""
+    for ours, theirs in TRANSFORMERS.items():
+        module = module.replace(ours, theirs)
+    return module
+
+
 # What a file may have before the name of a network's module, kohya's own first.  Files of one network may have nothing.
 PREFIXES = {
     "unet": ("lora_unet_", "unet_", ""),
     "text_encoder": ("lora_te_", "lora_te1_", "text_encoder_", ""),
+    "text_encoder_2": ("lora_te2_", "text_encoder_2_"),
 }
 
 
+def weights_of(network: nn.Module) -> dict[str, Tensor]:
+    """Modules of a network that have a weight -> it, in the network's own memory.
+
+    OpenCLIP's q_proj, k_proj and v_proj are thirds of one.
+    """
+    found: dict[str, Tensor] = {}
+    for key, weight in network.state_dict().items():
+        module, _, last = key.rpartition(".")
+        if last == "weight":
+            found[module] = weight
+        elif last == "in_proj_weight":
+            found |= {f"{module}.{part}_proj": third for part, third in zip("qkv", weight.chunk(3), strict=True)}
+    return found
+
+
 def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
-    """Modules of a network that have a weight -> their names in files, dots as underscores, kohya's own first."""
+    """Modules of weights_of(network) -> their names in files, dots as underscores, kohya's own first."""
     blocks = diffusers_blocks(network.spec) if isinstance(network, UNet) else {}
     found = {}
-    for key in network.state_dict():
-        if not key.endswith(".weight"):
-            continue
-        module = key.removesuffix(".weight")
-        names = [diffusers_name(module, blocks) if blocks else f"text_model.{module}", module]
+    for module in weights_of(network):
+        other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
+        names = [diffusers_name(module, blocks), module] if blocks else [f"text_model.{other}", other]
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # diffusers' older names
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         found[module] = [prefix + name.replace(".", "_") for prefix in PREFIXES[role] for name in names]
@@ -197,13 +231,15 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
 
 
 def _peft_alphas(file: Checkpoint) -> dict[str, float]:
-    """The alphas that PEFT's configuration in a file's metadata gives, by the prefix of the modules."""
+    """The alphas that PEFT's configuration in a file's metadata gives, by the prefix of the modules, longest first."""
     about = json.loads(file.metadata.get("lora_adapter_metadata", "{}"))
     for name, value in about.items():
         if value and name.endswith((".use_rslora", ".alpha_pattern", ".use_dora")):
             raise ValueError(f"{file.path}: its {name} is {value}, which is not supported")
     suffix = ".lora_alpha"
-    return {name.removesuffix(suffix) + "_": float(value) for name, value in about.items() if name.endswith(suffix)}
+    alphas = {name.removesuffix(suffix) + "_": float(value) for name, value in about.items() if name.endswith(suffix)}
+    # "text_encoder_" is also what the modules of "text_encoder_2_" begin with.
+    return dict(sorted(alphas.items(), key=lambda item: -len(item[0])))
 
 
 def parse(text: str) -> tuple[str, float]:
@@ -224,29 +260,29 @@ class Merged:
     def __init__(
         self, networks: Mapping[str, nn.Module], loras: Sequence[tuple[Lora, float]], *, removable: bool = True
     ) -> None:
-        """networks by role ("unet", "text_encoder"); each LoRA with its weight, all of them added up in float32.
+        """networks by role, those that LoRA files know; each LoRA with its weight, all of them added up in float32.
 
         removable keeps a copy of what is changed, on the CPU.  What was matched is said, and what was not; raises
         ValueError, with nothing changed, if none of a file's modules is in the networks, or one is of another shape.
         """
+        networks = {role: network for role, network in networks.items() if role in PREFIXES}
         table = {
-            name: (role, f"{module}.weight")
+            name: (role, module)
             for role, network in networks.items()
-            if role in PREFIXES
             for module, names in file_names(role, network).items()
             for name in names
         }
-        weights = {role: network.state_dict() for role, network in networks.items()}  # their own memory, not copies
-        changes: dict[tuple[str, str], list[tuple[Factors, float]]] = {}
+        weights = {role: weights_of(network) for role, network in networks.items()}
+        changes: dict[Place, list[tuple[Factors, float]]] = {}
         for lora, scale in loras:
             matched = _matched(lora, table)
-            for (role, key), factors in matched.items():
-                _check(lora, key, factors, weights[role][key].shape)
-                changes.setdefault((role, key), []).append((factors, scale))
+            for (role, module), factors in matched.items():
+                _check(lora, module, factors, weights[role][module].shape)
+                changes.setdefault((role, module), []).append((factors, scale))
             log.info("%s: %d of %d modules merged, at %g", lora.name, len(matched), len(lora.modules), scale)
         self._before: list[tuple[Tensor, Tensor]] = []
-        for (role, key), parts in changes.items():
-            weight = weights[role][key]
+        for (role, module), parts in changes.items():
+            weight = weights[role][module]
             if removable:
                 self._before.append((weight, weight.to("cpu", copy=True)))
             total = weight.float()
@@ -261,7 +297,7 @@ class Merged:
         self._before = []
 
 
-Place = tuple[str, str]  # role and key of a weight
+Place = tuple[str, str]  # the role of a network, and one of its modules
 
 
 def _matched(lora: Lora, table: Mapping[str, Place]) -> dict[Place, Factors]:
@@ -275,11 +311,11 @@ def _matched(lora: Lora, table: Mapping[str, Place]) -> dict[Place, Factors]:
     return {table[module]: factors for module, factors in lora.modules.items() if module in table}
 
 
-def _check(lora: Lora, key: str, factors: Factors, shape: torch.Size) -> None:
+def _check(lora: Lora, module: str, factors: Factors, shape: torch.Size) -> None:
     """Raises ValueError if the factors are not for a weight of that shape."""
     ours, theirs = (wanted[:2] if set(wanted[2:]) <= {1} else wanted for wanted in (tuple(shape), factors.shape))
     if ours != theirs:
         raise ValueError(
-            f"{lora.name}: is for another model: its {key} is {' x '.join(map(str, factors.shape))}, "
+            f"{lora.name}: is for another model: its {module}.weight is {' x '.join(map(str, factors.shape))}, "
             f"here it is {' x '.join(map(str, shape))}"
         )

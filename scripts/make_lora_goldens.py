@@ -7,7 +7,7 @@
 kohya's LoRANetwork is put on diffusers' UNet and transformers' text encoder with random_checkpoint.SMALL's weights, and
 filled with random factors; nothing of it is copied.  What it computes, and what diffusers computes after
 load_lora_weights and fuse_lora of the same file, is kept, and so are kohya's names of all modules of
-Stable Diffusion 1.x.
+Stable Diffusion 1.x and of SDXL's text encoders.  Of Stable Diffusion 2 and SDXL, what the text encoders compute.
 """
 
 import argparse
@@ -24,13 +24,14 @@ import peft
 import torch
 import toy
 import transformers
+from make_family_goldens import sdxl_pipeline
 from peft.utils import get_peft_model_state_dict
-from random_checkpoint import SMALL, random_tensor, state_dict
+from random_checkpoint import SMALL, random_tensor, small, state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ldm_lite.benchmark import peers
-from ldm_lite.families import SD1, Family
+from ldm_lite.families import SD1, SDXL, Family
 from ldm_lite.tokenizer import CLIPTokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "lora.npz"
@@ -76,6 +77,74 @@ def on_meta(family: Family) -> tuple[nn.Module, nn.Module]:
             )
         )
     return unet, text
+
+
+def named(lora: ModuleType, texts: list[nn.Module]) -> nn.Module:
+    """kohya's LoRA of text encoders alone, of rank 4, its factors random; put on them."""
+    wrapped = [OldTextModel(text) for text in texts]
+    text = wrapped if len(wrapped) > 1 else wrapped[0]
+    made = lora.LoRANetwork(text, nn.Module(), SCALE, lora_dim=4, alpha=3, varbose=False)
+    made.apply_to(text, nn.Module(), apply_text_encoder=True, apply_unet=False)
+    values = made.state_dict()
+    made.load_state_dict({key: random_tensor(key, v.shape) if v.ndim else v for key, v in values.items()})
+    return made
+
+
+def encoders(lora: ModuleType) -> dict[str, object]:
+    """OpenCLIP with kohya's LoRA on it: context of Stable Diffusion 2, contexts and pooled output of SDXL.
+
+    diffusers, with the same file, must agree, and tells how it names the modules itself.
+    """
+    arrays: dict[str, object] = {}
+    ids = CLIPTokenizer(pad_id=0)(PROMPTS)
+    sd2 = small("sd2")
+    text = peers.text_encoder(sd2, dict(state_dict(sd2)))
+    adapter = named(lora, [text])
+    arrays["sd2.shapes"] = json.dumps({key: list(value.shape) for key, value in adapter.state_dict().items()})
+    arrays["sd2.context"] = text(ids).last_hidden_state[:, ::11].numpy()
+
+    sdxl = small("sdxl_base")
+    weights = dict(state_dict(sdxl))
+    texts = [peers.text_encoder(sdxl, weights), peers.text_encoder_2(sdxl, weights)]
+    values = named(lora, texts).state_dict()
+    arrays["sdxl.shapes"] = json.dumps({key: list(value.shape) for key, value in values.items()})
+
+    def outputs(texts: list[nn.Module]) -> dict[str, np.ndarray]:
+        first, second = (text(ids, output_hidden_states=True) for text in texts)
+        hidden = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=2)
+        return {"sdxl.context": hidden[:, ::11].numpy(), "sdxl.pooled": second.text_embeds.numpy()}
+
+    arrays |= outputs(texts)
+    pipe = sdxl_pipeline(sdxl, weights, None, None)
+    texts = [pipe.text_encoder, pipe.text_encoder_2]
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(values, Path(folder) / "lora.safetensors")
+        pipe.load_lora_weights(folder, weight_name="lora.safetensors")
+        parts = [get_peft_model_state_dict(text, adapter_name="default_0") for text in texts]
+        pipe.save_lora_weights(folder, text_encoder_lora_layers=parts[0], text_encoder_2_lora_layers=parts[1])
+        written = load_file(Path(folder) / "pytorch_lora_weights.safetensors")
+    same = {value.numpy().tobytes(): key for key, value in values.items()}
+    arrays["sdxl.peft"] = json.dumps({key: same[value.numpy().tobytes()] for key, value in written.items()})
+    pipe.fuse_lora(lora_scale=SCALE)
+    pipe.unload_lora_weights()
+    for name, value in outputs(texts).items():
+        assert toy.relative_error(torch.from_numpy(value), arrays[name]) < 1e-5, f"{name}: kohya and diffusers differ"
+
+    with torch.device("meta"):
+        full = [
+            transformers.CLIPTextModel(
+                transformers.CLIPTextConfig(
+                    hidden_size=spec.width, num_hidden_layers=spec.layers, intermediate_size=spec.mlp_width
+                )
+            )
+            for spec in (SDXL.text, SDXL.text_2)
+        ]
+    wrapped = [OldTextModel(text) for text in full]
+    shapes = lora.LoRANetwork(wrapped, nn.Module(), SCALE, lora_dim=4, alpha=3, varbose=False)
+    for each in shapes.text_encoder_loras:
+        shapes.add_module(each.lora_name, each)
+    arrays["sdxl"] = json.dumps({key: list(value.shape) for key, value in shapes.state_dict().items()})
+    return arrays
 
 
 @torch.no_grad()
@@ -139,6 +208,7 @@ def main() -> None:
         for key, value in each.state_dict().items()
     }
     arrays["changes"] = json.dumps({name: norm for name, norm in changes.items() if norm})
+    arrays |= encoders(lora)
     np.savez_compressed(OUT, **{key: np.asarray(value) for key, value in arrays.items()})
     print(OUT, OUT.stat().st_size, {key: np.asarray(value).shape for key, value in arrays.items()})
 

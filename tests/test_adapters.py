@@ -8,18 +8,21 @@ import pytest
 import torch
 import toy
 from random_checkpoint import SMALL, random_tensor
+from random_checkpoint import small as miniature
+from random_checkpoint import write as write_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.adapters import Lora, Merged, file_names, open_lora, parse
+from ldm_lite.adapters import Lora, Merged, file_names, open_lora, parse, weights_of
 from ldm_lite.checkpoint import on_meta
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.families import SD1
+from ldm_lite.families import SD1, SDXL
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
+from ldm_lite.networks import build
 from ldm_lite.pipeline import Pipeline
 
 GOLDEN = dict(np.load(Path(__file__).parent / "data" / "lora.npz"))
@@ -101,16 +104,74 @@ def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
     check(small)
 
 
+def filled(name: str) -> dict[str, Tensor]:
+    """The file of a golden, as the script filled it: what has no shape is an alpha of 3."""
+    shapes = {key: tuple(shape) for key, shape in golden(f"{name}.shapes").items()}
+    return {key: random_tensor(key, shape) if shape else torch.tensor(3.0) for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("spelling", ["kohya", "peft"])
+def test_both_text_encoders_of_sdxl(tmp_path: Path, spelling: str) -> None:
+    """Trap 24: the second is OpenCLIP's, whose q, k and v are one tensor; files name them as transformers does."""
+    write_checkpoint(tmp_path / "sdxl.safetensors", miniature("sdxl_base"))
+    pipe = ldm_lite.load(tmp_path / "sdxl.safetensors", device="cpu")
+    texts = {"text_encoder": pipe.text_encoder, "text_encoder_2": pipe.text_encoder_2}
+    before = {role: {key: v.clone() for key, v in net.state_dict().items()} for role, net in texts.items()}
+    tensors = filled("sdxl")
+    if spelling == "peft":  # which has no alphas beside the factors
+        names = golden("sdxl.peft")
+        tensors = {key: tensors[same] * (3 / 4 if "lora_A" in key else 1) for key, same in names.items()}
+    merged = Merged(pipe.networks, [(write(tmp_path / "a.safetensors", tensors), SCALE)])
+    ids = torch.from_numpy(GOLDEN["ids"])
+    padded = ids.where((ids == 49407).cumsum(dim=1) <= 1, 0)
+    hidden, pooled = pipe.text_encoder_2.context_and_pooled(padded)
+    context = torch.cat([pipe.text_encoder(padded), hidden], dim=2)
+    assert toy.relative_error(context[:, ::11], GOLDEN["sdxl.context"]) < 1e-5
+    assert toy.relative_error(pooled, GOLDEN["sdxl.pooled"]) < 1e-5
+    merged.remove()
+    for role, network in texts.items():
+        assert all(torch.equal(value, before[role][key]) for key, value in network.state_dict().items())
+
+
+def test_the_text_encoder_of_stable_diffusion_2(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ldm_lite")
+    write_checkpoint(tmp_path / "sd2.safetensors", miniature("sd2"))
+    write(tmp_path / "a.safetensors", filled("sd2"))
+    pipe = ldm_lite.load(tmp_path / "sd2.safetensors", device="cpu", lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"])
+    assert "a.safetensors: 12 of 12 modules merged" in caplog.text  # of the two layers that transformers has of three
+    ids = torch.from_numpy(GOLDEN["ids"])
+    context = pipe.text_encoder(ids.where((ids == 49407).cumsum(dim=1) <= 1, 0))
+    assert toy.relative_error(context[:, ::11], GOLDEN["sd2.context"]) < 1e-5
+
+
+def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
+    with on_meta():
+        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_2)}
+    weights = {role: weights_of(network) for role, network in networks.items()}
+    table = {
+        name: weights[role][module]
+        for role, network in networks.items()
+        for module, names in file_names(role, network).items()
+        for name in names
+    }
+    downs = {key: shape for key, shape in golden("sdxl").items() if key.endswith("lora_down.weight")}
+    assert len(downs) == 72 + 192
+    assert all(list(table[key.split(".")[0]].shape[1:]) == shape[1:] for key, shape in downs.items())
+
+
 def test_alpha_of_pefts_metadata(tmp_path: Path, small: Pipeline) -> None:
     down, up = toy.normal(0, 2, 64), toy.normal(1, 64, 2)
     key = "text_encoder.base_model.model.text_model.encoder.layers.0.self_attn.q_proj"
     tensors = {f"{key}.lora_A.default.weight": down, f"{key}.lora_B.default.weight": up}
     weight = small.text_encoder.encoder.layers[0].self_attn.q_proj.weight
     before = weight.clone()
-    about = {"text_encoder.lora_alpha": 6, "text_encoder.use_rslora": False}
+    about = {"text_encoder.lora_alpha": 6, "text_encoder.use_rslora": False, "text_encoder_2.lora_alpha": 9}
     lora = write(tmp_path / "a.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
     Merged(networks(small), [(lora, 0.5)])
     assert torch.allclose(weight - before, 0.5 * 6 / 2 * up @ down, atol=1e-5)
+    second = {key.replace("text_encoder", "text_encoder_2"): value for key, value in tensors.items()}
+    lora = write(tmp_path / "a.safetensors", second, lora_adapter_metadata=json.dumps(about))
+    assert [factors.alpha for factors in lora.modules.values()] == [9]
     about["text_encoder.use_rslora"] = True
     with pytest.raises(ValueError, match=r"its text_encoder\.use_rslora is True, which is not supported"):
         write(tmp_path / "b.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
