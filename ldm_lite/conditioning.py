@@ -34,13 +34,15 @@ class Reading:
     clip_skip: int = 1  # how far from the end of the text encoder its output is taken; 1 is as it was trained
     num_chunks: int = 1  # of 77 tokens each, or more where a prompt needs them; the last ones empty; or embeddings
     negative: bool = False  # the prompts say what to keep away from
-    # SDXL: (height, width) in pixels of the image, and of the one that it is to look as if it had been cut from, at
-    # (top, left).  None = the family's resolution, and the image's own.
-    size: tuple[int, int] | None = None
+    size: tuple[int, int] | None = None  # (height, width) in pixels of the image; None = the family's resolution
+    # SDXL: what the image is to look as if it had been: an original of (height, width) before it was scaled, cut at
+    # (top, left) to the target's.  None = the image's own.
     original_size: tuple[int, int] | None = None
-    crop: tuple[int, int] = (0, 0)
-    # SDXL refiner: the score to look like.  None = 6, or 2.5 of what to keep away from.
-    aesthetic_score: float | None = None
+    crop_top_left: tuple[int, int] = (0, 0)
+    target_size: tuple[int, int] | None = None
+    # SDXL refiner: the score to look like, and that of what to keep away from.
+    aesthetic_score: float = 6.0
+    negative_aesthetic_score: float = 2.5
     # unCLIP: the CLIP embedding of an image (1,V/2), and the noise level of it in [0,1000).
     image_embedding: Tensor | None = None
     noise_level: int = 0
@@ -63,6 +65,15 @@ def encode_prompts(pipe: Pipeline, prompts: Prompts, reading: Reading = PLAINLY)
                 log.warning("prompt is too long, dropped from it: %s", dropped)
     with pipe.phase("text_encoder", "text_encoder_2"):
         return CONDITIONERS[pipe.family.conditioner](pipe, prompts, reading)
+
+
+def check_heeded(pipes: Sequence[Pipeline], stated: Iterable[str]) -> None:
+    """Raises ValueError for a field of a Reading that is stated in vain: none of a job's pipelines heeds it."""
+    heeded = {name for pipe in pipes for name in HEEDS.get(pipe.family.conditioner, ())}
+    for name in stated:
+        if name not in heeded:
+            title, what, flag = pipes[0].family.title, name.replace("_", " "), name.replace("_", "-")
+            raise ValueError(f"got {what}, which {title} does not read: leave out --{flag}")
 
 
 def count_chunks(pipe: Pipeline, prompts: Iterable[str | None], syntax: str = "plain") -> int:
@@ -96,7 +107,7 @@ def bert(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
 def sdxl(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     """SDXL: the hidden states of both encoders side by side, and bigG's pooled output with the sizes as y.
 
-    The sizes go height first: (original, crop's top and left, the image's).  Where there is no prompt, context and
+    The sizes go height first: (original, crop's top and left, the target's).  Where there is no prompt, context and
     pooled output are zeros.  Podell et al. 2023, sec. 2.2; GeneralConditioner of generative-models.
     """
     assert pipe.tokenizer is not None
@@ -105,19 +116,17 @@ def sdxl(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     context = weighted(pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip), parts.weights)
     context_2, pooled = _big(pipe, pipe.text_encoder_2, pipe.family.text_2, prompts, reading)
     context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
-    size = _size(pipe, reading)
-    original = size if reading.original_size is None else reading.original_size
+    target = _size(pipe, reading) if reading.target_size is None else reading.target_size
     given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
-    y = _with_numbers(pooled * given[:, None], (*original, *reading.crop, *size))
+    y = _with_numbers(pooled * given[:, None], (*_cut(pipe, reading), *target))
     return Conditioning(context * given[:, None, None], y)
 
 
 def refiner(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     """SDXL's refiner: bigG alone, with an aesthetic score in place of the image's size."""
     context, pooled = _big(pipe, pipe.text_encoder, pipe.family.text, prompts, reading)
-    original = _size(pipe, reading) if reading.original_size is None else reading.original_size
-    score = (2.5 if reading.negative else 6.0) if reading.aesthetic_score is None else reading.aesthetic_score
-    return Conditioning(context, _with_numbers(pooled, (*original, *reading.crop, score)))
+    score = reading.negative_aesthetic_score if reading.negative else reading.aesthetic_score
+    return Conditioning(context, _with_numbers(pooled, (*_cut(pipe, reading), score)))
 
 
 def unclip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
@@ -178,6 +187,12 @@ def _size(pipe: Pipeline, reading: Reading) -> tuple[int, int]:
     return (pipe.family.resolution, pipe.family.resolution) if reading.size is None else reading.size
 
 
+def _cut(pipe: Pipeline, reading: Reading) -> tuple[int, int, int, int]:
+    """Height and width of the original, top and left of what was cut from it."""
+    original = _size(pipe, reading) if reading.original_size is None else reading.original_size
+    return (*original, *reading.crop_top_left)
+
+
 def _with_numbers(pooled: Tensor, numbers: Sequence[float]) -> Tensor:
     """Pooled outputs (B,D) and the sinusoids of some numbers, 256 each, the same for all of B -> y (B,V)."""
     sinusoids = timestep_embedding(torch.tensor(numbers, device=pooled.device), 256).flatten()
@@ -195,6 +210,13 @@ CONDITIONERS: dict[str, Conditioner] = {
     "layouts": lambda pipe, prompts, reading: inputs.layouts(pipe, prompts),
     "label_maps": lambda pipe, prompts, reading: inputs.label_maps(pipe, prompts, _size(pipe, reading)),
     "embeddings": lambda pipe, prompts, reading: inputs.embeddings(pipe, prompts, reading.num_chunks),
+}
+# The fields of a Reading, which are also options, that only some conditioners heed.
+CUT = ("original_size", "crop_top_left")
+HEEDS = {
+    "sdxl": (*CUT, "target_size"),
+    "refiner": (*CUT, "aesthetic_score", "negative_aesthetic_score"),
+    "unclip": ("image_embedding",),
 }
 # How long a prompt is that is no text.
 LENGTHS: dict[str, Callable[[Pipeline, str], int]] = {

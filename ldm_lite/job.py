@@ -76,6 +76,17 @@ class JobOptions:
     depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
     image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
     noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
+    original_size: str | None = option(
+        None,
+        "to SDXL, the size of the picture that the image is to look scaled from (default: its own); small is blurred",
+        metavar="HxW",
+    )
+    crop_top_left: str | None = option(
+        None, "to SDXL, where in that picture the image is to look cut from (default: 0,0, nowhere)", metavar="Y,X"
+    )
+    target_size: str | None = option(None, "to SDXL, the image's size, if not its own", metavar="HxW")
+    aesthetic_score: float | None = option(None, "to SDXL's refiner, how pretty, 1 to 10 (default: 6)")
+    negative_aesthetic_score: float | None = option(None, "how pretty is what to keep away from (default: 2.5)")
     seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
     height: int | None = option(None, "pixels, a multiple of 8", "--H")
     width: int | None = option(None, "pixels, a multiple of 8", "--W")
@@ -103,6 +114,7 @@ def check(options: JobOptions) -> None:
     from ldm_lite.diffusion.names import resolve
 
     parse(options.control, options.preprocess)
+    _sizes(options)
     if options.sampler is not None:
         sampler, _ = resolve(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):
@@ -205,6 +217,34 @@ def read_embedding(options: JobOptions) -> "Tensor | None":
     if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
         raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
     return values.reshape(1, -1).float()
+
+
+# Options that are two numbers: what is between them, and the least that they may be.
+PAIRS = {"original_size": ("x", 1), "crop_top_left": (",", 0), "target_size": ("x", 1)}
+
+
+def _sizes(options: JobOptions) -> dict[str, tuple[int, int]]:
+    """SDXL's sizes as they are given, height first.  Raises ValueError for what is none."""
+    sizes = {}
+    for name, (between, least) in PAIRS.items():
+        value = getattr(options, name)
+        if value is not None:
+            first, _, second = value.replace("X", "x").partition(between)
+            if not first.strip().isdecimal() or not second.strip().isdecimal() or min(int(first), int(second)) < least:
+                wanted = "HxW, height first, 1024x768 for instance" if between == "x" else "Y,X, 0,128 for instance"
+                raise ValueError(f"got {name} {value!r}, wanted {wanted}")
+            sizes[name] = int(first), int(second)
+    return sizes
+
+
+def stated(options: JobOptions) -> dict[str, Any]:
+    """Fields of a conditioning.Reading that the options state and that only some families heed.  Raises ValueError."""
+    others = {
+        "aesthetic_score": options.aesthetic_score,
+        "negative_aesthetic_score": options.negative_aesthetic_score,
+        "image_embedding": read_embedding(options),
+    }
+    return {**_sizes(options), **{name: value for name, value in others.items() if value is not None}}
 
 
 @dataclass(frozen=True, eq=False)

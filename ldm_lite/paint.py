@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ldm_lite
-from ldm_lite.job import JobOptions, OnStep, Result, read_depth, read_embedding, sampler_of
+from ldm_lite.job import JobOptions, OnStep, Result, read_depth, sampler_of, stated
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +74,10 @@ def paint(
     import torch
 
     from ldm_lite import generate
+    from ldm_lite.conditioning import check_heeded
     from ldm_lite.control import load_controls, parse
 
+    check_heeded([pipe] if setup.refiner is None else [pipe, setup.refiner[0]], stated(options))
     controls = load_controls(pipe, parse(options.control, options.preprocess))
     painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)
     embed = painter.embedder(pipe, context, uncond)
@@ -128,8 +130,8 @@ class _Painter:
             options.prompt_syntax,
             options.clip_skip,
             count_chunks(pipe, texts, options.prompt_syntax) if texts else 1,
-            image_embedding=read_embedding(options),
             noise_level=options.noise_level,
+            **stated(options),
         )
 
         @functools.lru_cache(maxsize=2 * AHEAD)  # a repetition has the prompts of the one before
@@ -299,6 +301,11 @@ class _Painter:
             "Clip skip": options.clip_skip if options.clip_skip > 1 else None,
             "Guidance rescale": options.guidance_rescale or None,
             "Dynamic threshold": options.dynamic_threshold,
+            "Original size": options.original_size,
+            "Crop top left": options.crop_top_left and f'"{options.crop_top_left}"',
+            "Target size": options.target_size,
+            "Aesthetic score": options.aesthetic_score,
+            "Negative aesthetic score": options.negative_aesthetic_score,
             "Prompt syntax": options.prompt_syntax if options.prompt_syntax != "plain" else None,
             "Refiner": None if self.setup.refiner is None else self.setup.refiner[0].name,
             "Refiner from step": None if self.setup.refiner is None else self.setup.refiner[1] + 1,

@@ -11,15 +11,18 @@ PROMPT, the last latents, and every fourth pixel of the picture.
 import json
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import diffusers
 import numpy as np
 import torch
 import toy
 import transformers
+from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_img2img
 from make_goldens import Arrays, write
 from make_tokenizer_goldens import reference
 from make_vocab import read_merges, source
+from PIL import Image
 from random_checkpoint import small, state_dict
 
 from ldm_lite.benchmark import peers
@@ -131,7 +134,7 @@ def depth(tokenizer: transformers.CLIPTokenizer) -> Arrays:
 
 
 def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) -> Arrays:
-    """Without a negative prompt, with an empty one, with sizes, and handed over to the refiner in the middle."""
+    """Without a negative prompt, with an empty one, with sizes; handed over to the refiner, from a picture too."""
     family, refiner = small("sdxl_base"), small("sdxl_refiner")
     weights, refining = dict(state_dict(family)), dict(state_dict(refiner))
     base = sdxl_pipeline(family, weights, first, second)
@@ -159,6 +162,24 @@ def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) 
     arrays["sdxl.pixels"] = base.vae.decode(run / family.scale_factor).sample[:, :, ::4, ::4]
     half = base(PROMPT, **image, denoising_end=0.5).images
     arrays["sdxl.refined.latents"] = last(PROMPT, image=half, denoising_start=0.5, **arguments).images
+    scores = {"aesthetic_score": 8.0, "negative_aesthetic_score": 1.5}
+    arrays["sdxl.scored.latents"] = last(PROMPT, image=half, denoising_start=0.5, **arguments, **scores).images
+    arguments["num_inference_steps"] = 8
+    parts = {name: part for name, part in base.components.items() if name != "scheduler"}
+    begin = diffusers.StableDiffusionXLImg2ImgPipeline(**parts, scheduler=scheduler(family), add_watermarker=False)
+    begin.set_progress_bar_config(disable=True)
+    with mock.patch.object(
+        pipeline_stable_diffusion_xl_img2img, "retrieve_latents", lambda out, **_: out.latent_dist.mode()
+    ):
+        half = begin(
+            PROMPT,
+            image=Image.fromarray(toy.waves()),
+            strength=0.75,
+            denoising_end=0.5,
+            generator=torch.Generator().manual_seed(42),
+            **arguments,
+        ).images
+    arrays["sdxl.img2img.latents"] = last(PROMPT, image=half, denoising_start=0.5, **arguments).images
     return arrays
 
 

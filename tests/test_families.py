@@ -16,7 +16,7 @@ from random_checkpoint import small, state_dict, write
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import txt2img
+from ldm_lite import generate, txt2img
 from ldm_lite.conditioning import Reading, encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -125,9 +125,9 @@ def test_runs_of_sdxl_end_as_those_of_diffusers(load: Load) -> None:
     assert toy.relative_error(none, GOLDEN["sdxl.none.latents"]) < 1e-5
     assert toy.relative_error(empty, GOLDEN["sdxl.empty.latents"]) < 1e-5
     assert toy.relative_error(none, GOLDEN["sdxl.empty.latents"]) > 1e-3
-    sizes = Reading(size=(64, 64), original_size=(96, 80), crop=(8, 4))
+    sizes = Reading(size=(64, 64), original_size=(96, 80), crop_top_left=(8, 4))
     assert toy.relative_error(run(pipe, None, 5.0, sizes), GOLDEN["sdxl.sizes.latents"]) < 1e-5
-    turned = Reading(size=(64, 64), original_size=(80, 96), crop=(4, 8))
+    turned = Reading(size=(64, 64), original_size=(80, 96), crop_top_left=(4, 8))
     assert toy.relative_error(run(pipe, None, 5.0, turned), GOLDEN["sdxl.sizes.latents"]) > 1e-4
 
 
@@ -135,6 +135,74 @@ def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
     latents = run(load("sdxl_base"), None, 5.0, Reading(), later=load("sdxl_refiner"))
     assert toy.relative_error(latents, GOLDEN["sdxl.refined.latents"]) < 1e-5
     assert toy.relative_error(latents, GOLDEN["sdxl.none.latents"]) > 1e-2
+
+
+def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Height first, and the scores are the refiner's alone."""
+    monkeypatch.setattr(generate, "seeded_noise", lambda seeds, shape: lambda: NOISE)
+    options = txt2img.Options(PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64)
+
+    def last(options: txt2img.Options, refiner: Pipeline | None = None) -> torch.Tensor:
+        latents: list[torch.Tensor] = []
+        list(
+            txt2img.txt2img(
+                load("sdxl_base"), options, refiner=refiner, on_step=lambda step, num, x: latents.append(x.clone())
+            )
+        )
+        return latents[-1]
+
+    assert toy.relative_error(last(options), GOLDEN["sdxl.none.latents"]) < 1e-5
+    sized = replace(options, original_size="96x80", crop_top_left="8,4", target_size="64x64")
+    assert toy.relative_error(last(sized), GOLDEN["sdxl.sizes.latents"]) < 1e-5
+    assert toy.relative_error(last(replace(sized, target_size="80x64")), GOLDEN["sdxl.sizes.latents"]) > 1e-4
+    scored = replace(options, refiner_start=0.5, aesthetic_score=8.0, negative_aesthetic_score=1.5)
+    assert toy.relative_error(last(scored, load("sdxl_refiner")), GOLDEN["sdxl.scored.latents"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        (
+            "sd2",
+            ["--original-size", "96x80"],
+            "got original size, which small Stable Diffusion 2.x does not read: leave",
+        ),
+        (
+            "sdxl_base",
+            ["--aesthetic-score", "7"],
+            "which small Stable Diffusion XL does not read: leave out --aesthetic-sc",
+        ),
+        ("sdxl_refiner", ["--target-size", "64x64"], "which small Stable Diffusion XL refiner does not read"),
+        ("sd2", ["--image-embedding", "{embedding}"], "got image embedding, which small Stable Diffusion 2.x does not"),
+        (
+            "sdxl_base",
+            ["--original-size", "96"],
+            "got original_size '96', wanted HxW, height first, 1024x768 for instance",
+        ),
+        ("sdxl_base", ["--target-size", "0x96"], "got target_size '0x96', wanted HxW"),
+        ("sdxl_base", ["--crop-top-left", "-1,0"], "got crop_top_left '-1,0', wanted Y,X, 0,128 for instance"),
+    ],
+)
+def test_sizes_that_nobody_reads_are_one_line(
+    files: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((1, 24)))
+    arguments = [str(tmp_path / "a.npy") if a == "{embedding}" else a for a in arguments]
+    if arguments[1].startswith("-"):
+        arguments = ["=".join(arguments)]
+    assert command(tmp_path, files(name), *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_told_in_the_picture(files: Callable[[str], Path], tmp_path: Path) -> None:
+    assert command(tmp_path, files("sdxl_base"), "--original-size", "96X80", "--crop_top_left", "8,4") == 0
+    told = Image.open(tmp_path / "out.png").info["parameters"]
+    assert 'Original size: 96X80, Crop top left: "8,4"' in told
 
 
 def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
