@@ -1,7 +1,11 @@
 """Where a checkpoint is: a path, a file on the Hugging Face hub, or the bundled model."""
 
+import hashlib
+import logging
 import os
 from pathlib import Path
+
+log = logging.getLogger("ldm_lite")
 
 BUNDLED = "emoji.safetensors"
 SHORT = {  # names for files that are asked for often
@@ -26,7 +30,8 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     """A checkpoint's name -> its local path.
 
     None is the bundled model; an existing path is itself; one of SHORT stands for what it says; "owner/repository/file"
-    that is no local path is downloaded from the hub, once, into its cache.  Raises FileNotFoundError with what to do.
+    that is no local path is downloaded from the hub, once, into its cache, going on where a download was cut off; where
+    it lies is said.  Raises FileNotFoundError with what to do.
     """
     if source is None:
         return bundled()
@@ -39,10 +44,70 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
         raise FileNotFoundError(
             f"{source}: no such file (wanted a path, or owner/repository/file for one on the Hugging Face hub)"
         )
-    import huggingface_hub  # here, not above: it takes a third of a second that local files need not wait for
-
+    repository, file = "/".join(parts[:2]), "/".join(parts[2:])
     try:
-        return Path(huggingface_hub.hf_hub_download("/".join(parts[:2]), "/".join(parts[2:])))
-    except Exception as error:  # the library raises many kinds, all of them for the reason it gives
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        path = _download(repository, file)
+    except Exception as error:  # the library raises many kinds
+        reason = _reason(error, repository)
         raise FileNotFoundError(f"{source}: no such file, and the hub did not give it: {reason}") from error
+    log.info("%s: at %s", source, path)
+    return path
+
+
+def _download(repository: str, file: str) -> Path:
+    """A file on the hub -> its path in the hub's cache, where it is downloaded to if it is not there.
+
+    huggingface_hub (2.4) throws away what it has when it is interrupted; so what it would download is put where it
+    looks first, and kept until it is whole.
+    """
+    # Here, not above: it takes a third of a second that local files need not wait for.
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
+
+    url = hf_hub_url(repository, file)
+    try:
+        about = get_hf_file_metadata(url)
+    except Exception:  # no connection, for one
+        cached = try_to_load_from_cache(repository, file)
+        if isinstance(cached, str):
+            return Path(cached)
+        raise
+    blob = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs", str(about.etag))
+    part = blob.with_name(f"{blob.name}.part")
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(f"{part}.lock"):
+        if try_to_load_from_cache(repository, file, revision=about.commit_hash) is None and not blob.exists():
+            with open(part, "ab") as stream:
+                if stream.tell():
+                    log.info("%s: goes on after the %.2f GB that are here", file, stream.tell() / 1e9)
+                http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=about.size)
+            _check(part, blob.name)
+            part.replace(blob)
+    return Path(hf_hub_download(repository, file))
+
+
+def _check(path: Path, etag: str) -> None:
+    """Raises ValueError, having removed the file, if the hub's name for its content, a SHA-256, is not of it."""
+    if len(etag) == 64:  # others name small files, in another way
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+        if digest.hexdigest() != etag:
+            path.unlink()
+            raise ValueError("what came is not what it should be, and was removed: try again")
+
+
+def _reason(error: Exception, repository: str) -> str:
+    """Why the hub did not give a file of a repository, in a line: the library's own, where ours says no more."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{repository}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"accept its licence at {page}, and log in with `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{repository} is not there, was moved, or is private and wants `hf auth login`"
+    if isinstance(error, errors.EntryNotFoundError):
+        return f"the repository has no such file; what it has is listed at {page}/tree/main"
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,6 +1,5 @@
 """Loading: the bundled model computes what an independent implementation computed; every family is told apart."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite import hub
 from ldm_lite.conditioning import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -171,24 +169,3 @@ def test_device_and_dtype() -> None:
     for name in ("nonsense", "meta", "cuda:99"):
         with pytest.raises(ValueError, match=f"device '{name}'"):
             ldm_lite.load(device=name)
-
-
-# ---- hub ------------------------------------------------------------------------------------------------------------
-
-
-def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.resolve(None) == hub.bundled()
-    assert hub.resolve(DATA) == DATA
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt"):
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            hub.resolve(name)
-
-
-def test_a_hub_name_without_a_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", os.fspath(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=r"^owner/repo/file.ckpt: no such file, and the hub did not give it: [^\n]+$"
-    ):
-        hub.resolve("owner/repo/file.ckpt")

@@ -1,0 +1,140 @@
+"""Names of files: paths, the bundled model, and the hub, whose part a server on this machine plays."""
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import huggingface_hub.constants
+import huggingface_hub.file_download
+import pytest
+
+from ldm_lite import hub
+
+DATA = Path(__file__).parent / "data"
+CONTENT = os.urandom(20_000)
+ETAG = hashlib.sha256(CONTENT).hexdigest()
+CONNECT, GETADDRINFO = socket.socket.connect, socket.getaddrinfo  # before the tests' fixture forbids them
+ERRORS = {  # by repository
+    "owner/gated": (403, {"X-Error-Code": "GatedRepo"}),
+    "owner/gone": (404, {"X-Error-Code": "RepoNotFound"}),
+    "owner/other": (404, {"X-Error-Code": "EntryNotFound"}),
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the hub does for one file, and remembers which ranges it was asked for."""
+
+    ranges: ClassVar[list[str | None]] = []
+
+    def do_HEAD(self) -> None:
+        repository = "/".join(self.path.split("/")[1:3])
+        status, headers = ERRORS.get(repository, (200, {"ETag": f'"{ETAG}"', "X-Repo-Commit": "0" * 40}))
+        self._answer(status, headers, len(CONTENT) if status == 200 else 0)
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/"):  # the library asks for things of its own
+            return self._answer(404, {}, 0)
+        asked = self.headers.get("Range")
+        self.ranges.append(asked)
+        content = CONTENT[int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0 :]
+        self._answer(206 if asked else 200, {}, len(content))
+        self.wfile.write(content)
+
+    def _answer(self, status: int, headers: dict[str, str], length: int) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(length)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The hub's empty cache, while the server stands for the hub."""
+    monkeypatch.setattr(socket.socket, "connect", CONNECT)
+    monkeypatch.setattr(socket, "getaddrinfo", GETADDRINFO)
+    monkeypatch.setattr(Handler, "ranges", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        template = here + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", here)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", os.fspath(tmp_path))
+        yield tmp_path
+        server.shutdown()
+
+
+def part(cache: Path) -> Path:
+    path = cache / "models--owner--repo" / "blobs" / f"{ETAG}.part"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.resolve(None) == hub.bundled()
+    assert hub.resolve(DATA) == DATA
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            hub.resolve(name)
+
+
+def test_a_file_is_downloaded_once_and_where_it_is_is_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ldm_lite")
+    first, again = (hub.resolve("owner/repo/folder/file.ckpt") for _ in range(2))
+    assert first == again
+    assert first.is_relative_to(cache)
+    assert first.parts[-2:] == ("folder", "file.ckpt")
+    assert first.read_bytes() == CONTENT
+    assert Handler.ranges == [None]
+    assert caplog.messages == [f"owner/repo/folder/file.ckpt: at {first}"] * 2
+
+
+def test_a_download_that_was_cut_off_goes_on(cache: Path) -> None:
+    part(cache).write_bytes(CONTENT[:8_000])
+    assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
+    assert Handler.ranges == ["bytes=8000-"]
+    assert not list(cache.rglob("*.part"))
+
+
+def test_what_is_not_the_file_is_not_kept(cache: Path) -> None:
+    part(cache).write_bytes(bytes(8_000))
+    with pytest.raises(FileNotFoundError, match="is not what it should be, and was removed: try again"):
+        hub.resolve("owner/repo/file.ckpt")
+    assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("repository", "reason"),
+    [
+        ("owner/gated", r"accept its licence at https://huggingface.co/owner/gated, and log in with `hf auth login`"),
+        ("owner/gone", r"owner/gone is not there, was moved, or is private and wants `hf auth login`"),
+        ("owner/other", r"the repository has no such file; what it has is listed at \S+/owner/other/tree/main"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_one_line(cache: Path, repository: str, reason: str) -> None:
+    wanted = rf"^{repository}/file.ckpt: no such file, and the hub did not give it: {reason}$"
+    with pytest.raises(FileNotFoundError, match=wanted):
+        hub.resolve(f"{repository}/file.ckpt")
+
+
+def test_without_a_network_what_is_in_the_cache_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = hub.resolve("owner/repo/file.ckpt")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    assert hub.resolve("owner/repo/file.ckpt") == path
+    with pytest.raises(FileNotFoundError, match=r"^owner/repo/no\.ckpt: .*the hub did not give it: no network$"):
+        hub.resolve("owner/repo/no.ckpt")
