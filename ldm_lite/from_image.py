@@ -123,8 +123,8 @@ def padded(pipe: "Pipeline", picture: "Image") -> "Tensor":
     return pad(to_pixels(picture), pipe.vae.spec.factor)
 
 
-def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Plan | None, Level | None]":
-    """The plan of the steps that a strength leaves, and the level that the picture is noised to for the first of them.
+def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Plan | None, Level | None, int]":
+    """The plan of the steps that a strength leaves, the level of noise for the first, and how many come before it.
 
     No plan: not a single step.  No level: noise alone, strength 1.  Raises ValueError for options that do not fit.
     """
@@ -135,7 +135,7 @@ def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Pl
         return _begin_as_the_original(pipe, options, strength)
     if strength == 0:
         log.info("strength 0: no UNet call, the picture goes through the autoencoder alone")
-        return None, CLEAN
+        return None, CLEAN, 0
     steps = pipe.family.steps if options.steps is None else options.steps
     whole, last = share(steps, strength, options.exact_steps)
     plan = make_plan(
@@ -149,8 +149,8 @@ def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Pl
     )
     log.info("strength %g: the last %d of %d steps, %d UNet calls", strength, last, whole, len(plan.t))
     if strength == 1:
-        return plan, None
-    return plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1]))
+        return plan, None, 0
+    return plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1])), whole - last
 
 
 def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
 
 def _begin_as_the_original(
     pipe: "Pipeline", options: ImageOptions, strength: float
-) -> "tuple[Plan | None, Level | None]":
+) -> "tuple[Plan | None, Level | None, int]":
     """The original noises one level higher than its first step is for, and fails where there is none.
 
     CompVis scripts/img2img.py: stochastic_encode and decode with the same t_enc.
@@ -190,7 +190,7 @@ def _begin_as_the_original(
             sampler_of(pipe, options), pipe.schedule, steps, eta=options.eta, spacing="original", last=last
         )
     log.info("strength %g: %d steps, %d UNet calls", strength, last, last)
-    return plan, levels[-last - 2]
+    return plan, levels[-last - 2], steps - last
 
 
 def as_original(options: Options, sampler: str, scale: float) -> Options:

@@ -22,7 +22,7 @@ from ldm_lite.from_image import (
     size_of,
     sources,
 )
-from ldm_lite.job import OnStep, Result, check_command, original_flags, read_prompts, serve
+from ldm_lite.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ def img2img(
     pictures: "Sequence[Image] | None" = None,
     context: "Tensor | None" = None,
     uncond: "Tensor | None" = None,
+    refiner: "Pipeline | None" = None,
     on_step: OnStep | None = None,
 ) -> Iterator[Result]:
     """All prompts of the options on each picture: images, each as soon as it is decoded; stop by leaving the loop.
 
-    pictures are PIL images in place of options.init_img; context, uncond and on_step as in txt2img.  A result is as
-    large as the picture is resized to, whatever multiples of pixels the model takes.  At strength 0 it is the picture
-    through the autoencoder, at 1 it is txt2img's.  Raises ValueError, one line, for options that do not fit.
+    pictures are PIL images in place of options.init_img; context, uncond, refiner and on_step as in txt2img.  A result
+    is as large as the picture is resized to, whatever multiples of pixels the model takes.  At strength 0 it is the
+    picture through the autoencoder, at 1 it is txt2img's.  Raises ValueError, one line, for options that do not fit.
     """
     from ldm_lite.paint import Setup, paint
 
@@ -80,13 +81,14 @@ def img2img(
     inputs = sources(options.init_img, "init-img") if pictures is None else pictures
     prompts = read_prompts(options, pipe) if context is None else [options.prompt or ""] * len(context)
     strength = (1.0 if follows else 0.75) if options.strength is None else options.strength
-    plan, start = begin(pipe, options, strength)
+    plan, start, skipped = begin(pipe, options, strength)
     setup = Setup(
         prompts,
         plan,
         scale=pipe.family.scale if options.scale is None else options.scale,
         image_scale=(1.5 if options.image_scale is None else options.image_scale) if follows else None,
         start=start,
+        refiner=hand_over(pipe, options, plan, refiner, skipped),
     )
     canvases = (_canvas(pipe, options, source, strength) for source in inputs)
     return paint(pipe, options, setup, canvases, context=context, uncond=uncond, on_step=on_step)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ldm_lite import cli
 from ldm_lite.cli import LoadOptions, SaveOptions, option
 from ldm_lite.from_image import ImageOptions, begin, check_image, open_source, padded, size_of, sources
-from ldm_lite.job import OnStep, Result, check_command, original_flags, read_prompts, serve
+from ldm_lite.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ def inpaint(
     masks: "Sequence[Image] | None" = None,
     context: "Tensor | None" = None,
     uncond: "Tensor | None" = None,
+    refiner: "Pipeline | None" = None,
     on_step: OnStep | None = None,
 ) -> Iterator[Result]:
     """All prompts of the options on each picture: images, each as soon as it is decoded; stop by leaving the loop.
 
     pictures and masks (white, above middle grey, is repainted) are PIL images in place of options.init_img and
-    options.mask; context, uncond and on_step as in txt2img.  Raises ValueError, one line, for options that do not fit.
+    options.mask; context, uncond, refiner (which need not be made for it) and on_step as in txt2img.  Raises
+    ValueError, one line, for options that do not fit.
     """
     from ldm_lite.paint import Setup, paint
 
@@ -71,10 +73,10 @@ def inpaint(
     inputs = pairs(options) if pictures is None else _paired(options, pictures, masks or ())
     prompts = read_prompts(options, pipe) if context is None else [options.prompt or ""] * len(context)
     strength = 1.0 if options.strength is None else options.strength
-    plan, start = begin(pipe, options, strength)
+    plan, start, skipped = begin(pipe, options, strength)
     scale = pipe.family.scale if options.scale is None else options.scale
     canvases = (_canvas(pipe, options, picture, mask, strength) for picture, mask in inputs)
-    setup = Setup(prompts, plan, scale, start=start)
+    setup = Setup(prompts, plan, scale, start=start, refiner=hand_over(pipe, options, plan, refiner, skipped))
     return paint(pipe, options, setup, canvases, context=context, uncond=uncond, on_step=on_step)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from ldm_lite.diffusion.plan import Plan
     from ldm_lite.pipeline import Pipeline
 
 log = logging.getLogger("ldm_lite")
@@ -73,6 +74,12 @@ class JobOptions:
     preprocess: str | None = option(
         None, "make the pictures of --control maps: canny, canny:LOW:HIGH or inpaint; one for all, or canny,none"
     )
+    refiner: str | None = option(
+        None, "a checkpoint that goes on with the last steps: SDXL's refiner, or any of its kind"
+    )
+    refiner_start: float = option(
+        0.8, "share of the steps that come before the refiner, 0 to 1, of all from pure noise on, run or not"
+    )
     depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
     image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
     noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
@@ -119,7 +126,7 @@ def check(options: JobOptions) -> None:
         sampler, _ = resolve(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):
             raise ValueError(f"--compat knows the samplers of the original script, ddim and plms, not {sampler}")
-    for name in ("guidance_rescale", "dynamic_threshold"):
+    for name in ("guidance_rescale", "dynamic_threshold", "refiner_start"):
         value = getattr(options, name)
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"got {name} {value}, wanted 0 to 1")
@@ -185,6 +192,22 @@ def check_command(pipe: "Pipeline", command: str) -> None:
 def sampler_of(pipe: "Pipeline", options: JobOptions) -> str:
     """The name of the sampler that the options ask for, or else the checkpoint's family."""
     return pipe.family.sampler if options.sampler is None else options.sampler
+
+
+def hand_over(
+    pipe: "Pipeline", options: JobOptions, plan: "Plan | None", refiner: "Pipeline | None", skipped: int = 0
+) -> "tuple[Pipeline, int] | None":
+    """Who goes on with a plan and from which of its steps: a refiner, given or named by the options, if there is one.
+
+    skipped are the steps that a picture's strength leaves out before the plan's first.
+    """
+    if plan is None or (refiner is None and options.refiner is None):
+        return None
+    if refiner is None:
+        refiner = ldm_lite.load(options.refiner, device=pipe.device, dtype=pipe.dtype)
+    first = max(0, round(options.refiner_start * (skipped + plan.num_steps)) - skipped)
+    log.info("%s: the last %d of %d steps are its", refiner.name, plan.num_steps - first, plan.num_steps)
+    return refiner, first
 
 
 def read_depth(pipe: "Pipeline", options: JobOptions, shape: tuple[int, int, int]) -> "Tensor | None":

@@ -93,10 +93,10 @@ def paint(
             rows = range(first, min(first + options.batch_size, count))
             offset = (number * options.repeats + repeat) * count
             seeds = [options.seed + (row - first if options.fixed_code else offset + row) for row in rows]
-            branches = painter.branches(canvas, *embed(rows, canvas), len(rows))
+            branches = painter.branches(pipe, canvas, *embed(rows, canvas), len(rows))
             later = None
             if refine is not None and setup.refiner is not None:
-                refining = painter.branches(canvas, *refine(rows, canvas), len(rows))
+                refining = painter.branches(setup.refiner[0], canvas, *refine(rows, canvas), len(rows))
                 later = generate.Handover(setup.refiner[0], refining, setup.refiner[1])
             latents = painter.latents(canvas, branches, later, steering, *begin(seeds))
             for pixels, row, seed in zip(generate.decode(pipe, latents), rows, seeds, strict=True):
@@ -259,12 +259,14 @@ class _Painter:
         mask = canvas.mask.to(init.device)
         return mask * alone + (1 - mask) * (a * init + s * noise)
 
-    def branches(self, canvas: Canvas, cond: "Conditioning", uncond: "Conditioning | None", num: int) -> "Branches":
-        """The conditionings of a batch of num pictures, with what the network reads beside the latents."""
+    def branches(
+        self, pipe: "Pipeline", canvas: Canvas, cond: "Conditioning", uncond: "Conditioning | None", num: int
+    ) -> "Branches":
+        """The conditionings of a batch of num pictures, with what the network of pipe reads beside the latents."""
         from ldm_lite.diffusion.guidance import classifier_free, instructed
 
         scale, image_scale = self.setup.scale, self.setup.image_scale
-        if canvas.concat is None:
+        if canvas.concat is None or pipe.family.unet.in_channels == pipe.vae.spec.embed_dim:  # a refiner's
             return classifier_free(cond, uncond, scale)
         concat = canvas.concat.expand(num, -1, -1, -1)
         if canvas.y is not None:

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.cli import LoadOptions, SaveOptions
 from ldm_lite.job import (
     JobOptions,
     OnStep,
     Result,
     check,
     check_command,
+    hand_over,
     original_flags,
     read_prompts,
     sampler_of,
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Options(JobOptions):
     """What to make.  None = what the checkpoint's family has as its default."""
-
-    refiner: str | None = option(
-        None, "a checkpoint that goes on with the last steps: SDXL's refiner, or any of its kind"
-    )
-    refiner_start: float = option(0.8, "share of the steps that come before the refiner, 0 to 1")
 
 
 def txt2img(
@@ -62,8 +57,6 @@ def txt2img(
     from ldm_lite.paint import Canvas, Setup, paint
 
     check(options)
-    if not 0 <= options.refiner_start <= 1:
-        raise ValueError(f"got refiner_start {options.refiner_start}, wanted 0 to 1")
     check_command(pipe, "txt2img")
     prompts = read_prompts(options, pipe) if context is None else [options.prompt or ""] * len(context)
     family = pipe.family
@@ -76,13 +69,11 @@ def txt2img(
     spacing = "original" if options.compat else options.spacing
     sampler = sampler_of(pipe, options)
     plan = make_plan(sampler, pipe.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing)
-    if refiner is None and options.refiner is not None:
-        refiner = ldm_lite.load(options.refiner, device=pipe.device, dtype=pipe.dtype)
     setup = Setup(
         prompts,
         plan,
         scale=family.scale if options.scale is None else options.scale,
-        refiner=None if refiner is None else (refiner, round(options.refiner_start * steps)),
+        refiner=hand_over(pipe, options, plan, refiner),
     )
     return paint(
         pipe,

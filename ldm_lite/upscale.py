@@ -81,8 +81,8 @@ def upscale(
 def check(options: Options) -> None:
     """Raises ValueError for options that are wrong whatever the checkpoint."""
     check_job(options)
-    if options.compat or options.from_file is not None or options.fixed_code or options.control:
-        raise ValueError("upscale has no --compat, --from-file, --fixed-code or --control: leave them out")
+    if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
+        raise ValueError("upscale has no --compat, --from-file, --fixed-code, --control or --refiner: leave them out")
     if options.height is not None or options.width is not None:
         raise ValueError("what is upscaled has four times its own size: leave out --height and --width")
     if not 0 <= options.noise_level <= MOST_NOISE:

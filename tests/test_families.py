@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from random_checkpoint import small, state_dict, write
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, txt2img
+from ldm_lite import generate, img2img, inpaint, txt2img
 from ldm_lite.conditioning import Reading, encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -335,6 +336,50 @@ def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load,
     assert torch.equal(pixels[0.0].pixels, last.pixels)
 
 
+def test_a_picture_then_the_refiner_as_by_diffusers(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    """The share of the steps is of all from pure noise on: of 8, 2 are left out, 2 the base's, 4 the refiner's."""
+    caplog.set_level("INFO", "ldm_lite")
+    settings = {"steps": 8, "scale": 5.0, "sampler": "ddim", "strength": 0.75, "refiner_start": 0.5}
+    latents: list[torch.Tensor] = []
+    given = {"pictures": [Image.fromarray(toy.waves())], "refiner": load("sdxl_refiner")}
+    given["on_step"] = lambda step, num_steps, x: latents.append(x.clone())
+    list(img2img.img2img(load("sdxl_base"), img2img.Options(PROMPT, **settings), **given))
+    assert toy.relative_error(latents[-1], GOLDEN["sdxl.img2img.latents"]) < 1e-5
+    assert "sdxl_refiner: the last 4 of 6 steps are its" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["sdxl_base", "sdxl_inpaint"])
+def test_painting_into_a_picture_is_refined(load: Load, name: str) -> None:
+    """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
+    mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
+    given = {"pictures": [Image.fromarray(toy.waves())], "masks": [mask]}
+    options = inpaint.Options(PROMPT, steps=4, sampler="ddim", refiner_start=0.5)
+    pixels = {
+        refiner: next(inpaint.inpaint(load(name), options, refiner=refiner and load(refiner), **given)).pixels
+        for refiner in (None, name, "sdxl_refiner")
+    }
+    assert torch.equal(pixels[None], pixels[name])
+    changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
+    assert changed[16:48, 16:48].float().mean() > 0.9
+    changed[16:48, 16:48] = False
+    assert not changed.any()
+
+
+@pytest.mark.parametrize("command", [img2img, inpaint])
+def test_a_picture_then_the_refiner_by_one_flag(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: ModuleType
+) -> None:
+    Image.fromarray(toy.waves()).save(tmp_path / "in.png")
+    mask = ["--mask", str(tmp_path / "in.png")] if command is inpaint else []
+    arguments = [PROMPT, "--ckpt", str(files("sdxl_base")), "--refiner", str(files("sdxl_refiner")), "--steps", "4"]
+    arguments += ["--init-img", str(tmp_path / "in.png"), "--out", str(tmp_path / "out.png"), "--device", "cpu", *mask]
+    assert command.main([*arguments, "--strength", "0.5", "--refiner-start", "0.75"]) == 0
+    told = Image.open(tmp_path / "out.png").info["parameters"]
+    assert "Refiner: sdxl_refiner, Refiner from step: 2" in told  # the first of two is the third of four
+    assert command.main([*arguments, "--refiner-start", "1.5"]) == 2
+    assert "got refiner_start 1.5, wanted 0 to 1" in capsys.readouterr().err
+
+
 def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
     for name, differ in (("sdxl_base", True), ("sdxl_refiner", False), ("sd2", False)):
         options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
@@ -399,8 +444,6 @@ def test_an_image_embedding_is_read(
 
 
 def test_pictures_are_begun_with_and_painted_into(files: Callable[[str], Path], tmp_path: Path) -> None:
-    from ldm_lite import img2img, inpaint
-
     picture, mask = tmp_path / "picture.png", tmp_path / "mask.png"
     Image.fromarray(toy.depth_map()).convert("RGB").resize((64, 64)).save(picture)
     Image.fromarray(255 * (toy.depth_map() > 200).astype(np.uint8)).resize((64, 64)).save(mask)
