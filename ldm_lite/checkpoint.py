@@ -269,6 +269,8 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
         keys = {key.removeprefix(found): key for key in stored if key.startswith(found) and key not in used}
         used |= set(keys.values())
         components[role] = Component(checkpoint, {key: stored[long] for key, long in keys.items()})
+    if "vae" in components:
+        components["vae"] = _with_other_half(components["vae"])
     if not components:
         sample = ", ".join(sorted(stored)[:3])
         raise ValueError(
@@ -302,6 +304,26 @@ def _tiny(stored: Mapping[str, str]) -> Mapping[str, str]:
             for key, long in stored.items()
         }
     return stored
+
+
+def _with_other_half(vae: Component) -> Component:
+    """TAESD's decoder or encoder with the other, if its file lies beside: taesd_decoder.pth and taesd_encoder.pth."""
+    path, half = vae.checkpoint.path, " ".join({key.partition(".")[0] for key in vae.keys})
+    other = {"decoder": "encoder", "encoder": "decoder"}.get(half, half)
+    beside = path.with_name(path.name.replace(half, other))
+    if beside == path or not beside.is_file():
+        return vae
+    second = open_checkpoint(beside)
+    keys = _tiny({key: key for key in second.shapes})
+    if not all(key.startswith(f"{other}.") for key in keys):
+        return vae
+    log.info("%s: taken together with %s", path.name, beside.name)
+    shapes = {**vae.shapes, **{key: second.shapes[stored] for key, stored in keys.items()}}
+
+    def read(key: str) -> Tensor:
+        return vae.checkpoint.read(vae.keys[key]) if key in vae.keys else second.read(keys[key])
+
+    return Component(Checkpoint(path, shapes, vae.checkpoint.metadata, read), {key: key for key in shapes})
 
 
 def ema(unet: Component) -> Component | None:

@@ -9,6 +9,7 @@ PROMPT, the last latents, and every fourth pixel of the picture.
 """
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -28,6 +29,7 @@ from random_checkpoint import small, state_dict
 from ldm_lite.benchmark import peers
 from ldm_lite.families import Family
 from ldm_lite.identify import with_prediction
+from ldm_lite.models.taesd import TAESD
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
@@ -194,12 +196,27 @@ def unclip() -> Arrays:
     return {"unclip.y": torch.cat([noised, sinusoid], dim=1)}
 
 
+def tiny() -> Arrays:
+    """TAESD both ways, by diffusers' AutoencoderTiny, with its scaling factor, whose decoder begins one layer later."""
+    vae = diffusers.AutoencoderTiny().eval()
+    values = toy.fill(TAESD(toy.TINY)).state_dict()
+    names = {key: re.sub(r"^(\w+)\.(\d+)", _layer, key) for key in values}
+    vae.load_state_dict({names[key]: value for key, value in values.items()}, strict=True)
+    latents = vae.encode(toy.normal(7, 1, 3, 16, 24)).latents * vae.config.scaling_factor
+    pixels = vae.decode(toy.normal(8, 1, 4, 4, 6) / vae.config.scaling_factor).sample
+    return {"taesd.encode": latents, "taesd.decode": pixels}
+
+
+def _layer(match: re.Match[str]) -> str:
+    return f"{match[1]}.layers.{int(match[2]) - (match[1] == 'decoder')}"
+
+
 def main() -> None:
     """Write the goldens."""
     first, second = tokenizers()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        arrays = stable_diffusion_2(second) | depth(second) | sdxl(first, second) | unclip()
+        arrays = stable_diffusion_2(second) | depth(second) | sdxl(first, second) | unclip() | tiny()
     write(DATA / "families.npz", arrays, torch.float32, json.dumps(versions))
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite import cli, generate
+from ldm_lite import cli, generate, img2img
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.models.taesd import TAESD
 from ldm_lite.networks import AutoencoderSpec, build
@@ -69,6 +69,26 @@ def test_taesd_is_loaded_under_all_its_names(tmp_path: Path) -> None:
         network = load_autoencoder(path, device="cpu")
         assert network.spec == replace(toy.TINY, encoder=part == "encoder", decoder=part == "decoder")
         assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+        path.unlink()  # else it is taken together with the next
+
+
+@pytest.mark.parametrize("named", ["taesd_encoder.pth", "taesd_decoder.pth"])
+def test_taesds_two_files_are_found_beside_each_other(
+    named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Either of them may be named; whose name is of another kind, or which are not TAESD's, are left alone."""
+    caplog.set_level("INFO", "ldm_lite")
+    own = weights(toy.TINY)
+    for part in ("encoder", "decoder"):
+        half = {key.removeprefix(f"{part}."): v for key, v in own.items() if key.startswith(part)}
+        torch.save(half, tmp_path / f"taesd_{part}.pth")
+    network = load_autoencoder(tmp_path / named, device="cpu")
+    assert network.spec == toy.TINY
+    assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+    other = "taesd_decoder.pth" if "encoder" in named else "taesd_encoder.pth"
+    assert f"{named}: taken together with {other}" in caplog.messages
+    save_file(weights(toy.VQ_F16), tmp_path / other)
+    assert load_autoencoder(tmp_path / named, device="cpu").spec != toy.TINY
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -154,6 +174,28 @@ def test_taesd_takes_the_unets_latents_as_they_are(small_path: Path, tmp_path: P
     latents = toy.normal(8, 1, 4, 4, 6)
     wanted = torch.from_numpy(np.load(Path(__file__).parent / "data" / "zoo.npz")["taesd.decode"])
     assert toy.relative_error(next(generate.decode(pipe, latents)), wanted[0].clamp(-1, 1).numpy()) < 1e-5
+
+
+def test_img2img_wants_taesds_encoder_too(
+    small_path: Path, tmp_path: Path, picture: Image.Image, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = weights(toy.TINY)
+    for part in ("decoder", "encoder"):
+        half = {key.removeprefix(f"{part}."): v for key, v in own.items() if key.startswith(part)}
+        torch.save(half, tmp_path / f"taesd_{part}.pth")
+        picture.save(tmp_path / "in.png")
+        arguments = ["an apple", "--init-img", str(tmp_path / "in.png"), "--ckpt", str(small_path), "--steps", "2"]
+        arguments += ["--vae", str(tmp_path / "taesd_decoder.pth"), "--device", "cpu", "--outdir", str(tmp_path)]
+        status = img2img.main(arguments)
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        if part == "encoder":
+            assert (status, errors) == (0, [])
+        else:
+            assert status == 2
+            assert errors == [
+                "error: this TAESD is a decoder alone, and a picture must be encoded: take a file of both, or put "
+                "taesd_encoder.pth beside taesd_decoder.pth"
+            ]
 
 
 def test_another_autoencoder_keeps_the_familys_scale_factor(small_path: Path, tmp_path: Path) -> None:

@@ -83,7 +83,10 @@ class TAESD(nn.Module):
         Raises ValueError if there is no encoder, x has not 3 channels or a side is no multiple of 8.
         """
         if not self.spec.encoder:
-            raise ValueError("this TAESD is a decoder alone: take a file with both, or taesd_encoder beside it")
+            raise ValueError(
+                "this TAESD is a decoder alone, and a picture must be encoded: take a file of both, or put "
+                "taesd_encoder.pth beside taesd_decoder.pth"
+            )
         if x.shape[1] != 3 or x.shape[2] % 8 or x.shape[3] % 8:
             raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of 8")
         return self.encoder((x + 1) / 2)
@@ -99,7 +102,9 @@ class TAESD(nn.Module):
         Raises ValueError if there is no decoder or z has not embed_dim channels.
         """
         if not self.spec.decoder:
-            raise ValueError("this TAESD is an encoder alone: take a file with both, or taesd_decoder in its place")
+            raise ValueError(
+                "this TAESD is an encoder alone: take a file of both, or put taesd_decoder.pth beside taesd_encoder.pth"
+            )
         if z.shape[1] != self.spec.embed_dim:
             raise ValueError(f"got latents with {z.shape[1]} channels, wanted {self.spec.embed_dim}")
         return self.decoder(z) * 2 - 1

@@ -1,4 +1,4 @@
-"""TAESD against the original (the goldens), the keys of the released files, and its contract."""
+"""TAESD against the original and diffusers (the goldens), the keys of the released files, and its contract."""
 
 import gzip
 import json
@@ -13,14 +13,16 @@ import toy
 from ldm_lite.models.taesd import TAESD
 
 DATA = Path(__file__).parents[1] / "data"
-GOLDEN = np.load(DATA / "zoo.npz")
+GOLDENS = [np.load(DATA / "zoo.npz"), np.load(DATA / "families.npz")]  # by the original, by diffusers
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 
 
-def test_equals_the_original_and_takes_images_from_minus_one_to_one() -> None:
+@pytest.mark.parametrize("golden", GOLDENS, ids=["original", "diffusers"])
+def test_equals_the_original_and_takes_images_from_minus_one_to_one(golden: dict[str, np.ndarray]) -> None:
+    """At real size, for it has one size; diffusers' latents with its scaling factor."""
     network = toy.fill(TAESD(toy.TINY))
-    assert toy.relative_error(network.encode(toy.normal(7, 1, 3, 16, 24)), GOLDEN["taesd.encode"]) < 1e-5
-    assert toy.relative_error(network.decode(toy.normal(8, 1, 4, 4, 6)), GOLDEN["taesd.decode"]) < 1e-5
+    assert toy.relative_error(network.encode(toy.normal(7, 1, 3, 16, 24)), golden["taesd.encode"]) < 1e-5
+    assert toy.relative_error(network.decode(toy.normal(8, 1, 4, 4, 6)), golden["taesd.decode"]) < 1e-5
 
 
 def test_keys_shapes_and_parameters_are_those_of_the_originals() -> None:
