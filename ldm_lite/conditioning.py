@@ -46,6 +46,8 @@ class Reading:
     # unCLIP: the CLIP embedding of an image (1,V/2), and the noise level of it in [0,1000).
     image_embedding: Tensor | None = None
     noise_level: int = 0
+    # unCLIP of CLIP-L's: mean and standard deviation (2,V/2) of such embeddings, between which noise is added.
+    image_statistics: Tensor | None = None
 
 
 Conditioner = Callable[[Pipeline, Prompts, Reading], Conditioning]
@@ -132,11 +134,12 @@ def refiner(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
 def unclip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
 
-    The noise is the same for all images.  Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of
-    stablediffusion, without its normalisation (which for H is the identity).
+    The noise is the same for all images; it is added to the embedding less the mean of such embeddings, over their
+    standard deviation, where these are given.  Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of
+    stablediffusion.
     """
     width = (pipe.family.unet.vector_dim or 0) // 2
-    embedding, level = reading.image_embedding, reading.noise_level
+    embedding, level, statistics = reading.image_embedding, reading.noise_level, reading.image_statistics
     if embedding is None:
         raise ValueError(
             f"{pipe.family.title} reads an image's CLIP embedding (1, {width}) beside the prompt: "
@@ -146,11 +149,25 @@ def unclip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
         raise ValueError(
             f"got an image embedding {tuple(embedding.shape)} and noise level {level}, wanted (1, {width}) and 0 to 999"
         )
+    if statistics is not None and statistics.shape != (2, width):
+        raise ValueError(f"got image statistics {tuple(statistics.shape)}, wanted mean and deviation, (2, {width})")
+    mean, deviation = (0.0, 1.0) if statistics is None else (statistics[:1].float(), statistics[1:].float())
     kept = float((1 - cosine_betas())[: level + 1].prod())
     noise = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
-    noised = kept**0.5 * embedding.cpu().float() + (1 - kept) ** 0.5 * noise
-    y = torch.cat([noised, timestep_embedding(torch.tensor([level]), width)], dim=1).to(pipe.device)
+    noised = kept**0.5 * (embedding.cpu().float() - mean) / deviation + (1 - kept) ** 0.5 * noise
+    sinusoid = timestep_embedding(torch.tensor([level]), width)
+    y = torch.cat([noised * deviation + mean, sinusoid], dim=1).to(pipe.device)
     return clip(pipe, prompts, reading)._replace(y=(y * (not reading.negative)).repeat(len(prompts), 1))
+
+
+def unclip_l(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
+    """unCLIP of CLIP-L's embeddings: it was trained with their statistics, which its file lacks."""
+    if reading.image_statistics is None and reading.noise_level:
+        raise ValueError(
+            f"{pipe.family.title} adds noise by statistics that its file lacks: give karlo's ViT-L-14_stats.th with "
+            "--image-statistics FILE, or take --noise-level 0"
+        )
+    return unclip(pipe, prompts, reading)
 
 
 # ---- parts of these -------------------------------------------------------------------------------------------------
@@ -204,6 +221,7 @@ CONDITIONERS: dict[str, Conditioner] = {
     "sdxl": sdxl,
     "refiner": refiner,
     "unclip": unclip,
+    "unclip_l": unclip_l,
     "bert": bert,
     "nothing": lambda pipe, prompts, reading: inputs.nothing(pipe, prompts),
     "classes": lambda pipe, prompts, reading: inputs.classes(pipe, prompts),
@@ -217,6 +235,7 @@ HEEDS = {
     "sdxl": (*CUT, "target_size"),
     "refiner": (*CUT, "aesthetic_score", "negative_aesthetic_score"),
     "unclip": ("image_embedding",),
+    "unclip_l": ("image_embedding", "image_statistics"),
 }
 # How long a prompt is that is no text.
 LENGTHS: dict[str, Callable[[Pipeline, str], int]] = {

@@ -289,7 +289,9 @@ FAMILIES = {
         SD2, title="Stable Diffusion 2 depth", unet=UNETS["sd2_depth"], task="depth", v_resolution=None
     ),
     "sd2_unclip_h": UNCLIP,
-    "sd2_unclip_l": replace(UNCLIP, title="Stable Diffusion 2.1 unCLIP (L)", unet=UNETS["sd2_unclip_l"]),
+    "sd2_unclip_l": replace(
+        UNCLIP, title="Stable Diffusion 2.1 unCLIP (L)", unet=UNETS["sd2_unclip_l"], conditioner="unclip_l"
+    ),
     "sdxl_base": SDXL,
     "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # by its metadata alone
     "sdxl_inpaint": replace(SDXL, title="Stable Diffusion XL inpainting", unet=UNETS["sdxl_inpaint"], task="inpaint"),

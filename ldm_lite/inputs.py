@@ -7,13 +7,16 @@ which stands for what to keep away from, where a model was trained with it.
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ldm_lite import boxes
+from ldm_lite.checkpoint import open_checkpoint
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
@@ -105,6 +108,36 @@ def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
             f"{path}: holds {values.dtype} of shape {values.shape}, wanted floats ({width},) or (T, {width})"
         )
     return torch.from_numpy(values.astype(np.float32))
+
+
+def read_image_embedding(path: Path) -> Tensor:
+    """The one vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for another."""
+    if path.suffix == ".npy":
+        values = torch.from_numpy(np.load(path))
+    else:
+        file = open_checkpoint(path)
+        if len(file.shapes) != 1:
+            raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
+        values = file.read(next(iter(file.shapes)))
+    if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
+    return values.reshape(1, -1).float()
+
+
+def read_image_statistics(path: Path) -> Tensor:
+    """Mean and standard deviation of image embeddings, (2,D) float32: karlo's .th file, or diffusers' `mean` and `std`.
+
+    Raises ValueError for another.
+    """
+    try:
+        if path.suffix in (".th", ".pt"):  # no names: two tensors
+            mean, deviation = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            file = open_checkpoint(path)
+            mean, deviation = (file.read(name) for name in ("mean", "std"))
+        return torch.stack([mean.reshape(-1), deviation.reshape(-1)]).float()
+    except (KeyError, SafetensorError, TypeError, AttributeError, ValueError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
 
 
 def _file(pipe: Pipeline, prompt: str | None, wanted: str) -> Path:

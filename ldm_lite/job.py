@@ -83,6 +83,9 @@ class JobOptions:
     depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
     image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
     noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
+    image_statistics: str | None = option(
+        None, "mean and deviation of such embeddings, for unCLIP L: karlo's ViT-L-14_stats.th, or diffusers' file"
+    )
     original_size: str | None = option(
         None,
         "to SDXL, the size of the picture that the image is to look scaled from (default: its own); small is blurred",
@@ -220,28 +223,6 @@ def read_depth(pipe: "Pipeline", options: JobOptions, shape: tuple[int, int, int
     return None if options.depth is None else depth_latent(open_depth(options.depth), shape[1:])
 
 
-def read_embedding(options: JobOptions) -> "Tensor | None":
-    """The one vector (1,D) in the .npy or .safetensors file of an image's embedding.  Raises ValueError for another."""
-    import numpy as np
-    import torch
-
-    from ldm_lite.checkpoint import open_checkpoint
-
-    if options.image_embedding is None:
-        return None
-    path = Path(options.image_embedding)
-    if path.suffix == ".npy":
-        values = torch.from_numpy(np.load(path))
-    else:
-        file = open_checkpoint(path)
-        if len(file.shapes) != 1:
-            raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
-        values = file.read(next(iter(file.shapes)))
-    if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
-        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
-    return values.reshape(1, -1).float()
-
-
 # Options that are two numbers: what is between them, and the least that they may be.
 PAIRS = {"original_size": ("x", 1), "crop_top_left": (",", 0), "target_size": ("x", 1)}
 
@@ -262,10 +243,14 @@ def _sizes(options: JobOptions) -> dict[str, tuple[int, int]]:
 
 def stated(options: JobOptions) -> dict[str, Any]:
     """Fields of a conditioning.Reading that the options state and that only some families heed.  Raises ValueError."""
+    from ldm_lite.inputs import read_image_embedding, read_image_statistics
+
+    embedding, statistics = options.image_embedding, options.image_statistics
     others = {
         "aesthetic_score": options.aesthetic_score,
         "negative_aesthetic_score": options.negative_aesthetic_score,
-        "image_embedding": read_embedding(options),
+        "image_embedding": None if embedding is None else read_image_embedding(Path(embedding)),
+        "image_statistics": None if statistics is None else read_image_statistics(Path(statistics)),
     }
     return {**_sizes(options), **{name: value for name, value in others.items() if value is not None}}
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import toy
 import transformers
+from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_img2img
 from make_goldens import Arrays, write
 from make_tokenizer_goldens import reference
@@ -186,14 +187,22 @@ def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) 
 
 
 def unclip() -> Arrays:
-    """The vector of an image's embedding, noised at level 300 (unCLIP), by diffusers' parts of that pipeline."""
+    """The vector of an image's embedding, noised at level 300 (unCLIP), by diffusers' parts of that pipeline.
+
+    Of H's, as it is; of L's, by statistics: a mean, and deviations about 1.
+    """
     noising = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2")
     level, noise = torch.tensor([300]), torch.randn(1, 24, generator=torch.Generator().manual_seed(0))
-    noised = noising.add_noise(toy.normal(10, 1, 24), noise, level)
     sinusoid = diffusers.models.embeddings.get_timestep_embedding(
         level, 24, flip_sin_to_cos=True, downscale_freq_shift=0
     )
-    return {"unclip.y": torch.cat([noised, sinusoid], dim=1)}
+    arrays = {}
+    for name, mean, deviation in (("unclip", 0, 1), ("unclip_l", toy.normal(11, 1, 24), toy.normal(12, 1, 24).exp())):
+        normalizer = StableUnCLIPImageNormalizer(embedding_dim=24)
+        normalizer.load_state_dict({"mean": torch.zeros(1, 24) + mean, "std": torch.zeros(1, 24) + deviation})
+        noised = normalizer.unscale(noising.add_noise(normalizer.scale(toy.normal(10, 1, 24)), noise, level))
+        arrays[f"{name}.y"] = torch.cat([noised, sinusoid], dim=1)
+    return arrays
 
 
 def tiny() -> Arrays:

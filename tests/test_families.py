@@ -211,6 +211,9 @@ def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
     pipe = load("sd2_unclip_h")
     assert toy.relative_error(encode_prompts(pipe, ["a", "b"], reading).y[1:], GOLDEN["unclip.y"]) < 1e-5
     assert not encode_prompts(pipe, [""], replace(reading, negative=True)).y.any()
+    statistics = torch.cat([toy.normal(11, 1, 24), toy.normal(12, 1, 24).exp()])
+    y = encode_prompts(load("sd2_unclip_l"), ["a"], replace(reading, image_statistics=statistics)).y
+    assert toy.relative_error(y, GOLDEN["unclip_l.y"]) < 1e-5
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -441,6 +444,33 @@ def test_an_image_embedding_is_read(
     ):
         assert command(tmp_path, files("sd2_unclip_h"), *arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_statistics_of_embeddings_are_read(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """unCLIP L's, which are in no checkpoint: karlo's two tensors, or diffusers' image_normalizer."""
+    mean, deviation = toy.normal(11, 24), toy.normal(12, 24).exp()
+    np.save(tmp_path / "image.npy", toy.normal(10, 24).numpy())
+    torch.save((mean, deviation), tmp_path / "ViT-L-14_stats.th")
+    save_file({"mean": mean[None], "std": deviation[None]}, tmp_path / "normalizer.safetensors")
+    torch.save({"no": mean}, tmp_path / "other.th")
+    embedding, pictures = ["--image-embedding", str(tmp_path / "image.npy"), "--noise-level", "500"], []
+    for name in ("ViT-L-14_stats.th", "normalizer.safetensors"):
+        arguments = [*embedding, "--image-statistics", str(tmp_path / name)]
+        assert command(tmp_path, files("sd2_unclip_l"), *arguments) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert np.array_equal(*pictures)
+    for family, arguments, message in (
+        ("sd2_unclip_l", embedding, "statistics that its file lacks: give karlo's ViT-L-14_stats.th with"),
+        ("sd2_unclip_l", [*embedding, f"--image-statistics={tmp_path}/other.th"], "holds no mean and standard deviati"),
+        ("sd2_unclip_l", [*embedding, f"--image-statistics={tmp_path}/none.th"], "none.th: No such file"),
+        ("sd2_unclip_h", [*embedding, f"--image-statistics={tmp_path}/ViT-L-14_stats.th"], "image statistics"),
+    ):
+        assert command(tmp_path, files(family), *arguments) == 2
+        assert message in capsys.readouterr().err
+    assert command(tmp_path, files("sd2_unclip_l"), *embedding[:2]) == 0
 
 
 def test_pictures_are_begun_with_and_painted_into(files: Callable[[str], Path], tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
         # diffusers' attention_head_dim is the number of heads
         "attention_head_dim": tuple(spec.heads(width) for width in widths),
         "use_linear_projection": spec.linear_proj,
-        "class_embed_type": "projection" if family.conditioner == "unclip" else None,
+        "class_embed_type": "projection" if family.conditioner in ("unclip", "unclip_l") else None,
         "addition_embed_type": "text_time" if family.conditioner in ("sdxl", "refiner") else None,
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": spec.vector_dim,
