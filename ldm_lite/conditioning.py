@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite import inputs
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.schedule import cosine_betas
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
-from ldm_lite.models.ops import timestep_embedding
+from ldm_lite.models.ops import guidance_embedding, timestep_embedding
 from ldm_lite.networks import EncoderSpec
 from ldm_lite.pipeline import Pipeline, tokenizer_of
 from ldm_lite.prompt import Chunks, chunks, weighted
@@ -76,6 +76,18 @@ def check_heeded(pipes: Sequence[Pipeline], stated: Iterable[str]) -> None:
         if name not in heeded:
             title, what, flag = pipes[0].family.title, name.replace("_", " "), name.replace("_", "-")
             raise ValueError(f"got {what}, which {title} does not read: leave out --{flag}")
+
+
+def guided(pipe: Pipeline, cond: Conditioning, uncond: Conditioning | None, scale: float) -> Branches:
+    """Classifier-free guidance; for a network that guidance was distilled into one branch, which is told the scale."""
+    dim = pipe.family.unet.guidance_dim
+    if dim is None:
+        return classifier_free(cond, uncond, scale)
+    assert cond.context is not None
+    embedded = guidance_embedding(torch.tensor([scale], dtype=torch.float64), dim).to(cond.context)
+    embedded = embedded.expand(len(cond.context), -1)
+    y = embedded if cond.y is None else torch.cat([cond.y, embedded], dim=1)
+    return classifier_free(cond._replace(y=y), None, scale)
 
 
 def count_chunks(pipe: Pipeline, prompts: Iterable[str | None], syntax: str = "plain") -> int:

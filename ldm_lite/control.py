@@ -145,7 +145,8 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter:
             network = T2IAdapter(infer_adapter(found.shapes, len(spec.channel_mult)))
         else:
             in_channels = found.shapes["input_blocks.0.0.weight"][1]
-            network = ControlNet(replace(spec, in_channels=in_channels, vector_dim=None, num_classes=None))
+            plain = replace(spec, in_channels=in_channels, vector_dim=None, guidance_dim=None, num_classes=None)
+            network = ControlNet(plain)
     load_weights(network, found, "control", pipe.device, pipe.dtype)
     if "difference" in found.checkpoint.shapes:
         _add_base(network, pipe.unet)

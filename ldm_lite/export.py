@@ -66,10 +66,10 @@ def _example(pipe: "Pipeline", width: int, height: int, batch: int, chunks: int)
     """Inputs of the UNet as the denoising loop gives them: latents, timesteps, context, vectors or classes."""
     import torch
 
-    from ldm_lite.conditioning import Reading, encode_prompts
+    from ldm_lite.conditioning import Reading, encode_prompts, guided
 
     _, h, w = pipe.latent_shape(height, width)
-    text = encode_prompts(pipe, [""] * batch, Reading(num_chunks=chunks))
+    text = guided(pipe, encode_prompts(pipe, [""] * batch, Reading(num_chunks=chunks)), None, 1.0).conditionings[0]
     x = torch.randn(batch, pipe.family.unet.in_channels, h, w, device=pipe.device, dtype=pipe.dtype)
     t = torch.full((batch,), 500.0, device=pipe.device)
     return (x, t, text.context) if text.y is None else (x, t, text.context, text.y)

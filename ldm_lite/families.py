@@ -149,6 +149,7 @@ IF = replace(
 )
 
 TURBO: dict[str, Any] = {"sampler": "euler_a_trailing", "steps": 1, "scale": 1.0}  # Sauer et al. 2023
+LCM: dict[str, Any] = {"sampler": "lcm", "steps": 4, "scale": 8.0}  # Luo et al. 2023; the scale that its card takes
 
 # ---- latent diffusion's own models, and the upscaler ----------------------------------------------------------------
 
@@ -280,6 +281,9 @@ FAMILIES = {
     "instruct_pix2pix": replace(
         SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], task="instruct", steps=100, sampler="euler_a"
     ),
+    "lcm": replace(
+        SD1, title="Latent Consistency Model (Stable Diffusion 1.x)", unet=UNETS["lcm"], resolution=768, **LCM
+    ),
     "sd2": SD2,
     "sd_turbo": replace(SD2, title="SD-Turbo", sgm=True, v_resolution=None, **TURBO),
     "sd2_inpaint": replace(
@@ -295,6 +299,7 @@ FAMILIES = {
     "sdxl_base": SDXL,
     "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # by its metadata alone
     "sdxl_inpaint": replace(SDXL, title="Stable Diffusion XL inpainting", unet=UNETS["sdxl_inpaint"], task="inpaint"),
+    "lcm_sdxl": replace(SDXL, title="Latent Consistency Model (Stable Diffusion XL)", unet=UNETS["lcm_sdxl"], **LCM),
     "sdxl_refiner": replace(
         SDXL,
         title="Stable Diffusion XL refiner",

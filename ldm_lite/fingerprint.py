@@ -86,6 +86,7 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
 
     contexts = [shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")]
     label, label_mlp = shapes.get("label_emb.weight"), shapes.get("label_emb.0.0.weight")
+    guidance = shapes.get("cond_proj.weight")
     return UNetSpec(
         in_channels=in_channels,
         out_channels=shapes["out.2.weight"][0],
@@ -100,6 +101,7 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
         linear_proj=len(shapes.get("middle_block.1.proj_in.weight", ())) == 2,
         cross_only=tuple(cross_only(f"input_blocks.{i}") for i in firsts),
         vector_dim=label_mlp[1] if label_mlp else None,
+        guidance_dim=guidance[1] if guidance else None,
         num_classes=label[0] if label else None,
         scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
         resblock_updown=bool(ups),

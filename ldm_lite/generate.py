@@ -141,10 +141,11 @@ def check(pipe: Pipeline, noise: Tensor, conditioning: Conditioning) -> None:
             raise ValueError(f"got as context {got}, wanted none")
     elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (len(noise), spec.context_dim):
         raise ValueError(f"got as context {got}, wanted ({len(noise)}, T, {spec.context_dim})")
-    labelled = spec.vector_dim is not None or spec.num_classes is not None
-    if (y is not None) != labelled or (y is not None and len(y) != len(noise)):
+    width = (spec.vector_dim or 0) + (spec.guidance_dim or 0)
+    wanted = (len(noise), width) if width else None if spec.num_classes is None else (len(noise),)
+    if (None if y is None else tuple(y.shape)) != wanted:
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
-        raise ValueError(f"got as y {got}, wanted {f'{len(noise)} rows' if labelled else 'none'}")
+        raise ValueError(f"got as y {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ stays, what the network reads beside the prompt); paint() does the rest.
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ldm_lite.generate import Draw, Handover
     from ldm_lite.pipeline import Pipeline
 
+log = logging.getLogger("ldm_lite")
 
 AHEAD = 32  # batches whose prompts are embedded together where networks take turns on the device
 
@@ -121,7 +123,10 @@ class _Painter:
         from ldm_lite.diffusion.guidance import Conditioning
 
         options, setup, prompts = self.options, self.setup, self.setup.prompts
-        guided = setup.scale != 1 or setup.image_scale not in (None, 1)
+        distilled = pipe.family.unet.guidance_dim is not None
+        guided = not distilled and (setup.scale != 1 or setup.image_scale not in (None, 1))
+        if distilled and (options.negative_prompt is not None or uncond is not None):
+            log.warning("%s has its guidance distilled into it: the negative prompt is not used", pipe.family.title)
         # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
         texts: set[str | None] = set(prompts if context is None else ())
         if guided and uncond is None:
@@ -263,11 +268,12 @@ class _Painter:
         self, pipe: "Pipeline", canvas: Canvas, cond: "Conditioning", uncond: "Conditioning | None", num: int
     ) -> "Branches":
         """The conditionings of a batch of num pictures, with what the network of pipe reads beside the latents."""
-        from ldm_lite.diffusion.guidance import classifier_free, instructed
+        from ldm_lite.conditioning import guided
+        from ldm_lite.diffusion.guidance import instructed
 
         scale, image_scale = self.setup.scale, self.setup.image_scale
         if canvas.concat is None or pipe.family.unet.in_channels == pipe.vae.spec.embed_dim:  # a refiner's
-            return classifier_free(cond, uncond, scale)
+            return guided(pipe, cond, uncond, scale)
         concat = canvas.concat.expand(num, -1, -1, -1)
         if canvas.y is not None:
             y = canvas.y.expand(num)
@@ -275,7 +281,7 @@ class _Painter:
         if image_scale is not None:
             return instructed(cond, uncond, concat, scale, image_scale)
         uncond = None if uncond is None else uncond._replace(concat=concat)
-        return classifier_free(cond._replace(concat=concat), uncond, scale)
+        return guided(pipe, cond._replace(concat=concat), uncond, scale)
 
     def parameters(self, canvas: Canvas, pixels: "Tensor", prompt: str, seed: int) -> str:
         """The text of one picture's PNG."""

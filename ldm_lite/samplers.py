@@ -58,15 +58,14 @@ class Comparison:
 def compare(pipe: "Pipeline", options: Options, on_run: Callable[[], None] = lambda: None) -> list[Comparison]:
     """Run every sampler at every number of steps; on_run is called after each.  Raises ValueError for unknown names."""
     from ldm_lite import generate
-    from ldm_lite.conditioning import encode_prompts
-    from ldm_lite.diffusion.guidance import classifier_free
+    from ldm_lite.conditioning import encode_prompts, guided
     from ldm_lite.diffusion.names import make_plan, resolve
     from ldm_lite.diffusion.samplers import SAMPLERS
 
     names = list(SAMPLERS) if options.samplers is None else [resolve(name)[0] for name in options.samplers.split(",")]
     noise = generate.seeded_noise([options.seed], pipe.latent_shape(pipe.family.resolution, pipe.family.resolution))()
     scale = pipe.family.scale if options.scale is None else options.scale
-    branches = classifier_free(encode_prompts(pipe, [options.prompt]), encode_prompts(pipe, [""]), scale)
+    branches = guided(pipe, encode_prompts(pipe, [options.prompt]), encode_prompts(pipe, [""]), scale)
 
     def run(name: str, steps: int) -> "Tensor":
         plan = make_plan(name, pipe.schedule, steps, spacing=options.spacing)

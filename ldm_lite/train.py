@@ -216,7 +216,7 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
     if options.stage == "autoencoder":
         return pipe, AutoencoderTask(vae, not options.freeze_encoder), source
     text = pipe.text_encoder
-    alone = pipe.family.task == "txt2img" and pipe.family.conditioner == "clip"
+    alone = pipe.family.task == "txt2img" and pipe.family.conditioner == "clip" and pipe.unet.cond_proj is None
     if not alone or not isinstance(text, CLIPTextEncoder):
         raise ValueError(f"{pipe.family.title}: only models of text alone, read by one CLIP-L, are trained here")
     vae.requires_grad_(False).eval()

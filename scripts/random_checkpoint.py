@@ -46,6 +46,13 @@ SMALL = replace(
 )
 
 
+LCM = replace(
+    SMALL,
+    title="small LCM",
+    unet=replace(SMALL.unet, guidance_dim=256),
+    **{name: getattr(FAMILIES["lcm"], name) for name in ("sampler", "steps", "scale")},
+)
+
 SCALE_FACTOR = 1.7  # in the files of families that do not know it
 
 

@@ -88,6 +88,13 @@ UNETS: dict[str, UNetSpec] = {
     "sdxl_base": replace(SD2, transformer_depth=(0, 1, 2), middle_depth=2, vector_dim=24),
 }
 
+# Those that are compared in the format of diffusers too, and those that exist in no other.
+DIFFUSERS_UNETS: dict[str, UNetSpec] = {
+    **{name: UNETS[name] for name in ("sd1", "sd2", "sd2_unclip_h", "sdxl_base")},
+    "lcm": replace(SD1, guidance_dim=32),
+    "lcm_sdxl": replace(UNETS["sdxl_base"], guidance_dim=32),
+}
+
 # kl-f16 with its attention level; z_channels and embed_dim differ, as in no released autoencoder.
 KL_F16 = VAESpec(
     channels=32, channel_mult=(1, 1, 2), num_res_blocks=1, z_channels=8, embed_dim=6, attn_levels=(2,), mid_attn=True
@@ -151,6 +158,7 @@ IF_I = IFSpec(
     linear_proj=False,
     cross_only=(False, False, False),
     vector_dim=None,
+    guidance_dim=None,
     num_classes=None,
     scale_shift=True,
     resblock_updown=True,
@@ -185,6 +193,9 @@ CASCADE = {
     for name, stage in IF_STAGES.items()
 }
 
+LCM_RUNS = ((4, 8.0), (3, 1.7))  # steps and scale of an LCM's runs
+LCM_SEED = 5  # of the noise that they add
+
 T = torch.tensor([981.0, 1.0])  # the timesteps of the UNets' batch of two
 T_FRACTIONAL = torch.tensor([437.25, 999.0])
 
@@ -216,7 +227,8 @@ def control(spec: UNetSpec) -> dict[str, Tensor]:
 def unet_inputs(spec: UNetSpec, h: int = 8, w: int = 12) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (2,in_channels,h,w), and context (2,5,context_dim) and y (vector or classes), or None."""
     context = None if spec.context_dim is None else normal(2, 2, 5, spec.context_dim)
-    y = None if spec.vector_dim is None else normal(3, 2, spec.vector_dim)
+    width = (spec.vector_dim or 0) + (spec.guidance_dim or 0)
+    y = normal(3, 2, width) if width else None
     if spec.num_classes is not None:
         y = torch.tensor([20, spec.num_classes - 1])
     return normal(1, 2, spec.in_channels, h, w), context, y

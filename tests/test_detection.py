@@ -31,6 +31,8 @@ FILES: dict[str, dict[str, str]] = {
     "sd1": {UNET: "unet_sd1", **SD1},
     "sd1_inpaint": {UNET: "unet_sd1_inpaint", **SD1},
     "instruct_pix2pix": {**SD1},
+    "lcm": {UNET: "unet_sd1", **SD1},
+    "lcm_sdxl": {UNET: "unet_sdxl_base", **SDXL},
     "sd2": {UNET: "unet_sd2", **SD2},
     "sd_turbo": {UNET: "unet_sd2", STAGE: "vae_kl_f8_sd", f"{SGM}0.model.": "text_openclip_h14"},
     "sd2_inpaint": {UNET: "unet_sd2_inpaint", **SD2},
@@ -61,6 +63,8 @@ BESIDE: dict[str, dict[str, tuple[int, ...]]] = {
     "ldm_semantic_synthesis": {"cond_stage_model.channel_mapper.weight": (3, 182, 1, 1)},
     "ldm_lsun_churches256": {"scale_factor": ()},
     "x4": {"low_scale_model.betas": (1000,)},
+    "lcm": {f"{UNET}cond_proj.weight": (320, 256)},
+    "lcm_sdxl": {f"{UNET}cond_proj.weight": (320, 256)},
     "instruct_pix2pix": {  # as Stable Diffusion 1.x, but for the first convolution
         UNET + key: tuple(shape) for key, shape in MANIFESTS["unet_sd1"]["shapes"].items()
     }

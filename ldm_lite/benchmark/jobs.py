@@ -89,7 +89,8 @@ class Jobs(Protocol):
 
 def inputs(family: Family, setting: Setting, batch: int) -> Inputs:
     """The inputs of a batch, from the setting's seed alone.  Raises ValueError for a model that reads no CLIP text."""
-    if family.conditioner != "clip" or not isinstance(family.text, CLIPTextSpec):
+    distilled = family.unet.guidance_dim is not None
+    if family.conditioner != "clip" or distilled or not isinstance(family.text, CLIPTextSpec):
         raise ValueError(f"{family.title} is not measured yet: take a Stable Diffusion 1.x model")
     factor = family.vae.factor
     shape = (family.unet.in_channels, setting.height // factor, setting.width // factor)

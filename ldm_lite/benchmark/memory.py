@@ -21,8 +21,7 @@ from ldm_lite import generate
 from ldm_lite.benchmark.jobs import Setting
 from ldm_lite.benchmark.measure import status
 from ldm_lite.benchmark.subjects import subject
-from ldm_lite.conditioning import encode_prompts
-from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.conditioning import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.pipeline import load
 
@@ -83,7 +82,7 @@ def answer(question: Question) -> Answer:
     pipe = load(subject(question.size, question.ckpt), device=device, dtype=question.dtype, tuning=question.tuning)
     plan = make_plan(setting.sampler, pipe.schedule, setting.steps)
     draw = generate.seeded_noise([setting.seed], pipe.latent_shape(setting.height, setting.width))
-    branches = classifier_free(encode_prompts(pipe, [setting.prompt]), encode_prompts(pipe, [""]), setting.scale)
+    branches = guided(pipe, encode_prompts(pipe, [setting.prompt]), encode_prompts(pipe, [""]), setting.scale)
     noise = latents = draw()
     times = []
     for x in generate.denoise(pipe, noise, branches, plan, draw=draw):

@@ -44,7 +44,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
     spec = family.unet
     widths = [spec.model_channels * mult for mult in spec.channel_mult]
     attends = [depth > 0 for depth in spec.transformer_depth]
-    depths = tuple(max(1, depth) for depth in spec.transformer_depth)
+    depths = tuple(depth or spec.middle_depth for depth in spec.transformer_depth)  # the last is the middle's too
     config = {
         "in_channels": spec.in_channels,
         "out_channels": spec.out_channels,
@@ -61,8 +61,11 @@ def unet(family: Family, weights: Weights) -> nn.Module:
         "addition_embed_type": "text_time" if family.conditioner in ("sdxl", "refiner") else None,
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": spec.vector_dim,
+        "time_cond_proj_dim": spec.guidance_dim,
     }
     converted = convert_ldm_unet_checkpoint(dict(weights), config)
+    if spec.guidance_dim is not None:  # which the original has no name for
+        converted["time_embedding.cond_proj.weight"] = weights["model.diffusion_model.cond_proj.weight"]
     with torch.device("meta"):
         network = UNet2DConditionModel(**config)
     return _fill(network, converted)

@@ -44,6 +44,19 @@ def timestep_embedding(t: Tensor, dim: int) -> Tensor:
     return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, dim % 2))
 
 
+def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
+    """Guidance scales (B,), 1 = none, -> float32 sinusoids (B,dim) of 1000 * (scale - 1), the sines first.
+
+    Frequencies exp(-ln 10000 * i / (dim/2 - 1)).  Luo et al. 2023, sec. 4.3.  Angles of thousands are rounded to 4e-4
+    in float32, in which networks are trained: in the order of diffusers' operations, so that they round alike.
+    """
+    half = dim // 2
+    step = torch.log(torch.tensor(10000.0, device=scale.device)) / (half - 1)
+    freqs = torch.exp(torch.arange(half, dtype=torch.float32, device=scale.device) * -step)
+    angles = (scale - 1).float()[:, None] * 1000 * freqs  # (B, dim/2)
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, dim % 2))
+
+
 class Conv1x1(nn.Conv2d):
     """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions: channels last, it moves nothing."""
 

@@ -46,6 +46,7 @@ class UNetSpec:
     linear_proj: bool  # proj_in and proj_out of a transformer are linears, not 1x1 convolutions
     cross_only: tuple[bool, ...]  # attn1 reads the context as well (x4 upscaler)
     vector_dim: int | None  # width of y for the label_emb MLP (SDXL, unCLIP)
+    guidance_dim: int | None  # width of what follows in y: the guidance scale's sinusoids (LCM), distilled into it
     num_classes: int | None  # size of the label_emb table (x4 upscaler: noise levels)
     scale_shift: bool  # the timestep scales and shifts the normalised features, instead of being added
     resblock_updown: bool  # resampling by residual blocks, instead of by convolutions
@@ -254,6 +255,8 @@ class Encoder(nn.Module):
             return nn.Sequential(nn.Linear(in_channels, emb_channels), nn.SiLU(), nn.Linear(emb_channels, emb_channels))
 
         self.time_embed = mlp(width)
+        # The one name that is not the original's, which has none: diffusers' time_embedding.cond_proj.
+        self.cond_proj = None if spec.guidance_dim is None else nn.Linear(spec.guidance_dim, width, bias=False)
         self.label_emb: nn.Module | None = None
         if spec.num_classes is not None:
             self.label_emb = nn.Embedding(spec.num_classes, emb_channels)
@@ -293,7 +296,11 @@ class Encoder(nn.Module):
 
     def embed(self, t: Tensor, y: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The timestep t (B,) and the label, through the SiLU with which every residual block begins: (B,E)."""
-        emb = self.time_embed(timestep_embedding(t, self.spec.model_channels).to(dtype))
+        sinusoids = timestep_embedding(t, self.spec.model_channels).to(dtype)
+        if self.cond_proj is not None and y is not None:
+            y, guidance = y.tensor_split([-self.cond_proj.in_features], dim=1)  # (B, V), (B, G)
+            sinusoids = sinusoids + self.cond_proj(guidance)
+        emb = self.time_embed(sinusoids)
         if self.label_emb is not None:
             emb = emb + self.label_emb(y)
         return F.silu(emb)
@@ -336,9 +343,10 @@ class UNet(Encoder):
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> prediction (B,out_channels,h,w).
 
-        context (B,T,D) is the text (None for unconditional models); y is the vector (B,vector_dim) or the class
-        indices (B,) of models that have a label_emb.  control and features have one entry for each input block and
-        one for the middle: a ControlNet's is added to the skip alone, a T2I-Adapter's to what goes on as well.
+        context (B,T,D) is the text (None for unconditional models); y is what else the network reads, if it does: a
+        vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), one after the other where it has both,
+        or class indices (B,).  control and features have one entry for each input block and one for the middle: a
+        ControlNet's is added to the skip alone, a T2I-Adapter's to what goes on as well.
         All are in the weights' dtype; t in any.
         """
         x, emb = channels_last(x), self.embed(t, y, x.dtype)  # (B, C, h, w), (B, E)

@@ -22,7 +22,12 @@ from ldm_lite.networks import UNETS
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
-WITHOUT_MANIFEST = {"instruct_pix2pix"}
+# UNets that differ from one that has a manifest: its name, the shape that differs, and by how many parameters.
+WITHOUT_MANIFEST = {
+    "instruct_pix2pix": ("sd1", "input_blocks.0.0.weight", [320, 8, 3, 3], 320 * 4 * 9),
+    "lcm": ("sd1", "cond_proj.weight", [320, 256], 320 * 256),
+    "lcm_sdxl": ("sdxl_base", "cond_proj.weight", [320, 256], 320 * 256),
+}
 PREFIX = "model.diffusion_model."
 
 
@@ -80,25 +85,23 @@ def test_rows_of_qkv_are_ordered_head_by_head() -> None:
 
 
 def test_every_released_unet_is_known() -> None:
-    assert {name.removeprefix("unet_") for name in MANIFESTS if re.match("unet_(?!if_)", name)} == set(
-        UNETS
-    ) - WITHOUT_MANIFEST
+    assert {name.removeprefix("unet_") for name in MANIFESTS if re.match("unet_(?!if_)", name)} == set(UNETS) - set(
+        WITHOUT_MANIFEST
+    )
 
 
 @pytest.mark.parametrize("name", UNETS)
 def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
-    if name in WITHOUT_MANIFEST:
-        manifest = {**MANIFESTS["unet_sd1"], "params": 859_532_484}
-        manifest["shapes"] = {**manifest["shapes"], "input_blocks.0.0.weight": [320, 8, 3, 3]}
-    else:
-        manifest = MANIFESTS[f"unet_{name}"]
+    like, key, shape, more = WITHOUT_MANIFEST.get(name, (name, None, None, 0))
+    manifest = MANIFESTS[f"unet_{like}"]
+    shapes = manifest["shapes"] if key is None else {**manifest["shapes"], key: shape}
     with torch.device("meta"):
         network = UNet(UNETS[name])
-    assert {key: list(value.shape) for key, value in network.state_dict().items()} == manifest["shapes"]
-    assert sum(p.numel() for p in network.parameters()) == manifest["params"]
+    assert {key: list(value.shape) for key, value in network.state_dict().items()} == shapes
+    assert sum(p.numel() for p in network.parameters()) == manifest["params"] + more
 
 
-@pytest.mark.parametrize("name", sorted(set(UNETS) - WITHOUT_MANIFEST))
+@pytest.mark.parametrize("name", sorted(set(UNETS) - set(WITHOUT_MANIFEST)))
 def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
     items = [(key, tuple(shape)) for key, shape in MANIFESTS[f"unet_{name}"]["shapes"].items()]
     for seed in range(3):
