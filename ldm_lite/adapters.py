@@ -21,84 +21,13 @@ from torch import Tensor, nn
 
 from ldm_lite import hub
 from ldm_lite.checkpoint import Checkpoint, open_checkpoint
+from ldm_lite.diffusers_keys import transformers_name, unet_blocks, unet_name
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
-from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet import UNet
 
 log = logging.getLogger("ldm_lite")
 
 # ---- names ----------------------------------------------------------------------------------------------------------
-
-# Layers of a residual block, and those outside of the blocks: ours (the original's) -> diffusers'.
-RESNET = {
-    "in_layers.0": "norm1",
-    "in_layers.2": "conv1",
-    "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2",
-    "out_layers.3": "conv2",
-    "skip_connection": "conv_shortcut",
-    "op": "conv",  # of a downsampler
-}
-OUTSIDE = {
-    "input_blocks.0.0": "conv_in",
-    "time_embed.0": "time_embedding.linear_1",
-    "time_embed.2": "time_embedding.linear_2",
-    "label_emb.0.0": "add_embedding.linear_1",
-    "label_emb.0.2": "add_embedding.linear_2",
-    "out.0": "conv_norm_out",
-    "out.2": "conv_out",
-}
-
-
-def diffusers_blocks(spec: UNetSpec) -> dict[str, str]:
-    """The UNet's blocks "input_blocks.1.0" -> diffusers' "down_blocks.0.resnets.0", for all that the spec has."""
-    table, n, last = {}, 1, len(spec.channel_mult) - 1
-    for level, count in enumerate(spec.num_res_blocks):
-        for i in range(count):
-            table[f"input_blocks.{n}.0"] = f"down_blocks.{level}.resnets.{i}"
-            table[f"input_blocks.{n}.1"] = f"down_blocks.{level}.attentions.{i}"
-            n += 1
-        if level != last:
-            table[f"input_blocks.{n}.0"] = f"down_blocks.{level}.downsamplers.0"
-            n += 1
-    middle = ["resnets.0", "attentions.0", "resnets.1"] if spec.middle_depth else ["resnets.0", "resnets.1"]
-    table |= {f"middle_block.{i}": f"mid_block.{name}" for i, name in enumerate(middle)}
-    n = 0
-    for up, level in enumerate(range(last, -1, -1)):
-        for i in range(spec.num_res_blocks[level] + 1):
-            kinds = [f"resnets.{i}", *[f"attentions.{i}"] * (spec.transformer_depth[level] > 0), "upsamplers.0"]
-            table |= {f"output_blocks.{n}.{j}": f"up_blocks.{up}.{kind}" for j, kind in enumerate(kinds)}
-            n += 1
-    return table
-
-
-def diffusers_name(module: str, blocks: Mapping[str, str]) -> str:
-    """A UNet's module by its name here -> by diffusers' name for the same; blocks is diffusers_blocks(spec)."""
-    if module in OUTSIDE:
-        return OUTSIDE[module]
-    parts = module.split(".")
-    size = 2 if parts[0] == "middle_block" else 3
-    block, layer = ".".join(parts[:size]), ".".join(parts[size:])
-    return f"{blocks.get(block, block)}.{RESNET.get(layer, layer)}"
-
-
-# OpenCLIP's names -> transformers', which LoRA files have for it too.
-TRANSFORMERS = {
-    "transformer.resblocks": "encoder.layers",
-    ".attn.": ".self_attn.",
-    ".c_fc": ".fc1",
-    ".c_proj": ".fc2",
-    ".ln_": ".layer_norm",
-    "ln_final": "final_layer_norm",
-    "token_embedding": "embeddings.token_embedding",
-}
-
-
-def transformers_name(module: str) -> str:
-    """A module of OpenCLIP's text encoder by its name here -> by transformers' name for the same."""
-    for ours, theirs in TRANSFORMERS.items():
-        module = module.replace(ours, theirs)
-    return module
-
 
 # What a file may have before the name of a network's module, kohya's own first.  Files of one network may have nothing.
 PREFIXES = {
@@ -125,11 +54,14 @@ def weights_of(network: nn.Module) -> dict[str, Tensor]:
 
 def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     """Modules of weights_of(network) -> their names in files, dots as underscores, kohya's own first."""
-    blocks = diffusers_blocks(network.spec) if isinstance(network, UNet) else {}
+    blocks = {}
+    if isinstance(network, UNet):
+        spec = network.spec
+        blocks = unet_blocks(spec.num_res_blocks, spec.transformer_depth, spec.middle_depth)
     found = {}
     for module in weights_of(network):
         other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
-        names = [diffusers_name(module, blocks), module] if blocks else [f"text_model.{other}", other]
+        names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other]
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # diffusers' older names
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         found[module] = [prefix + name.replace(".", "_") for prefix in PREFIXES[role] for name in names]

@@ -12,7 +12,7 @@ import re
 import threading
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ldm_lite.diffusers_keys import renamed, tiny_names
 from ldm_lite.fingerprint import Shapes, foreign
 
 log = logging.getLogger("ldm_lite")
@@ -65,6 +66,16 @@ def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
     owners = {key: part for part in parts for key in part.shapes}
     shapes = {key: part.shapes[key] for key, part in owners.items()}
     return Checkpoint(parts[0].path, shapes, parts[0].metadata, lambda key: owners[key].read(key))
+
+
+def as_original(checkpoint: Checkpoint) -> Checkpoint:
+    """A file of one network in the format of diffusers, in the original's; any other file as it is."""
+    act = checkpoint.metadata.get("hidden_act")  # of transformers' configuration beside the file: OpenCLIP has gelu
+    sources = renamed(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
+    if sources is None:
+        return checkpoint
+    shapes = {key: source.shape for key, source in sources.items()}
+    return replace(checkpoint, shapes=shapes, read=lambda key: sources[key].tensor(checkpoint.read))
 
 
 def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
@@ -257,7 +268,8 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
 
     Raises ValueError, one line, if there is none or the file is of a kind that ldm_lite does not read.
     """
-    stored = _tiny({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
+    checkpoint = as_original(checkpoint)
+    stored = tiny_names({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
     if what := foreign(stored):
         raise ValueError(f"{checkpoint.path}: is {what}, wanted a latent diffusion checkpoint in the original layout")
     components = {}
@@ -287,25 +299,6 @@ def _plain(key: str) -> str:
     return key.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def _tiny(stored: Mapping[str, str]) -> Mapping[str, str]:
-    """A TAESD file's keys as one network of two: the original's are numbers alone, a file each, diffusers' say layers.
-
-    Those of any other file stay as they are.
-    """
-    if "1.weight" in stored and "19.weight" in stored:
-        return {f"decoder.{key}": long for key, long in stored.items()}
-    if "0.weight" in stored and "1.conv.0.weight" in stored:
-        return {f"encoder.{key}": long for key, long in stored.items()}
-    if "decoder.layers.0.weight" in stored or "encoder.layers.0.weight" in stored:
-        # diffusers' decoder begins after the clamp, which the original counts
-        pattern = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
-        return {
-            pattern.sub(lambda m: f"{m[1]}.{int(m[2]) + (m[1] == 'decoder')}.", key): long
-            for key, long in stored.items()
-        }
-    return stored
-
-
 def _with_other_half(vae: Component) -> Component:
     """TAESD's decoder or encoder with the other, if its file lies beside: taesd_decoder.pth and taesd_encoder.pth."""
     path, half = vae.checkpoint.path, " ".join({key.partition(".")[0] for key in vae.keys})
@@ -314,7 +307,7 @@ def _with_other_half(vae: Component) -> Component:
     if beside == path or not beside.is_file():
         return vae
     second = open_checkpoint(beside)
-    keys = _tiny({key: key for key in second.shapes})
+    keys = tiny_names({key: key for key in second.shapes})
     if not all(key.startswith(f"{other}.") for key in keys):
         return vae
     log.info("%s: taken together with %s", path.name, beside.name)

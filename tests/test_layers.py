@@ -36,7 +36,7 @@ LAYERS = [
     {"pipeline", "prompt"},
     {"adapters"},
     {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes", "canny", "caption"},
-    {"identify"},
+    {"identify", "diffusers_keys"},
     {"families"},
     {"networks", "fingerprint"},
     {"models", "diffusion"},

@@ -1,0 +1,172 @@
+"""Make tests/data/diffusers.npz and diffusers.json.gz: networks in the format of diffusers, and a run of an LCM.
+
+    pip install diffusers transformers && pip install --no-deps open_clip_torch
+    python scripts/make_diffusers_goldens.py
+
+The networks are diffusers' and transformers' own, in miniature, with weights that depend on *their* keys (toy.fill): so
+the files of the tests can be written without them.  Stored are what they compute, in float32, and the keys and shapes
+of these and of the released networks' (on the meta device).
+"""
+
+import gzip
+import json
+from dataclasses import replace
+
+import diffusers
+import numpy as np
+import torch
+import toy
+import transformers
+from make_family_goldens import NOISE, PROMPT, tokenizers
+from make_goldens import DATA, Arrays, write
+from random_checkpoint import LCM, SMALL, small, state_dict
+from torch import nn
+
+from ldm_lite.benchmark import peers
+from ldm_lite.checkpoint import on_meta, prefix
+from ldm_lite.families import FAMILIES, Family
+from ldm_lite.models.unet import UNet
+from ldm_lite.networks import build
+
+Shapes = dict[str, list[int]]
+PREFIX = "model.diffusion_model."
+X4 = {  # of stable-diffusion-x4-upscaler/unet/config.json, as far as it is not diffusers' default
+    "in_channels": 7,
+    "block_out_channels": (256, 512, 512, 1024),
+    "down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 3),
+    "up_block_types": (*("CrossAttnUpBlock2D",) * 3, "UpBlock2D"),
+    "only_cross_attention": (True, True, True, False),
+    "cross_attention_dim": 1024,
+    "num_class_embeds": 1000,
+    "use_linear_projection": True,
+}
+
+
+def shapes_of(network: nn.Module) -> Shapes:
+    """Keys and shapes of a network's file."""
+    return {key: list(value.shape) for key, value in network.state_dict().items()}
+
+
+def whole(family: Family) -> peers.Weights:
+    """A whole original state dict, without memory."""
+    with on_meta():
+        networks = {role: build(spec).state_dict() for role, spec in family.networks.items()}
+    return {
+        prefix(role, values, family.sgm) + key: value
+        for role, values in networks.items()
+        for key, value in values.items()
+    }
+
+
+def released() -> dict[str, Shapes]:
+    """Released networks as diffusers has them, by the names of their manifests in the original's layout."""
+    with on_meta():
+        networks: dict[str, nn.Module] = {"unet_x4": diffusers.UNet2DConditionModel(**X4)}
+    rows = {
+        name: (FAMILIES[name], whole(FAMILIES[name]))
+        for name in ("sd1", "sd1_inpaint", "sd2", "sd2_unclip_h", "sdxl_base", "sdxl_refiner", "lcm", "lcm_sdxl")
+    }
+    networks |= {f"unet_{name}": peers.unet(*row) for name, row in rows.items()}
+    networks["vae_kl_f8_sd"] = peers.vae(*rows["sd1"])
+    networks["text_clip_l"] = peers.text_encoder(*rows["sd1"])
+    networks["text_openclip_h14"] = peers.text_encoder(*rows["sd2"])
+    networks["text_openclip_bigg14"] = peers.text_encoder_2(*rows["sdxl_base"])
+    return {name: shapes_of(network) for name, network in networks.items()}
+
+
+def unets() -> tuple[Arrays, dict[str, Shapes]]:
+    """What the UNets of toy.DIFFUSERS_UNETS compute."""
+    arrays, shapes = {}, {}
+    for name, spec in toy.DIFFUSERS_UNETS.items():
+        row = FAMILIES[name]
+        weights = {PREFIX + key: value for key, value in UNet(spec).state_dict().items()}
+        network = toy.fill(peers.unet(replace(row, unet=spec), weights))
+        x, context, y = toy.unet_inputs(spec)
+        vector, guidance = (None, y) if spec.vector_dim is None else (y[:, : spec.vector_dim], y[:, spec.vector_dim :])
+        if row.conditioner == "sdxl":  # the vector as it is, which diffusers would make of a size and an embedding
+            network.get_aug_embed = lambda vector=vector, network=network, **_: network.add_embedding(vector)
+        arrays[f"unet.{name}"] = network(
+            x,
+            toy.T,
+            context,
+            class_labels=vector if row.conditioner == "unclip" else None,
+            timestep_cond=None if spec.guidance_dim is None else guidance,
+        ).sample
+        shapes[f"small.unet_{name}"] = shapes_of(network)
+    return arrays, shapes
+
+
+def beside() -> tuple[Arrays, dict[str, Shapes]]:
+    """What the autoencoder computes, and the text encoders of Stable Diffusion 2 and SDXL."""
+    second, xl = small("sd2"), small("sdxl_base")
+    networks = {
+        "vae": toy.fill(peers.vae(SMALL, dict(state_dict(SMALL)))),
+        "text_openclip_h14": toy.fill(peers.text_encoder(second, dict(state_dict(second)))),
+        "text_openclip_bigg14": toy.fill(peers.text_encoder_2(xl, dict(state_dict(xl)))),
+    }
+    ids = toy.token_ids(second.text.vocab_size, second.text.length)
+    pooled = networks["text_openclip_bigg14"](ids, output_hidden_states=True)
+    arrays = {
+        "vae.mean": networks["vae"].encode(toy.picture() * 2 - 1).latent_dist.mean,
+        "vae.pixels": networks["vae"].decode(toy.normal(4, 1, 4, 8, 8)).sample[:, :, ::4, ::4],
+        "text_openclip_h14": networks["text_openclip_h14"](ids).last_hidden_state[:, ::8],
+        "text_openclip_bigg14": pooled.hidden_states[-2][:, ::8],
+        "text_openclip_bigg14.pooled": pooled.text_embeds,
+    }
+    return arrays, {f"small.{name}": shapes_of(network) for name, network in networks.items()}
+
+
+def lcm() -> tuple[Arrays, dict[str, Shapes]]:
+    """Runs of diffusers' pipeline for Latent Consistency Models: latents, and pixels of one."""
+    weights = dict(state_dict(LCM))
+    networks = {
+        "unet": toy.fill(peers.unet(LCM, weights)),
+        "vae": toy.fill(peers.vae(LCM, weights)),
+        "text_encoder": toy.fill(peers.text_encoder(LCM, weights)),
+    }
+    first, _ = tokenizers()
+    pipe = diffusers.LatentConsistencyModelPipeline(
+        **networks,
+        tokenizer=first,
+        scheduler=diffusers.LCMScheduler(
+            beta_start=LCM.beta_start, beta_end=LCM.beta_end, beta_schedule="scaled_linear", prediction_type="epsilon"
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    arrays = {}
+    for steps, scale in toy.LCM_RUNS:
+        arrays[f"lcm.{steps}.{scale:g}"] = pipe(
+            PROMPT,
+            num_inference_steps=steps,
+            guidance_scale=scale,
+            original_inference_steps=50,
+            height=64,
+            width=64,
+            latents=NOISE,
+            generator=torch.Generator().manual_seed(toy.LCM_SEED),
+            output_type="latent",
+        ).images
+    return arrays, {f"small.lcm.{name}": shapes_of(network) for name, network in networks.items()}
+
+
+def main() -> None:
+    """Write both files."""
+    arrays, shapes = {}, released()
+    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    with torch.no_grad():
+        for more_arrays, more_shapes in (unets(), beside(), lcm()):
+            arrays |= more_arrays
+            shapes |= more_shapes
+    write(DATA / "diffusers.npz", arrays, torch.float32, json.dumps(versions))
+    path = DATA / "diffusers.json.gz"
+    content = json.dumps({"made_with": versions, **shapes}, separators=(",", ":")).encode("utf-8")
+    with open(path, "wb") as file, gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as zipped:
+        zipped.write(content)
+    print(f"{path}: {len(shapes)} networks, {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Latent Consistency Models: a UNet that reads its guidance scale, by the files in which it is published."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import LCM
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite import generate, txt2img
+from ldm_lite.conditioning import encode_prompts, guided
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.families import FAMILIES
+from ldm_lite.identify import describe
+from ldm_lite.pipeline import Pipeline
+from tests.test_diffusers_keys import GOLDEN, weights_of
+from tests.test_families import NEGATIVE, NOISE, PROMPT
+
+Load = Callable[..., Pipeline]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of the networks of an LCM in miniature, as diffusers writes them."""
+    path = tmp_path_factory.mktemp("lcm")
+    for name in ("unet", "vae", "text_encoder"):
+        save_file(weights_of(f"lcm.{name}"), path / f"{name}.safetensors", describe(LCM))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    parts = {name: folder / f"{name}.safetensors" for name in ("vae", "text_encoder")}
+    return ldm_lite.load(folder / "unet.safetensors", parts=parts, device="cpu")
+
+
+def run(pipe: Pipeline, steps: int, scale: float) -> torch.Tensor:
+    branches = guided(pipe, encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE]), scale)
+    plan = make_plan(pipe.family.sampler, pipe.schedule, steps)
+    draw = generate.shared_noise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
+    *_, latents = generate.denoise(pipe, NOISE, branches, plan, draw=draw)
+    return latents
+
+
+@pytest.mark.parametrize(("steps", "scale"), toy.LCM_RUNS)
+def test_a_run_ends_as_that_of_diffusers(pipe: Pipeline, steps: int, scale: float) -> None:
+    wanted = GOLDEN[f"lcm.{steps}.{scale:g}"]
+    assert toy.relative_error(run(pipe, steps, scale), wanted) < 1e-5
+    assert toy.relative_error(run(pipe, steps, scale + 2), wanted) > 1e-4
+
+
+def test_there_is_one_branch_which_is_told_the_scale(pipe: Pipeline) -> None:
+    cond = encode_prompts(pipe, ["a", "b"])
+    branches = guided(pipe, cond, cond, 8.0)
+    assert len(branches.conditionings) == 1
+    assert branches.conditionings[0].y.shape == (2, 256)
+    sdxl = replace(pipe, family=replace(pipe.family, unet=replace(pipe.family.unet, vector_dim=24)))
+    vector = toy.normal(3, 2, 24)
+    both = guided(sdxl, cond._replace(y=vector), None, 8.0).conditionings[0].y
+    assert torch.equal(both, torch.cat([vector, branches.conditionings[0].y], dim=1))
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    for name in ("lcm", "lcm_sdxl"):
+        row = FAMILIES[name]
+        schedule = Schedule.from_betas(row.betas, row.prediction)
+        assert make_plan(row.sampler, schedule, row.steps).t.tolist() == [999, 759, 499, 259]
+        assert row.scale == 8
+
+
+def test_without_a_scale_nothing_is_run(pipe: Pipeline) -> None:
+    plan = make_plan("ddim", pipe.schedule, 2)
+    branches = guided(replace(pipe, family=FAMILIES["sd1"]), Conditioning(torch.zeros(1, 77, 64)), None, 1.0)
+    with pytest.raises(ValueError, match=r"got as y none, wanted one of shape \(1, 256\)"):
+        next(generate.denoise(pipe, NOISE, branches, plan))
+
+
+def test_the_command_takes_the_unet_beside_a_checkpoint(
+    folder: Path, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--scale is the network's; a negative prompt is of no use, which is said once."""
+    common = ["--ckpt", str(small_path), "--unet", str(folder / "unet.safetensors"), "--device", "cpu", "--skip_grid"]
+    pictures = {}
+    for name, arguments in (
+        ("plain", []),
+        ("scale", ["--scale", "1"]),
+        ("negative", ["--negative-prompt", NEGATIVE, "--n_iter", "2"]),
+    ):
+        assert txt2img.main([PROMPT, "--out", str(tmp_path / name), *common, *arguments]) == 0
+        made = sorted((tmp_path / name).rglob("*.png"))
+        pictures[name] = Image.open(made[0])
+        said = capsys.readouterr().err
+        assert said.count("the negative prompt is not used") == (name == "negative")
+    about = pictures["plain"].info["parameters"]
+    assert "Steps: 4, Sampler: LCM, CFG scale: 8.0" in about
+    assert pictures["negative"].tobytes() == pictures["plain"].tobytes() != pictures["scale"].tobytes()
+
+
+def test_ready_embeddings_are_told_the_scale_too(pipe: Pipeline) -> None:
+    options = txt2img.Options(PROMPT, height=64, width=64)
+    ready = txt2img.txt2img(pipe, options, context=encode_prompts(pipe, [PROMPT]).context)
+    assert torch.equal(next(ready).pixels, next(txt2img.txt2img(pipe, options)).pixels)
