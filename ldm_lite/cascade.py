@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ldm_lite
 from ldm_lite import cli
@@ -23,6 +23,8 @@ from ldm_lite.saver import Saver
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ldm_lite.diffusion.guidance import Conditioning
+    from ldm_lite.diffusion.step import Model
     from ldm_lite.pipeline import Pipeline
 
 log = logging.getLogger("ldm_lite")
@@ -148,38 +150,36 @@ def _run(
     factor = 4**number
     draw = generate.seeded_noise(seeds, (3, factor * options.height, factor * options.width))
     cond, uncond = (Conditioning(each) for each in embeddings)
-    noise, network = draw(), None
+    noise, steer = draw(), None
     if number > 0:
         images = torch.stack([image for image in small if image is not None])
         larger = F.interpolate(images, noise.shape[2:], mode="bilinear", align_corners=True)
         level = pipe.schedule.at(int(options.noise_level * 1000))
         y = torch.full((len(seeds),), level.t)
         cond, uncond = (each._replace(y=y, concat=larger) for each in (cond, uncond))
-        network = _renoised(pipe, level.a, level.s, draw)
+        steer = _renoised(pipe, level.a, level.s, draw)
     branches = classifier_free(cond, uncond, scale)
     latents = noise
     for step, latents in enumerate(
-        generate.denoise(pipe, noise, branches, plan, threshold=family.threshold, draw=draw, network=network), start=1
+        generate.denoise(pipe, noise, branches, plan, threshold=family.threshold, draw=draw, steer=steer), start=1
     ):
         if on_step is not None:
             on_step(step, plan.num_steps, latents)
     return list(generate.decode(pipe, latents))
 
 
-def _renoised(pipe: "Pipeline", a: float, s: float, draw: "Callable[[], Tensor]") -> "Callable[[int], Any]":
-    """-> the network of each step, which sees the smaller image under noise drawn anew, as the original does."""
-    import torch
+def _renoised(
+    pipe: "Pipeline", a: float, s: float, draw: "Callable[[], Tensor]"
+) -> "Callable[[int, Conditioning], tuple[Model, Conditioning]]":
+    """-> denoise's `steer`: each step sees the smaller image under noise drawn anew, as the original does."""
 
-    def network(step: int) -> "Callable[..., Tensor]":
-        fresh = draw()
+    def steer(step: int, conditioning: "Conditioning") -> "tuple[Model, Conditioning]":
+        small, fresh = conditioning.concat, draw()
+        assert small is not None
+        noise = fresh.to(small).repeat(len(small) // len(fresh), 1, 1, 1)
+        return pipe.unet, conditioning._replace(concat=a * small + s * noise)
 
-        def noised(x: "Tensor", t: "Tensor", context: "Tensor", y: "Tensor") -> "Tensor":
-            noise = fresh.to(x).repeat(len(x) // len(fresh), 1, 1, 1)
-            return pipe.unet(torch.cat([x[:, :3], a * x[:, 3:] + s * noise], dim=1), t, context, y)
-
-        return noised
-
-    return network
+    return steer
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Control: ControlNets and T2I-Adapters, which steer a pipeline's UNet by pictures, for as long as a job.
 
-load_controls() reads their files; Steering makes of them what generate.denoise runs in place of the UNet, step by step.
+load_controls() reads their files; Steering says what generate.denoise runs in place of the UNet, step by step.
 """
 
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +16,20 @@ from torch import Tensor, nn
 from ldm_lite import hub
 from ldm_lite.canny import canny
 from ldm_lite.checkpoint import Component, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.step import Model, denoise_step
 from ldm_lite.fingerprint import infer_adapter
 from ldm_lite.image import open_picture, resize
-from ldm_lite.models.controlnet import ControlNet, guess_scales
+from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.tuning import tune_alike
 
 log = logging.getLogger("ldm_lite")
+
+Features = tuple[Tensor | None, ...]  # as UNet.forward takes them
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
 
@@ -151,6 +155,8 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter:
     if "difference" in found.checkpoint.shapes:
         _add_base(network, pipe.unet)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
+    if isinstance(network, ControlNet):
+        tune_alike(network, pipe.unet)
     return network
 
 
@@ -176,76 +182,71 @@ def _add_base(network: nn.Module, unet: UNet) -> None:
 # ---- steering -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Steered:
-    """A UNet and what some controls add to it, called as the UNet is."""
-
-    unet: UNet
-    nets: Sequence[tuple[Request, ControlNet, Tensor]]  # with their embedded pictures (1,C,h,w)
-    features: tuple[Tensor | None, ...] | None  # the adapters' sum, as UNet.forward takes it
-    num_branches: int  # of guidance, in a batch; the last of them has all of the conditioning
-
-    def __call__(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
-        """As UNet.forward."""
-        control: tuple[Tensor, ...] | None = None
-        for request, net, hint in self.nets:
-            one_branch = request.guess or request.pool
-            first = x.shape[0] - x.shape[0] // self.num_branches if one_branch else 0
-            text = None if context is None else context[first:]
-            added = net(x[first:, : net.spec.in_channels], t[first:], text, hint)
-            scales = guess_scales(len(added)) if request.guess else [1.0] * len(added)
-            added = tuple(request.weight * scale * each for scale, each in zip(scales, added, strict=True))
-            if request.pool:
-                added = tuple(each.mean(dim=(2, 3), keepdim=True) for each in added)
-            if first:
-                added = tuple(torch.cat([each.new_zeros(first, *each.shape[1:]), each]) for each in added)
-            control = added if control is None else tuple(a + b for a, b in zip(control, added, strict=True))
-        return self.unet(x, t, context, y, control=control, features=self.features)
-
-
 class Steering:
-    """The network of every step of a plan, for pictures of one size.
+    """What runs in every step of a plan, for pictures of one size.
 
-    Outside of a control's range of steps it is not run at all.
+    In a step that no control is for, that is the UNet alone.  Where steps are compiled, all controls take part in all
+    other steps, with a weight of zero out of their own range: to leave one out would be another graph.
     """
 
     def __init__(self, pipe: Pipeline, controls: Sequence[Control], plan: Plan, size: tuple[int, int]) -> None:
         """size is (width, height) in pixels.  Raises ValueError for sizes and UNets that an adapter does not fit."""
-        self._pipe, self._num_steps = pipe, plan.num_steps
-        self._ready = [(each, _embedded(pipe, each, size)) for each in controls]
-
-    def network(self, num_branches: int, step: int) -> UNet | Steered:
-        """What runs in place of the UNet in a step, counted from 0, on batches of so many branches of guidance."""
-        nets, features = [], None
-        for control, made in self._ready:
+        self._unet, self._num_steps, self._compiled = pipe.unet, plan.num_steps, pipe.step is not denoise_step
+        nets: list[ControlNet] = []
+        self._nets: list[tuple[Request, Hint]] = []  # as they are within their range of steps
+        self._adapters: list[tuple[Request, Features]] = []
+        for control in controls:
             request, network = control.request, control.network
-            # To the nearest thousandth of a step: shares like 0.3 are not exact.
-            first, last = (round(share * self._num_steps, 3) for share in (request.start, request.end))
-            if step < first or step + 1 > last:
-                continue
+            picture = read_picture(request, size).to(pipe.device, pipe.dtype)
             if isinstance(network, ControlNet):
-                nets.append((request, network, made))
+                nets.append(network)
+                self._nets.append((request, _hint(network, request, picture)))
             else:
-                features = made if features is None else tuple(map(_plus, features, made))
-        if not nets and features is None:
-            return self._pipe.unet
-        return Steered(self._pipe.unet, nets, features, num_branches)
+                features = _features(network, request, picture, pipe.family.unet.num_res_blocks)
+                self._adapters.append((request, features))
+        self._steered = Steered(pipe.unet, nets)
+
+    def __call__(self, num_branches: int, step: int, conditioning: Conditioning) -> tuple[Model, Conditioning]:
+        """What runs in a step, counted from 0, in place of the UNet on so many branches of guidance; what it reads."""
+        if not any(self._steers(request, step) for request, _ in (*self._nets, *self._adapters)):
+            return self._unet, conditioning
+        hints: list[Hint | None] = []
+        for request, hint in self._nets:
+            if request.guess or request.pool:
+                hint = hint._replace(share=num_branches)
+            if not self._steers(request, step):
+                hint = hint._replace(scales=torch.zeros_like(hint.scales))
+            hints.append(hint if self._compiled or self._steers(request, step) else None)
+        features: Features | None = None
+        for request, own in self._adapters:
+            own = tuple(None if each is None else each * self._steers(request, step) for each in own)
+            features = own if features is None else tuple(map(_plus, features, own))
+        return self._steered, conditioning._replace(control=Hints(tuple(hints), features))
+
+    def _steers(self, request: Request, step: int) -> bool:
+        # To the nearest thousandth of a step: shares like 0.3 are not exact.
+        first, last = (round(share * self._num_steps, 3) for share in (request.start, request.end))
+        return first <= step and step + 1 <= last
 
 
 @torch.no_grad()
-def _embedded(pipe: Pipeline, control: Control, size: tuple[int, int]) -> Any:
-    """What a network makes of its picture once a job: a ControlNet's hint, an adapter's features times their weight."""
-    network, picture = control.network, read_picture(control.request, size).to(pipe.device, pipe.dtype)
-    if isinstance(network, ControlNet):
-        return network.embed_hint(picture)
-    spec = network.spec
-    if size[0] % spec.factor or size[1] % spec.factor:
-        raise ValueError(
-            f"got {size[0]}x{size[1]} pixels, but {control.request.source} wants multiples of {spec.factor}"
-        )
-    features = network(picture[:, :1] if spec.in_channels == 1 else picture)
-    return network.place(tuple(control.request.weight * each for each in features), pipe.family.unet.num_res_blocks)
+def _hint(network: ControlNet, request: Request, picture: Tensor) -> Hint:
+    """What a ControlNet reads: its picture, embedded once a job, and its weights."""
+    num = len(network.zero_convs) + 1
+    guess = guess_scales(num) if request.guess else [1.0] * num
+    scales = torch.tensor([request.weight * scale for scale in guess], device=picture.device)
+    return Hint(network.embed_hint(picture), scales, share=1, pool=request.pool)
+
+
+@torch.no_grad()
+def _features(network: T2IAdapter, request: Request, picture: Tensor, num_res_blocks: tuple[int, ...]) -> Features:
+    """What an adapter adds to the UNet's input blocks and middle, computed once a job, times its weight."""
+    factor, (height, width) = network.spec.factor, picture.shape[2:]
+    if width % factor or height % factor:
+        raise ValueError(f"got {width}x{height} pixels, but {request.source} wants multiples of {factor}")
+    features = network(picture[:, :1] if network.spec.in_channels == 1 else picture)
+    return network.place(tuple(request.weight * each for each in features), num_res_blocks)
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None or b is None else a + b
+    return b if a is None else a if b is None else a + b

@@ -56,15 +56,15 @@ def denoise(
     draw: Draw | None = None,
     kept: Kept | None = None,
     later: Handover | None = None,
-    network: Callable[[int], Model] | None = None,
+    steer: Callable[[int, Conditioning], tuple[Model, Conditioning]] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
 
     noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
     guidance.classifier_free makes them; rescale in [0,1] and threshold, (percentile, limit), as in guidance.py.  draw
     gives the noise of stochastic samplers; kept is what is not to change; later takes over from one of the steps on;
-    network says what runs in place of pipe's own in a step, counted from 0.  Raises ValueError for shapes that do not
-    fit the model, and if the plan needs a draw.
+    steer says what runs in place of pipe's own network in a step, counted from 0, and what it reads.  Raises ValueError
+    for shapes that do not fit the model, and if the plan needs a draw.
     """
     stages = [Handover(pipe, branches, 0)] + ([] if later is None else [later])
     for stage in stages:
@@ -100,7 +100,9 @@ def denoise(
                 phase.close()
                 phase.enter_context(computes.phase("unet"))
                 now = computes
-            unet: Model = computes.unet if network is None or now is not pipe else network(int(plan.step[i]))
+            unet: Model = computes.unet
+            if steer is not None and computes is pipe:
+                unet, conditioning = steer(int(plan.step[i]), conditioning)
             registers = computes.step(unet, registers, row, fresh, conditioning, guidance, dtype)
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield registers[0]

@@ -242,7 +242,7 @@ class _Painter:
             draw=draw,
             kept=None if init is None or canvas.mask is None else Kept(init, canvas.mask),
             later=later,
-            network=None if steering is None else functools.partial(steering.network, len(branches.weights)),
+            steer=None if steering is None else functools.partial(steering, len(branches.weights)),
         )
         for step, x in enumerate(steps, start=1):
             if self.on_step is not None:

@@ -1,6 +1,7 @@
 """ControlNets and T2I-Adapters in a pipeline: their files, what users write, and whole runs against diffusers."""
 
 import functools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 from random_checkpoint import SMALL
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite import generate
@@ -22,6 +24,7 @@ from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.txt2img import Options, main, txt2img
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "control.npz")
@@ -119,9 +122,15 @@ def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, step
     cond, uncond = (Conditioning(toy.normal(seed, 1, 5, 64)) for seed in (13, 12))
     plan = make_plan("ddim", pipe.schedule, steps)
     steering = Steering(pipe, load_controls(pipe, parse(controls, preprocess)), plan, (64, 64))
-    branches, network = classifier_free(cond, uncond, 7.5), functools.partial(steering.network, 2)
-    *_, last = generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, network=network)
+    branches, steer = classifier_free(cond, uncond, 7.5), functools.partial(steering, 2)
+    *_, last = generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, steer=steer)
     return last
+
+
+def steered(steering: Steering, x: Tensor, context: Tensor) -> Tensor:
+    """What a guided step's network puts out for a batch of two branches, in the first step."""
+    network, reads = steering(2, 0, Conditioning(context))
+    return network(x, toy.T, context, None, reads.control)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +169,18 @@ def test_a_full_file_is_a_checkpoint_and_a_control(pipe: Pipeline, small_path: P
     assert torch.equal(both, run(pipe, [spec(folder)], steps=2))
 
 
+def test_a_net_has_the_attention_of_its_unet(small_path: Path, folder: Path) -> None:
+    from ldm_lite.runtime.attention import layers, vanilla
+
+    plain = run(ldm_lite.load(small_path, device="cpu"), [spec(folder)], steps=2)
+    for name in ("vanilla", "mha"):
+        pipe = ldm_lite.load(small_path, device="cpu", tuning={"attention": name})
+        [control] = load_controls(pipe, parse([spec(folder)]))
+        found = layers(control.network).values()
+        assert all(each.attention is vanilla if name == "vanilla" else "forward" in vars(each) for each in found)
+        torch.testing.assert_close(run(pipe, [spec(folder)], steps=2), plain, rtol=1e-3, atol=1e-3)
+
+
 def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pipeline, folder: Path) -> None:
     network = load_controls(pipe, parse([spec(folder)]))[0].network
     assert isinstance(network, ControlNet)
@@ -174,7 +195,7 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
     )
     plan = make_plan("ddim", pipe.schedule, 10)
     steering = Steering(pipe, load_controls(pipe, parse([spec(folder, ":pool")])), plan, (64, 64))
-    torch.testing.assert_close(steering.network(2, 0)(x, toy.T, context), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(steered(steering, x, context), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
@@ -191,7 +212,7 @@ def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> No
     network = toy.fill(T2IAdapter(ADAPTER))
     features = network.place(network(read_picture(Request("", str(folder / "photo.png")), (64, 64))), (1, 1))
     wanted = pipe.unet(x, toy.T, context, features=features)
-    torch.testing.assert_close(steering.network(2, 0)(x, toy.T, context), wanted)
+    torch.testing.assert_close(steered(steering, x, context), wanted)
     assert toy.relative_error(wanted, pipe.unet(x, toy.T, context).numpy()) > 0.01
     both = run(pipe, [adapter, spec(folder)], steps=2)
     assert toy.relative_error(both, run(pipe, [spec(folder)], steps=2).numpy()) > 0.01
@@ -200,7 +221,8 @@ def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> No
 def test_outside_of_its_steps_a_control_is_not_run(pipe: Pipeline, folder: Path) -> None:
     controls = load_controls(pipe, parse([spec(folder, ":0.3-0.6")]))
     steering = Steering(pipe, controls, make_plan("ddim", pipe.schedule, 10), (64, 64))
-    plain = [steering.network(2, step) is pipe.unet for step in range(10)]
+    reads = Conditioning(toy.normal(2, 2, 5, 64))
+    plain = [steering(2, step, reads) == (pipe.unet, reads) for step in range(10)]
     assert plain == [True] * 3 + [False] * 3 + [True] * 4
 
 
@@ -226,6 +248,28 @@ def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> No
         for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
+
+
+@pytest.mark.slow
+def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
+    """Two nets and an adapter, each with steps of its own, are one, and the UNet alone is the other."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
+    nets = [spec(folder, ":0.8:0.2-0.6:guess"), spec(folder, ":0.4-0.8"), spec(folder, ":0-0.5", "adapter.safetensors")]
+    torch.testing.assert_close(run(compiled, nets), run(pipe, nets), rtol=1e-3, atol=1e-3)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor_compiles_a_steered_step(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, "inductor"))
+    torch.testing.assert_close(run(compiled, [spec(folder)]), run(pipe, [spec(folder)]), rtol=1e-3, atol=1e-3)
+    assert "failed" not in caplog.text
+    torch._dynamo.reset()
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------

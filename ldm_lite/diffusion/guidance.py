@@ -4,7 +4,7 @@ Guidance runs the network on several conditionings at once, the branches, and mi
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ class Conditioning(NamedTuple):
     context: Tensor | None = None  # (B,T,D)
     y: Tensor | None = None  # vectors (B,V), or classes (B,) int64
     concat: Tensor | None = None  # (B,C',h,w), channels that follow the latents'
+    control: tuple[Any, ...] | None = None  # what a network that is steered reads too: models.controlnet.Hints
 
 
 @dataclass(frozen=True)

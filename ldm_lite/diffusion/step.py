@@ -12,7 +12,7 @@ from torch import Tensor
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, guide
 from ldm_lite.diffusion.plan import Plan
 
-Model = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # (x, t, context, y) -> its prediction
+Model = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; one that is steered reads `control` as the fifth
 
 
 class Row(NamedTuple):
@@ -51,7 +51,8 @@ def denoise_step(
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
-    out = model(batch.to(dtype), row.t.expand(batch.shape[0]), conditioning.context, conditioning.y).float()
+    steered = () if conditioning.control is None else (conditioning.control,)
+    out = model(batch.to(dtype), row.t.expand(batch.shape[0]), conditioning.context, conditioning.y, *steered).float()
     if out.shape[1] == 2 * x.shape[1]:
         out, variance = out.chunk(2, dim=1)
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)

@@ -3,15 +3,20 @@
 What is unusual about it:
 - it is the UNet's own `Encoder` with three small additions, so whatever speeds that up speeds this up;
 - the picture is embedded once a job (`embed`), not once a step;
-- its results go into UNet.forward as `control`: tensors, so that both compile.
+- `Steered` is the UNet and all that steers it as one network of tensors, so that they compile as one.
 
 Shape letters: B batch, C channels, h w latent size, T text tokens, D context channels.
 Source: Zhang et al. 2023, sec. 3; cldm.py of the original repository.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.unet import Encoder, UNetSpec
+from ldm_lite.models.ops import channels_last
+from ldm_lite.models.unet import Encoder, UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the picture, and after each convolution but the last
 HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
@@ -43,7 +48,7 @@ class ControlNet(Encoder):
 
         That is one (B,C,h',w') for each input block, and one for the middle.
         """
-        emb = self.embed(t, None, x.dtype)
+        x, emb = channels_last(x), self.embed(t, None, x.dtype)
         out = []
         for i, (block, zero_conv) in enumerate(zip(self.input_blocks, self.zero_convs, strict=True)):
             x = block(x, emb, context, None)
@@ -56,3 +61,51 @@ class ControlNet(Encoder):
 def guess_scales(num: int) -> list[float]:
     """The `num` factors of guess mode, the deeper the larger, to 1 in the middle: the original's 0.825^(12-i)."""
     return [0.825 ** (num - 1 - i) for i in range(num)]
+
+
+class Hint(NamedTuple):
+    """What a ControlNet of Steered reads in a step, beside what the UNet reads."""
+
+    picture: Tensor  # (1,C,h,w) of embed_hint
+    scales: Tensor  # (S,) float32, what its S results are multiplied by; all zero = it does not steer now
+    share: int  # K: of a batch of K branches, one after the other, the last alone is steered; 1: all of them are
+    pool: bool  # its results are averaged over the picture, as the shuffle network wants
+
+
+class Hints(NamedTuple):
+    """What Steered reads in a step, beside what the UNet reads: tensors, so that all steps are one compiled graph."""
+
+    nets: tuple[Hint | None, ...]  # one for each net; None = it is not run
+    features: tuple[Tensor | None, ...] | None  # those of T2I-Adapters, as UNet.forward takes them
+
+
+class Steered(nn.Module):
+    """A UNet and the ControlNets that steer it, as one network."""
+
+    def __init__(self, unet: UNet, nets: Sequence[ControlNet]) -> None:
+        super().__init__()
+        self.unet = unet
+        self.nets = nn.ModuleList(nets)
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None, hints: Hints) -> Tensor:
+        """As UNet.forward; a ControlNet reads as many of x's channels as it has."""
+        control: tuple[Tensor, ...] | None = None
+        for net, hint in zip(self.nets, hints.nets, strict=True):
+            assert isinstance(net, ControlNet)
+            if hint is not None:
+                more = _results(net, hint, x, t, context)
+                control = more if control is None else tuple(a + b for a, b in zip(control, more, strict=True))
+        return self.unet(x, t, context, y, control=control, features=hints.features)
+
+
+def _results(net: ControlNet, hint: Hint, x: Tensor, t: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
+    """What a net adds to the UNet's skips and middle, for the whole batch."""
+    first = 0 if hint.share == 1 else x.shape[0] - x.shape[0] // hint.share
+    text = None if context is None else context[first:]
+    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], text, hint.picture)
+    results = tuple(scale * each for scale, each in zip(hint.scales, results, strict=True))
+    if hint.pool:
+        results = tuple(each.mean(dim=(2, 3), keepdim=True) for each in results)
+    if hint.share > 1:
+        results = tuple(torch.cat([each.new_zeros(first, *each.shape[1:]), each]) for each in results)
+    return results

@@ -78,7 +78,9 @@ def use(network: nn.Module, path: Path) -> None:
     if not runners:
         raise ValueError(f"{path}: is no package of ldm_lite.export")
 
-    def forward(*inputs: Tensor | None) -> Tensor:
+    def forward(*inputs: Tensor | None, **others: object) -> Tensor:
+        if others:
+            raise ValueError(f"{path.name} is compiled for a network that nothing steers: leave out --control")
         given = inputs[: 1 + max(i for i, each in enumerate(inputs) if each is not None)]
         if _key(given) not in runners:
             known = "; or ".join(map(_words, runners))

@@ -174,6 +174,15 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
         layer.attention = functions[layer.head_dim]
 
 
+def follow(network: nn.Module, other: nn.Module) -> None:
+    """Give each attention layer of a network what another network's layer of that name has: a ControlNet its UNet's."""
+    found = layers(other)
+    for name, layer in layers(network).items():
+        layer.attention = found[name].attention
+        if "forward" in vars(found[name]):  # of mha
+            cast(nn.Module, layer).forward = MethodType(_mha, layer)
+
+
 @contextlib.contextmanager
 def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Tensor]]]:
     """Attention maps by layer name: within the block, one (B,H,N,M) tensor a call is added for each layer that matches.

@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ log = logging.getLogger("ldm_lite")
 
 TIERS = ("off", "auto", "regional", "step", "max")
 COLD_START_S = 60.0  # what a compilation of the step takes, about
-MOST_GRAPHS = 8  # CUDA graphs that are kept, each with its buffers
+MOST_GRAPHS = 8  # CUDA graphs of a network that are kept, each with its buffers
 Step = Callable[..., Tensor]  # called as diffusion.step.denoise_step
 
 
@@ -70,7 +71,7 @@ class CompiledStep:
             return denoise_step(model, *args)
         if not isinstance(model, nn.Module) and self._tier != "regional":
             if not self._told:
-                log.info("a step with --control is not compiled as one graph: --compile regional compiles its blocks")
+                log.info("a step of a function, which is no nn.Module, is not compiled: it runs as it stands")
                 self._told = True
             return denoise_step(model, *args)
         try:
@@ -150,6 +151,7 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, *o
     """
     marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, 3, 4)), (noise, (0, 2, 3))]
     marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, 2, 3))]
+    marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
     for tensor, axes in marks:
         if tensor is not None:
             for axis in axes:
@@ -199,11 +201,16 @@ def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
 
 
 class _Graphs:
-    """A step captured once for each shape of its arguments, and replayed from buffers of its own."""
+    """A step captured once for each shape of its arguments, and replayed from buffers of its own.
+
+    What is captured reads the network where it lies, and goes when the network goes.
+    """
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._captured: OrderedDict[Any, tuple[Any, list[Tensor], Tensor]] = OrderedDict()
+        self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, tuple[Any, list[Tensor], Tensor]]] = (
+            WeakKeyDictionary()
+        )
         self._lock = threading.Lock()  # two threads must not fill the same buffers
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
@@ -213,12 +220,13 @@ class _Graphs:
         # Where the weights lie is part of a graph, and so is which of the arguments are None.
         key = (next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
         with self._lock:
-            if key not in self._captured:
-                self._captured[key] = self._capture(model, args)
-                if len(self._captured) > MOST_GRAPHS:
-                    self._captured.popitem(last=False)
-            self._captured.move_to_end(key)
-            graph, buffers, out = self._captured[key]
+            captured = self._graphs.setdefault(model, OrderedDict())
+            if key not in captured:
+                captured[key] = self._capture(model, args)
+                if len(captured) > MOST_GRAPHS:
+                    captured.popitem(last=False)
+            captured.move_to_end(key)
+            graph, buffers, out = captured[key]
             for buffer, value in zip(buffers, tensors, strict=True):
                 buffer.copy_(value)
             graph.replay()

@@ -37,18 +37,29 @@ def tune(
     """
     for role, network in networks.items():
         _set_attention(role, network, attention)
-        device = next(network.parameters()).device.type
-        if device == "cuda":
+        if next(network.parameters()).is_cuda:
             set_matmul_precision(matmul_precision)
-            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        elif device == "cpu":
-            winograd.use(network)
-            keep_freed_memory()
+        _lay_out(network)
     if compiled is not None:
         if compile != "off":
             raise ValueError(f"got compile {compile!r} and a package that is compiled: leave one of them out")
         aot.use(networks["unet"], Path(compiled))
     return compiled_step(compile, networks["unet"]) if "unet" in networks else denoise_step
+
+
+def tune_alike(network: nn.Module, other: nn.Module) -> None:
+    """Set up a network as another one is, which has layers of the same names: a ControlNet as its UNet."""
+    attention_backends.follow(network, other)
+    _lay_out(network)
+
+
+def _lay_out(network: nn.Module) -> None:
+    device = next(network.parameters()).device.type
+    if device == "cuda":
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif device == "cpu":
+        winograd.use(network)
+        keep_freed_memory()
 
 
 def _set_attention(role: str, network: nn.Module, name: str) -> None:

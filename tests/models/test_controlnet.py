@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from random_checkpoint import SMALL
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.families import UNETS
 from ldm_lite.models.controlnet import ControlNet, guess_scales
@@ -118,21 +116,3 @@ def test_an_adapter_for_another_unet_is_refused() -> None:
     adapter = toy.fill(T2IAdapter(replace(toy.ADAPTERS["rgb"], channels=(32, 64))))
     with pytest.raises(ValueError, match="2 levels, the UNet takes 3"):
         adapter.place(adapter(toy.picture()), toy.SD1.num_res_blocks)
-
-
-def test_compiles_with_its_unet_to_one_graph_for_all_steps() -> None:
-    torch._dynamo.reset()
-    x, context, _ = toy.unet_inputs(SMALL.unet)
-    net, unet = toy.fill(ControlNet(SMALL.unet)), toy.fill(UNet(SMALL.unet))
-    hint, counter = net.embed_hint(toy.picture()), CompileCounter()
-
-    def both(x: torch.Tensor, t: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return unet(x, t, context, control=tuple(scale * c for c in net(x, t, context, hint)))
-
-    compiled = torch.compile(both, fullgraph=True, backend=counter)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for t, scale in ((toy.T, 1.0), (toy.T_FRACTIONAL, 0.5)):
-            given = x, t, torch.tensor(scale)
-            torch.testing.assert_close(compiled(*given), both(*given))
-    assert counter.frame_count == 1
-    torch._dynamo.reset()

@@ -1,9 +1,13 @@
 """Compilation tiers: one graph for everything that a job can vary, and plain steps where it fails."""
 
+import gc
 import logging
 import shutil
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +23,20 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
 from ldm_lite.diffusion.step import denoise_step, rows
-from ldm_lite.models.unet import ResBlock, SpatialTransformer, UNet
+from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered
+from ldm_lite.models.unet import ResBlock, SpatialTransformer, UNet, UNetSpec
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
 
 CPU = torch.device("cpu")
+PLAIN = replace(  # quick to compile
+    SMALL.unet,
+    channel_mult=(1,),
+    num_res_blocks=(1,),
+    transformer_depth=(0,),
+    cross_only=(False,),
+    middle_depth=0,
+)
 SCHEDULE = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
 
 
@@ -96,6 +109,67 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(kind: str, tin
         for i in range(2):
             step(network, *arguments(i, 1, 8, 8 + 4 * i))
         assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("spec", [PLAIN, pytest.param(SMALL.unet, marks=pytest.mark.slow)], ids=["plain", "unet"])
+def test_a_steered_step_is_one_graph_for_weights_steps_and_pictures(spec: UNetSpec) -> None:
+    """Also over jobs, each of which has a network of its own around the same UNet."""
+    shares = (2,) if spec is PLAIN else (1, 2)
+    unet, nets = toy.fill(UNet(spec)), [toy.fill(ControlNet(spec), f"{i}.") for i in range(len(shares))]
+    counter = CompileCounter()
+    step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
+    num = 2 * len(spec.channel_mult) + 1
+    for varied, weights in zip(VARIED[:3], ((1.0, 0.5), (0.0, -1.0), (0.7, 0.0)), strict=True):
+        given: list[Any] = list(varied)
+        h, w = given[0].shape[3:]
+        hints = [
+            Hint(toy.normal(share, 1, spec.model_channels, h, w), torch.full((num,), weight), share, pool=False)
+            for weight, share in zip(weights, shares, strict=False)
+        ]
+        features = (None, toy.normal(3, 1, spec.model_channels, h, w), *[None] * (num - 2))
+        given[3] = given[3]._replace(control=Hints(tuple(hints), features))
+        steered = Steered(unet, nets)  # type: ignore[arg-type]
+        torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+class Replayed:
+    """A CUDA graph as the CPU can have it: computes again, from the same buffers into the same tensor."""
+
+    def __init__(self, step: tiers.Step, model: nn.Module, static: tuple[Any, ...], out: Tensor) -> None:
+        self.step, self.model, self.static, self.out = step, weakref.ref(model), static, out
+
+    def replay(self) -> None:
+        self.out.copy_(self.step(self.model(), *self.static))
+
+
+def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Replayed] = []
+
+    def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, list[Tensor], Tensor]:
+        static = tiers._map(args, lambda x: x.clone())
+        out = denoise_step(model, *static)
+        captured.append(Replayed(denoise_step, model, static, out))
+        return captured[-1], list(tiers._tensors(static)), out
+
+    monkeypatch.setattr(tiers._Graphs, "_capture", capture)
+    unet: Any = toy.fill(UNet(PLAIN))
+    nets: list[Any] = [toy.fill(ControlNet(PLAIN), f"{i}.") for i in range(2)]
+    graphs, outs = tiers._Graphs(denoise_step), []
+    for net in nets:  # of the same shapes, around the same UNet
+        steered = Steered(unet, [net])
+        for weight in (1.0, 0.0, -0.5):
+            hint = Hint(toy.normal(5, 1, 32, 8, 8), torch.full((3,), weight), 1, pool=False)
+            given: list[Any] = arguments(0, 2, 8, 8)
+            given[3] = given[3]._replace(control=Hints((hint,), None))
+            outs.append(graphs(steered, *given))
+            assert torch.equal(outs[-1], denoise_step(steered, *given))
+    assert len(captured) == 2
+    assert torch.equal(outs[1], outs[4])
+    assert not torch.equal(outs[0], outs[3])
+    del steered
+    gc.collect()
+    assert len(graphs._graphs) == 0
 
 
 def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
@@ -176,7 +250,7 @@ def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: 
         for _ in range(2):
             step(lambda *args: tiny(*args), *given)
     assert [record.getMessage()[:22] for record in caplog.records if record.name == "ldm_lite"] == [
-        "a step with --control "
+        "a step of a function, "
     ]
 
 
