@@ -56,7 +56,9 @@ class LoadOptions:
         (), "add to the file's metadata, for an unknown network; repeatable", metavar="KEY=VALUE"
     )
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
-    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
+    dtype: str | None = option(
+        None, "fp32, fp16, bf16, or with others for some networks fp16,vae=fp32 (default: fp16 on CUDA, else fp32)"
+    )
     attention: str | None = option(
         None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
     )

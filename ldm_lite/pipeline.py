@@ -42,7 +42,7 @@ from ldm_lite.models.vae_vq import VQModel
 from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Placement
-from ldm_lite.runtime.precision import pick_device, pick_dtype, short_name
+from ldm_lite.runtime.precision import pick_device, pick_dtype, pick_dtypes, short_name
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.runtime.tuning import tune
 from ldm_lite.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
@@ -87,7 +87,7 @@ class Pipeline:
     def dtype(self) -> torch.dtype:
         """What the UNet computes in."""
         if self.placement is not None:
-            return self.placement.dtype
+            return self.placement.dtypes["unet"]
         return next(self.unet.parameters()).dtype
 
     def phase(self, *roles: str) -> AbstractContextManager[None]:
@@ -129,6 +129,7 @@ def load(
 ) -> Pipeline:
     """Open a checkpoint: a path, "owner/repository/file" on the hub, an open one, or None for the bundled model.
 
+    dtype is one for all networks, or "fp16,vae=fp32" with others for some by their roles.
     ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
     other files (bare or whole) that a network is taken from instead, by its role: "unet", "vae", "text_encoder" (for
     both of two).  lora names LoRA files, "FILE" or "FILE:WEIGHT", that are merged into the weights.  metadata adds to
@@ -142,7 +143,7 @@ def load(
     loras = [adapters.parse(text) for text in lora]
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(hub.resolve(source))
     path = checkpoint.path
-    torch_device, torch_dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
+    torch_device = pick_device(device)
     own = split(checkpoint)
     components = own | _others(parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
@@ -161,7 +162,8 @@ def load(
     components["unet"], weights = _with_ema(components["unet"], ema)
 
     tuning = {} if tuning is None else tuning
-    networks = _networks(family, components, _home(tuning, torch_device), torch_dtype)
+    dtypes = pick_dtypes(dtype, torch_device, family.networks, ("vae",) if family.vae_overflows else ())
+    networks = _networks(family, components, _home(tuning, torch_device), dtypes)
     if prediction is not None:
         family = with_prediction(family, parse_prediction(prediction))
     elif family.v_resolution is not None and stated_prediction(about) is None:
@@ -169,20 +171,19 @@ def load(
         log.info("%s: predicts %s %s; --prediction overrules that", path.name, family.prediction, why)
     schedule = _schedule(family, main, zero_snr)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
-    step, placement = _tune(networks, tuning, torch_device, torch_dtype)
+    step, placement = _tune(networks, tuning, torch_device)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
-        f"parameters, {short_name(torch_dtype)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
+        f"parameters, {_words(dtypes)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    tokenizer = tokenizer_of(family.text)
-    networks = _without_weights(family, torch_device, torch_dtype) | networks
+    networks = _without_weights(family, torch_device, dtypes["unet"]) | networks
     return Pipeline(
         name=path.stem,
         family=family,
         schedule=schedule,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_of(family.text),
         description=description,
         placement=placement,
         step=step,
@@ -191,16 +192,21 @@ def load(
 
 
 def _networks(
-    family: Family, components: Mapping[str, Component], device: torch.device, dtype: torch.dtype
+    family: Family, components: Mapping[str, Component], device: torch.device, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
     """The family's networks by role, with their weights."""
     with on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
-        overflows = role == "vae" and family.vae_overflows and dtype == torch.float16
-        title = role.replace("_", " ")
-        load_weights(network, components[role], title, device, torch.float32 if overflows else dtype)
+        load_weights(network, components[role], role.replace("_", " "), device, dtypes[role])
     return networks
+
+
+def _words(dtypes: Mapping[str, torch.dtype]) -> str:
+    """The UNet's dtype, and of others those that differ: "fp16 (vae fp32)"."""
+    unet = dtypes["unet"]
+    others = ", ".join(f"{role} {short_name(dtype)}" for role, dtype in dtypes.items() if dtype != unet)
+    return short_name(unet) + (f" ({others})" if others else "")
 
 
 def _without_weights(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -214,9 +220,7 @@ def _home(tuning: Mapping[str, Any], device: torch.device) -> torch.device:
     return torch.device("cpu") if tuning.get("offload") or tuning.get("storage") else device
 
 
-def _tune(
-    networks: dict[str, Any], tuning: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-) -> tuple[Step, Placement | None]:
+def _tune(networks: dict[str, Any], tuning: Mapping[str, Any], device: torch.device) -> tuple[Step, Placement | None]:
     """Set the networks up as load's tuning says, in place -> the UNet's step, and who moves them."""
     settings = dict(tuning)
     offload, storage = (settings.pop(name, None) for name in ("offload", "storage"))
@@ -230,7 +234,7 @@ def _tune(
     step = tune(networks, **settings)
     if offload is None and storage is None:
         return step, None
-    return step, Placement(networks, device, dtype, offload=offload, storage=storage)
+    return step, Placement(networks, device, offload=offload, storage=storage)
 
 
 def load_autoencoder(

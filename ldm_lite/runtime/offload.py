@@ -30,19 +30,19 @@ class Placement:
         self,
         networks: Mapping[str, nn.Module],
         device: torch.device,
-        dtype: torch.dtype,
         *,
         offload: str | None,
         storage: str | None,
     ) -> None:
-        """networks by role, on the CPU, ready to run in dtype on the device; they are changed in place, for inference.
+        """networks by role, on the CPU, ready to run on the device; they are changed in place, for inference.
 
         Autoencoders are never stored in 8 bits.  Raises ValueError for names that are not in OFFLOADS or STORAGES.
         """
         for what, name, known in (("offload", offload, OFFLOADS), ("storage", storage, tuple(STORAGES))):
             if name is not None and name not in known:
                 raise ValueError(f"unknown {what} {name!r}: wanted one of {', '.join(known)}")
-        self.device, self.dtype, self.offload = device, dtype, offload
+        self.device, self.offload = device, offload
+        self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
         self._phases: dict[str, list[_Group]] = {}
         for role, network in networks.items():
             if device.type == "cuda":
@@ -67,8 +67,8 @@ class Placement:
             tensors = [tensor for tensor in _tensors(block) if tensor not in taken]
             taken.update(tensors)
             slots = [(tensor, self._at_home(store(tensor.data, storage))) for tensor in tensors]
-            kept += [value for _, stored in slots for value in stored if value is not None]
-            group = _Group(slots, self.device, self.dtype, stream)
+            kept += [value for _, stored in slots for value in stored[:2] if value is not None]
+            group = _Group(slots, self.device, stream)
             block.register_forward_pre_hook(_Before(group, order if self.offload == "sequential" else None))
             block.register_forward_hook(_After(group), always_call=True)
         rest = [tensor for tensor in _tensors(network) if tensor not in taken]
@@ -77,8 +77,8 @@ class Placement:
                 tensor.data = tensor.data.to(self.device)
             return
         moved = rest + (kept if self.offload == "model" else [])
-        slots = [(tensor, self._at_home(Stored(tensor.data, None))) for tensor in moved]
-        self._phases[role] = [_Group(slots, self.device, self.dtype, None)]
+        slots = [(tensor, self._at_home(Stored(tensor.data, None, tensor.dtype))) for tensor in moved]
+        self._phases[role] = [_Group(slots, self.device, None)]
 
     def _at_home(self, stored: Stored) -> Stored:
         """What is kept, where it is kept between phases."""
@@ -88,17 +88,15 @@ class Placement:
                 return value.to(self.device)
             return value.pin_memory() if self.device.type == "cuda" else value
 
-        return Stored(place(stored.values), None if stored.scale is None else place(stored.scale))
+        return Stored(place(stored.values), None if stored.scale is None else place(stored.scale), stored.dtype)
 
 
 class _Group:
     """Tensors that come to the device, and go, together; a context that may be entered several times."""
 
-    def __init__(
-        self, slots: list[tuple[Tensor, Stored]], device: torch.device, dtype: torch.dtype, stream: Any
-    ) -> None:
+    def __init__(self, slots: list[tuple[Tensor, Stored]], device: torch.device, stream: Any) -> None:
         """Each tensor with what it is restored from; stream is what copies ahead of time go by, None for none."""
-        self.slots, self.device, self.dtype, self.stream = slots, device, dtype, stream
+        self.slots, self.device, self.stream = slots, device, stream
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None
         self._home = [
@@ -139,9 +137,9 @@ class _Group:
 
     def _restore(self) -> tuple[list[Tensor], Any]:
         if self.stream is None:
-            return [restore(stored, self.device, self.dtype) for _, stored in self.slots], None
+            return [restore(stored, self.device) for _, stored in self.slots], None
         with torch.cuda.stream(self.stream):
-            values = [restore(stored, self.device, self.dtype) for _, stored in self.slots]
+            values = [restore(stored, self.device) for _, stored in self.slots]
             return values, self.stream.record_event()
 
 

@@ -1,6 +1,7 @@
 """Device and dtype, chosen once: what the user asked for, or what suits the machine."""
 
 import logging
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -51,6 +52,25 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
         log.warning("bf16 is emulated on this CPU, and slower than fp32")
     return dtype
+
+
+def pick_dtypes(
+    text: str | torch.dtype | None, device: torch.device, roles: Iterable[str], overflows: Collection[str] = ()
+) -> dict[str, torch.dtype]:
+    """What each network, by its role, computes in: one dtype for all, or "fp16,vae=fp32" with others for some.
+
+    Networks that overflow in float16 take float32 in its place, unless they are named.  Raises ValueError for
+    an unknown dtype or role.
+    """
+    names = text.split(",") if isinstance(text, str) else []
+    common = pick_dtype(names[0] if names else text, device)
+    dtypes = {role: torch.float32 if role in overflows and common == torch.float16 else common for role in roles}
+    for item in names[1:]:
+        role, _, name = item.partition("=")
+        if role not in dtypes:
+            raise ValueError(f"got dtype {item!r}, wanted one of {', '.join(dtypes)} with a dtype, as in vae=fp32")
+        dtypes[role] = pick_dtype(name, device)
+    return dtypes
 
 
 def emulates_bf16() -> bool:

@@ -17,22 +17,23 @@ class Stored(NamedTuple):
 
     values: Tensor
     scale: Tensor | None  # (rows, 1, ...) float32
+    dtype: torch.dtype  # of the tensor
 
 
 def store(tensor: Tensor, storage: str | None) -> Stored:
     """A weight (rows, ...) in 8 bits; what has one dimension (norms, biases), and integers, stay as they are."""
     if storage is None or tensor.ndim < 2 or not tensor.is_floating_point():
-        return Stored(tensor, None)
+        return Stored(tensor, None, tensor.dtype)
     dtype, largest = STORAGES[storage]
     rows = tensor.float()
     scale = rows.abs().amax(dim=tuple(range(1, tensor.ndim)), keepdim=True).clamp(min=1e-12) / largest
     values = rows / scale
-    return Stored((values.round() if dtype == torch.int8 else values).to(dtype), scale)
+    return Stored((values.round() if dtype == torch.int8 else values).to(dtype), scale, tensor.dtype)
 
 
-def restore(stored: Stored, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor on a device, in a type if it was stored in 8 bits; from pinned memory the copy is not waited for."""
+def restore(stored: Stored, device: torch.device) -> Tensor:
+    """The tensor on a device; from pinned memory the copy is not waited for."""
     values = stored.values.to(device, non_blocking=True)
     if stored.scale is None:
         return values
-    return values.to(dtype) * stored.scale.to(device, dtype, non_blocking=True)
+    return values.to(stored.dtype) * stored.scale.to(device, stored.dtype, non_blocking=True)

@@ -31,8 +31,8 @@ class Device:
         self.shapes: list[tuple[int, ...]] = []  # of all that came
         self.lock = threading.RLock()
 
-    def restore(self, stored: Stored, device: torch.device, dtype: torch.dtype) -> Tensor:
-        value = restore(stored, device, dtype).clone()
+    def restore(self, stored: Stored, device: torch.device) -> Tensor:
+        value = restore(stored, device).clone()
         with self.lock:
             self.shapes.append(tuple(value.shape))
             self.now += value.numel()
@@ -122,11 +122,11 @@ def test_eight_bits(small_path: Path, device: Device, name: str, mode: str | Non
 @pytest.mark.parametrize(("name", "steps"), [("int8", 254), ("fp8", 16)])
 def test_the_error_of_a_weight_is_that_of_its_type(name: str, steps: int) -> None:
     weight = toy.normal(0, 8, 64) * torch.logspace(-3, 3, 8)[:, None]
-    error = restore(store(weight, name), weight.device, torch.float32) - weight
+    error = restore(store(weight, name), weight.device) - weight
     largest = weight.abs().amax(dim=1, keepdim=True)
     assert (error.abs() <= 1.01 * (largest / steps if name == "int8" else weight.abs() / steps + largest / 2**17)).all()
     norm = toy.normal(1, 8)
-    assert store(norm, name) == Stored(norm, None)
+    assert store(norm, name) == Stored(norm, None, norm.dtype)
 
 
 def test_two_threads(small_path: Path, device: Device) -> None:
@@ -180,5 +180,5 @@ def test_unknown_names() -> None:
     networks = {"unet": nn.Linear(2, 2)}
     for names in ({"offload": "disk", "storage": None}, {"offload": None, "storage": "fp4"}):
         with pytest.raises(ValueError, match=r"unknown (offload 'disk'|storage 'fp4'): wanted one of"):
-            offload.Placement(networks, torch.device("cpu"), torch.float32, **names)
+            offload.Placement(networks, torch.device("cpu"), **names)
     assert storage.STORAGES.keys() == {"fp8", "int8"}

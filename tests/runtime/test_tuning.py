@@ -9,7 +9,8 @@ import torch
 import ldm_lite
 from ldm_lite.cli import LoadOptions
 from ldm_lite.runtime.attention import layers, vanilla
-from ldm_lite.runtime.precision import pick_dtype, set_matmul_precision
+from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
+from ldm_lite.txt2img import Options, txt2img
 
 
 def functions(network: torch.nn.Module) -> set[object]:
@@ -50,6 +51,31 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
                 assert pick_dtype(name, cpu) is dtype
             assert said in caplog.text
             assert bool(said) == bool(caplog.records)
+
+
+def test_networks_may_compute_in_dtypes_of_their_own() -> None:
+    cpu, roles = torch.device("cpu"), ("unet", "vae", "text_encoder")
+    fp16, fp32 = torch.float16, torch.float32
+    assert pick_dtypes("fp16", cpu, roles) == dict.fromkeys(roles, fp16)
+    assert pick_dtypes("fp16,vae=fp32", cpu, roles) == {"unet": fp16, "vae": fp32, "text_encoder": fp16}
+    assert pick_dtypes("fp16", cpu, roles, ("vae",)) == {"unet": fp16, "vae": fp32, "text_encoder": fp16}
+    assert pick_dtypes("fp16,vae=fp16", cpu, roles, ("vae",)) == dict.fromkeys(roles, fp16)
+    assert pick_dtypes(torch.bfloat16, cpu, roles, ("vae",)) == dict.fromkeys(roles, torch.bfloat16)
+    with pytest.raises(ValueError, match="got dtype 'decoder=fp32', wanted one of unet, vae, text_encoder"):
+        pick_dtypes("fp16,decoder=fp32", cpu, roles)
+    with pytest.raises(ValueError, match="unknown dtype 'fp8'"):
+        pick_dtypes("fp32,vae=fp8", cpu, roles)
+
+
+@pytest.mark.parametrize("tuning", [{}, {"storage": "int8"}, {"offload": "model"}], ids=str)
+def test_a_pipeline_of_two_dtypes_makes_pictures(tuning: dict[str, str]) -> None:
+    pipe = ldm_lite.load(device="cpu", dtype="bf16,vae=fp32,text_encoder=fp32", tuning=tuning)
+    assert pipe.dtype == torch.bfloat16
+    assert next(pipe.vae.parameters()).dtype == torch.float32
+    assert "bf16 (vae fp32, text_encoder fp32) on cpu" in pipe.description
+    options = Options(prompt="a red apple", steps=2)
+    [result] = txt2img(pipe, options)
+    assert result.image.size == (64, 64)
 
 
 def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
