@@ -91,12 +91,12 @@ class ResBlock(nn.Module):
         self.scale_shift = scale_shift
         self.resample = resample
         self.in_layers = nn.Sequential(
-            nn.GroupNorm(32, in_channels), nn.SiLU(), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+            nn.GroupNorm(32, in_channels), nn.SiLU(inplace=True), nn.Conv2d(in_channels, out_channels, 3, padding=1)
         )
         # Slot 0 held a SiLU: UNet.forward applies it once for all blocks.  out_layers.2 held a Dropout.
         self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, out_channels * (1 + scale_shift)))
         conv = nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(), nn.Identity(), conv)
+        self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(inplace=True), nn.Identity(), conv)
         same = in_channels == out_channels
         self.skip_connection = nn.Identity() if same else Conv1x1(in_channels, out_channels)
 
@@ -329,7 +329,7 @@ class UNet(Encoder):
                 self.output_blocks.append(Block(layers))
 
         self.out = nn.Sequential(
-            nn.GroupNorm(32, channels), nn.SiLU(), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
+            nn.GroupNorm(32, channels), nn.SiLU(inplace=True), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
         )
 
     def forward(

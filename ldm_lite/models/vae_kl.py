@@ -65,8 +65,8 @@ class ResnetBlock(nn.Module):
         self.shortcut = in_channels != out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x)))
-        h = self.conv2(F.silu(self.norm2(h)))
+        h = self.conv1(F.silu(self.norm1(x), inplace=True))
+        h = self.conv2(F.silu(self.norm2(h), inplace=True))
         return (self.nin_shortcut(x) if self.shortcut else x) + h
 
 
@@ -164,7 +164,7 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv_out(F.silu(self.norm_out(self.mid(self.descend(channels_last(x))))))
+        return self.conv_out(F.silu(self.norm_out(self.mid(self.descend(channels_last(x)))), inplace=True))
 
     def descend(self, x: Tensor) -> Tensor:
         """Pixels (B,3,H,W) -> features (B,C,h,w): the part before the middle, which takes most of the memory."""
@@ -197,7 +197,7 @@ class Decoder(nn.Module):
         """Features (B,C,h,w) -> pixels (B,3,H,W): the part after the middle, which takes most of the memory."""
         for level in reversed(self.up):
             x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+        return self.conv_out(F.silu(self.norm_out(x), inplace=True))
 
 
 class AutoencoderKL(nn.Module):

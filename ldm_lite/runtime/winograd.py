@@ -73,18 +73,21 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
     to_input, to_weight, to_output = TRANSFORMS[m]
     rows, columns = -(-h // m), -(-w // m)
 
-    padded = x.new_zeros(batch, rows * m + 2, columns * m + 2, channels)
-    padded[:, 1 : h + 1, 1 : w + 1] = x.permute(0, 2, 3, 1)
     weights = (to_weight @ weight.reshape(-1, 9).t()).view(n * n, num_out, channels).transpose(1, 2)  # (n*n, C, K)
+    pixels = x.permute(0, 2, 3, 1)
     out = x.new_empty(batch, rows * m, columns * m, num_out)
-    image, line, pixel, _ = padded.stride()
-    strides = (line, pixel, image, m * line, m * pixel, 1)
+    together = min(rows, max(1, TILES // (batch * columns)))  # rows of tiles
+    strip = x.new_zeros(batch, together * m + 2, columns * m + 2, channels)  # their pixels, and the padding
+    image, line, pixel, _ = strip.stride()
 
-    together = max(1, TILES // (batch * columns))  # rows of tiles
     for first in range(0, rows, together):
         count = min(together, rows - first)
-        # input tiles, which overlap by two: a view of the padded image, copied and transformed
-        tiles = padded.as_strided((n, n, batch, count, columns, channels), strides, first * m * line)
+        top = first * m - 1  # the line of the image that is the strip's first
+        begin, end = max(0, top), min(h, top + count * m + 2)
+        strip[:, begin - top : end - top, 1 : w + 1] = pixels[:, begin:end]
+        strip[:, end - top :] = 0
+        # input tiles, which overlap by two: a view of the strip, copied and transformed
+        tiles = strip.as_strided((n, n, batch, count, columns, channels), (line, pixel, image, m * line, m * pixel, 1))
         inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
         products = torch.bmm(inputs, weights)  # (n*n, T, K)
         if bias is not None:
