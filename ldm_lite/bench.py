@@ -12,6 +12,7 @@ import logging
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Options:
     scale: float = option(7.5, "classifier-free guidance")
     seed: int = option(1, "of all inputs")
     memory: bool = option(False, "measure the ways to need less memory instead, each in a process of its own")
+    loading: bool = option(False, "measure the time from the start of a process to loaded networks instead")
     rounds: int = option(10, "times that each configuration is timed in a cell, at most")
     minutes: float = option(9.0, "end after about so many, with whatever was measured")
     threads: int | None = option(None, "CPU threads (default: as torch chooses)")
@@ -102,7 +104,7 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     pipe = models.loaded(torch.float32)
     setting = _setting(options, pipe)
     where = {"size": size, "ckpt": options.ckpt, "device": str(device), "threads": threads}
-    report = Report(_about(options, pipe, where), {name: table[name].title for name in configs})
+    report = Report(_about(options, pipe.description, where), {name: table[name].title for name in configs})
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
     batches = sorted({*cli.numbers(options.batches, "--batches"), *([16] if options.full else [])})
     cells = [Cell(section, dtype, batch) for dtype in dtypes for batch in batches for section in sections]
@@ -229,7 +231,7 @@ def _setting(options: Options, pipe: "Pipeline") -> "Setting":
     return Setting(height, width, **{name: getattr(options, name) for name in names})
 
 
-def _about(options: Options, pipe: "Pipeline", where: "Mapping[str, object]") -> dict[str, object]:
+def _about(options: Options, model: str, where: "Mapping[str, object]") -> dict[str, object]:
     """What the report says of itself: enough to run it again."""
     import torch
 
@@ -243,7 +245,7 @@ def _about(options: Options, pipe: "Pipeline", where: "Mapping[str, object]") ->
     )
     return {
         "command": f"python -m ldm_lite.bench {flags}".strip(),
-        "model": pipe.description,
+        "model": model,
         "device": f"{name}, {where['threads']} threads" if device.type == "cpu" else name,
         "versions": f"ldm_lite {ldm_lite.__version__} ({_commit()}), torch {torch.__version__}, "
         f"python {platform.python_version()}, {platform.system()}",
@@ -285,7 +287,7 @@ def memory(options: Options) -> str:
     pipe = ldm_lite.load(subject(size, options.ckpt), device="cpu")
     setting, about = (
         _setting(options, pipe),
-        _about(options, pipe, {"device": str(device), "threads": _threads(options)}),
+        _about(options, pipe.description, {"device": str(device), "threads": _threads(options)}),
     )
     del pipe
     question = Question(size, options.ckpt, str(device), dtype, {}, dataclasses.asdict(setting), picture="")
@@ -297,12 +299,32 @@ def memory(options: Options) -> str:
     return markdown(rows, title)
 
 
+def loading(options: Options) -> str:
+    """The table of how long loading takes, in all precisions and file formats, as Markdown; the files go to --out."""
+    from ldm_lite.benchmark.loading import PEER, WAYS, markdown, measure, write
+    from ldm_lite.benchmark.subjects import subject
+    from ldm_lite.runtime.precision import pick_device
+
+    device = pick_device(options.device)
+    size = "sd1" if options.size is None else options.size
+    peers = _chosen("peer", options.peer, (PEER,))
+    ways = [name for name, way in WAYS.items() if way.file != PEER or peers]
+    folder = _folder(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = subject(size, options.ckpt)
+    about = _about(options, checkpoint.path.name, {"device": str(device), "threads": _threads(options)})
+    with tempfile.TemporaryDirectory(dir=folder) as files:
+        write(checkpoint, Path(files), ways)
+        timings = measure(ways, Path(files), str(device), options.rounds)
+    return markdown(timings, f"{about['command']}: {about['model']}, {about['device']}, {about['versions']}")
+
+
 def run(options: Options) -> None:
     """Measure, write what there is as it comes, and print the tables."""
     from ldm_lite.benchmark import report as reports
 
-    if options.memory:
-        print(memory(options))
+    if options.memory or options.loading:
+        print(memory(options) if options.memory else loading(options))
         return
     folder = _folder(options)
     report = bench(options, lambda report: reports.write(report, folder))
