@@ -42,7 +42,8 @@ class LoadOptions:
     """What to load, and onto what; the arguments of ldm_lite.load."""
 
     ckpt: str | None = option(
-        None, "checkpoint: a path, or owner/repository/file on the hub (default: the bundled model)"
+        None,
+        "checkpoint: a file, a folder of diffusers, or owner/repository/file on the hub (default: the bundled model)",
     )
     vae: str | None = option(None, "take the autoencoder from this file")
     unet: str | None = option(None, "take the UNet from this file")

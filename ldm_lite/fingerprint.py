@@ -35,7 +35,7 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"^cond_stage_model\.roberta\.": "AltDiffusion",
     r"^edm_(mean|std)$": "Playground 2.5",
     r"^edm_vpred\.": "CosXL",
-    r"^(unet\.)?(down_blocks|up_blocks|mid_block)\.": "a UNet in the format of diffusers",
+    r"^(unet\.)?(down_blocks|up_blocks|mid_block)\.": "a UNet in the format of diffusers, of a kind that is not read",
     r"^(first_stage_model\.)?quantize\.(embed|proj)\.": "a Gumbel VQ autoencoder, or a model on top of one",
 }
 

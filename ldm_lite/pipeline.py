@@ -17,6 +17,7 @@ from torch import nn
 from ldm_lite import adapters, hub
 from ldm_lite.checkpoint import SGM, Checkpoint, Component, joined, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint import ema as ema_copy
+from ldm_lite.diffusers_folder import open_source
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.families import Family
@@ -127,7 +128,7 @@ def load(
     zero_snr: bool = False,
     tuning: Mapping[str, Any] | None = None,
 ) -> Pipeline:
-    """Open a checkpoint: a path, "owner/repository/file" on the hub, an open one, or None for the bundled model.
+    """Open a checkpoint: a file or folder, "owner/repository/file" on the hub, an open one, or None: the bundled model.
 
     dtype is one for all networks, or "fp16,vae=fp32" with others for some by their roles.
     ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
@@ -141,7 +142,7 @@ def load(
     """
     start = time.perf_counter()
     loras = [adapters.parse(text) for text in lora]
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(hub.resolve(source))
+    checkpoint = source if isinstance(source, Checkpoint) else open_source(hub.resolve(source))
     path = checkpoint.path
     torch_device = pick_device(device)
     own = split(checkpoint)
@@ -180,7 +181,7 @@ def load(
     log.info("%s", description)
     networks = _without_weights(family, torch_device, dtypes["unet"]) | networks
     return Pipeline(
-        name=path.stem,
+        name=path.name if path.is_dir() else path.stem,
         family=family,
         schedule=schedule,
         tokenizer=tokenizer_of(family.text),
@@ -249,7 +250,7 @@ def load_autoencoder(
     """
     torch_device = pick_device(device)
     path = hub.resolve(source)
-    components = split(open_checkpoint(path))
+    components = split(open_source(path))
     if "vae" not in components:
         raise ValueError(f"{path}: holds no autoencoder, only {', '.join(components)}")
     with on_meta():
@@ -276,7 +277,7 @@ def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Componen
     """The weights that other files are to give, by role.  Raises ValueError for a file that has none of that role."""
     components: dict[str, Component] = {}
     for name, source in sources.items():
-        given = split(open_checkpoint(hub.resolve(source)))
+        given = split(open_source(hub.resolve(source)))
         if name not in given:
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
         components |= {role: component for role, component in given.items() if role in (name, f"{name}_2")}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import toy
 import transformers
-from make_family_goldens import NOISE, PROMPT, tokenizers
+from make_family_goldens import NEGATIVE, NOISE, PROMPT, sd2_pipeline, sdxl_pipeline, tokenizers
 from make_goldens import DATA, Arrays, write
 from random_checkpoint import LCM, SMALL, small, state_dict
 from torch import nn
@@ -25,6 +25,7 @@ from torch import nn
 from ldm_lite.benchmark import peers
 from ldm_lite.checkpoint import on_meta, prefix
 from ldm_lite.families import FAMILIES, Family
+from ldm_lite.identify import with_prediction
 from ldm_lite.models.unet import UNet
 from ldm_lite.networks import build
 
@@ -152,12 +153,38 @@ def lcm() -> tuple[Arrays, dict[str, Shapes]]:
     return arrays, {f"small.lcm.{name}": shapes_of(network) for name, network in networks.items()}
 
 
+def folders() -> tuple[Arrays, dict[str, Shapes]]:
+    """Four guided steps of whole pipelines, of Stable Diffusion 2 that predicts v, and of SDXL."""
+    arrays, shapes = {}, {}
+    first, second = tokenizers()
+    for name in ("sd2", "sdxl_base"):
+        family = small(name)
+        weights = dict(state_dict(family))
+        if name == "sd2":
+            pipe = sd2_pipeline(with_prediction(family, "v"), weights, second)
+        else:
+            pipe = sdxl_pipeline(family, weights, first, second)
+        for role in family.networks:
+            shapes[f"small.{name}.{role}"] = shapes_of(toy.fill(getattr(pipe, role)))
+        arrays[f"folder.{name}"] = pipe(
+            PROMPT,
+            negative_prompt=NEGATIVE,
+            num_inference_steps=4,
+            guidance_scale=5.0,
+            height=64,
+            width=64,
+            latents=NOISE,
+            output_type="latent",
+        ).images
+    return arrays, shapes
+
+
 def main() -> None:
     """Write both files."""
     arrays, shapes = {}, released()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        for more_arrays, more_shapes in (unets(), beside(), lcm()):
+        for more_arrays, more_shapes in (unets(), beside(), lcm(), folders()):
             arrays |= more_arrays
             shapes |= more_shapes
     write(DATA / "diffusers.npz", arrays, torch.float32, json.dumps(versions))

@@ -34,7 +34,7 @@ LAYERS = [
     {"conditioning", "control"},
     {"inputs"},
     {"pipeline", "prompt"},
-    {"adapters"},
+    {"adapters", "diffusers_folder"},
     {"checkpoint", "runtime", "hub", "tokenizer", "image", "boxes", "canny", "caption"},
     {"identify", "diffusers_keys"},
     {"families"},

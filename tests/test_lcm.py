@@ -1,5 +1,6 @@
 """Latent Consistency Models: a UNet that reads its guidance scale, by the files in which it is published."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,18 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import generate, txt2img
+from ldm_lite.adapters import file_names
+from ldm_lite.checkpoint import on_meta
 from ldm_lite.conditioning import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.families import FAMILIES
 from ldm_lite.identify import describe
+from ldm_lite.models.unet import UNet
+from ldm_lite.networks import UNETS
 from ldm_lite.pipeline import Pipeline
-from tests.test_diffusers_keys import GOLDEN, weights_of
+from tests.test_diffusers_keys import GOLDEN, shapes_of, weights_of
 from tests.test_families import NEGATIVE, NOISE, PROMPT
 
 Load = Callable[..., Pipeline]
@@ -101,6 +106,25 @@ def test_the_command_takes_the_unet_beside_a_checkpoint(
     about = pictures["plain"].info["parameters"]
     assert "Steps: 4, Sampler: LCM, CFG scale: 8.0" in about
     assert pictures["negative"].tobytes() == pictures["plain"].tobytes() != pictures["scale"].tobytes()
+
+
+# The layers that LCM-LoRA changes: those of the released files, and of diffusers' training script for them.
+LORA_LAYERS = r"to_[qkv]|to_out\.0|proj_in|proj_out|ff\.net\.0\.proj|ff\.net\.2|conv1|conv2|conv_shortcut"
+LORA_LAYERS += r"|downsamplers\.0\.conv|upsamplers\.0\.conv|time_emb_proj"
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl_base"])
+def test_lcm_lora_finds_all_its_modules(name: str) -> None:
+    """In kohya's spelling, which the released files have, and in PEFT's, of diffusers' own names."""
+    with on_meta():
+        names = file_names("unet", UNet(UNETS[name]))
+    known = {spelling for spellings in names.values() for spelling in spellings}
+    pattern = re.compile(rf"\.({LORA_LAYERS})\.weight$")
+    modules = [key.removesuffix(".weight") for key in shapes_of(f"unet_{name}") if pattern.search(key)]
+    assert len(modules) == {"sd1": 278, "sdxl_base": 788}[name]
+    for module in modules:
+        for spelling in ("lora_unet_" + module.replace(".", "_"), "unet_" + module.replace(".", "_")):
+            assert spelling in known
 
 
 def test_ready_embeddings_are_told_the_scale_too(pipe: Pipeline) -> None:
