@@ -96,8 +96,8 @@ class SaveOptions:
     n_rows: int = option(0, "images in a row of the grid (default: the batch size)")
     preview: str | None = option(
         None,
-        "show the pictures at every step, in preview.png beside the results, by this file's autoencoder: taesd, "
-        "taesdxl or any that fits",
+        "show at every step what the pictures will be, in preview.png beside the results, by this file's autoencoder: "
+        "taesd, taesdxl or any that fits",
         metavar="FILE",
     )
     debug: bool = option(False, "show the traceback of an error")

@@ -3,6 +3,7 @@
 load_controls() reads their files; Steering says what generate.denoise runs in place of the UNet, step by step.
 """
 
+import inspect
 import logging
 import re
 from collections.abc import Sequence
@@ -191,7 +192,8 @@ class Steering:
 
     def __init__(self, pipe: Pipeline, controls: Sequence[Control], plan: Plan, size: tuple[int, int]) -> None:
         """size is (width, height) in pixels.  Raises ValueError for sizes and UNets that an adapter does not fit."""
-        self._unet, self._num_steps, self._compiled = pipe.unet, plan.num_steps, pipe.step is not denoise_step
+        self._unet, self._num_steps = pipe.unet, plan.num_steps
+        self._compiled = inspect.unwrap(pipe.step) is not denoise_step  # a step may be watched
         nets: list[ControlNet] = []
         self._nets: list[tuple[Request, Hint]] = []  # as they are within their range of steps
         self._adapters: list[tuple[Request, Features]] = []

@@ -304,25 +304,32 @@ def _heed(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
     return load
 
 
-def previewed(pipe: "Pipeline", source: str, show: "Callable[[Image], None]", on_step: OnStep) -> OnStep:
-    """on_step, which also shows what the pictures of a batch are after each step, decoded by a file's autoencoder.
+def previewed(
+    pipe: "Pipeline", source: str, show: "Callable[[Image], None]", on_step: OnStep
+) -> "tuple[Pipeline, OnStep]":
+    """The two that show, after each step, what it foresees: the predicted x0 of a batch, by a file's autoencoder.
 
-    They have as much noise as the step leaves.  Raises ValueError if the autoencoder's latents are not the pipeline's.
+    In steps of a refiner, and in the last, they show the latents as they are.  Raises ValueError if the autoencoder's
+    latents are not the pipeline's.
     """
     from ldm_lite import generate
+    from ldm_lite.diffusion.step import watched
     from ldm_lite.identify import with_vae
     from ldm_lite.image import grid, to_pil
     from ldm_lite.pipeline import load_autoencoder
 
     vae = load_autoencoder(source, device=pipe.device, dtype=pipe.dtype)
     quick = dataclasses.replace(pipe, vae=vae, family=with_vae(pipe.family, vae.spec, source))
+    foreseen: list[Tensor] = []  # since the last step
 
     def shown(step: int, num_steps: int, latents: "Tensor") -> None:
-        pictures = [to_pil(pixels) for pixels in generate.decode(quick, latents)]
+        x0 = foreseen[-1] if foreseen and step < num_steps else latents
+        foreseen.clear()
+        pictures = [to_pil(pixels) for pixels in generate.decode(quick, x0)]
         show(grid(pictures, columns=math.ceil(len(pictures) ** 0.5)))
         on_step(step, num_steps, latents)
 
-    return shown
+    return dataclasses.replace(pipe, step=watched(pipe.step, foreseen.append)), shown
 
 
 MOST_IN_GRID = 100  # a grid needs all of its images in memory
@@ -348,7 +355,7 @@ def serve(
     start, in_grid = time.perf_counter(), []
     progress: OnStep = cli.Progress()
     if save.preview is not None:
-        progress = previewed(pipe, save.preview, saver.preview, progress)
+        pipe, progress = previewed(pipe, save.preview, saver.preview, progress)
     for result in make(pipe, progress):
         if not save.skip_save:
             print(saver.sample(result.image, result.parameters), flush=True)

@@ -3,7 +3,9 @@
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +23,11 @@ from ldm_lite.conditioning import Reading, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.step import watched
 from ldm_lite.families import FAMILIES, ZOO
 from ldm_lite.identify import describe
 from ldm_lite.image import mask_latent, to_array
+from ldm_lite.job import previewed
 from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.networks import build
 from ldm_lite.pipeline import Pipeline
@@ -324,6 +328,24 @@ def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, t
     list(txt2img.txt2img(pipe, options, on_step=lambda step, num_steps, x: latents.append(x)))
     first = np.asarray(Image.open(tmp_path / "preview.png").crop((2, 2, 66, 66)), dtype=int)
     assert np.abs(first - to_array(taesd.decode(latents[-1])[0])).max() <= 1
+
+
+def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_path: Path) -> None:
+    taesd: Any = toy.fill(build(toy.TINY))
+    save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
+    foreseen: list[torch.Tensor] = []
+    latents: list[torch.Tensor] = []
+    shown: list[Image.Image] = []
+    pipe = ldm_lite.load(small_path, device="cpu")
+    pipe = replace(pipe, step=watched(pipe.step, foreseen.append))
+    pipe, on_step = previewed(
+        pipe, str(tmp_path / "taesd.safetensors"), shown.append, lambda step, num_steps, x: latents.append(x)
+    )
+    list(txt2img.txt2img(pipe, txt2img.Options(prompt="a red apple", steps=3, sampler="ddim"), on_step=on_step))
+    assert len(shown) == len(foreseen) == len(latents) == 3
+    for image, wanted in zip(shown, [*foreseen[:2], latents[2]], strict=True):
+        picture = np.asarray(image.crop((2, 2, 66, 66)), dtype=int)  # of a grid of one
+        assert np.abs(picture - to_array(taesd.decode(wanted)[0])).max() <= 1
 
 
 def test_a_preview_that_does_not_fit_is_said(

@@ -23,7 +23,7 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, linear_betas
-from ldm_lite.diffusion.step import Row, denoise_step, rows
+from ldm_lite.diffusion.step import Row, denoise_step, rows, watched
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = linear_betas(0.00085, 0.012)
@@ -236,6 +236,28 @@ def test_guide_is_guidance_then_rescale() -> None:
 
 def row_of(plan: Plan, i: int) -> Row:
     return rows(plan, CPU)[i]
+
+
+@pytest.mark.parametrize("prediction", ["eps", "v"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_watched_step_shows_the_predicted_x0(name: str, prediction: str) -> None:
+    """Song et al. 2021, eq. 9, with what guidance makes of both outputs; and the step is as it was."""
+    plan = SAMPLERS[name](Schedule.from_betas(BETAS, prediction), 6)
+    seen: list[Tensor] = []
+    step, context = watched(denoise_step, seen.append), torch.cat([UNCOND, COND])
+    registers = toy.normal(8, NUM_REGISTERS, *toy.SHAPE)
+    for row, (a, s) in zip(rows(plan, CPU), torch.from_numpy(plan.level).float(), strict=True):
+        given = (registers, row, toy.normal(9, *toy.SHAPE), Conditioning(context), guidance(3.0))
+        x, after = registers[0], step(toy.denoiser, *given)
+        assert torch.equal(after, denoise_step(toy.denoiser, *given))
+        t = row.t.expand(len(x))
+        uncond, cond = (toy.denoiser(x, t, each) for each in (UNCOND, COND))
+        out = uncond + 3.0 * (cond - uncond)
+        if seen:
+            torch.testing.assert_close(seen.pop(), (x - s * out) / a if prediction == "eps" else a * x - s * out)
+        else:
+            assert name == "plms"
+        registers = after
 
 
 def test_rows_are_the_plan_in_float32() -> None:
