@@ -95,7 +95,8 @@ def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
         errors = [f"{row.errors[count]:.1e}" if count in row.errors else "-" for count in steps]
         lines.append([row.name, str(row.calls), "yes" if row.noise else "no", row.spacing, *errors, row.about])
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
 
 
 def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "Image":
