@@ -5,6 +5,7 @@ Printing lives here and in the commands' main().  Nothing here imports torch, so
 
 import argparse
 import dataclasses
+import difflib
 import errno
 import inspect
 import logging
@@ -108,6 +109,11 @@ class SaveOptions:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        unknown = next((word for word in message.split() if word.startswith("--")), "")
+        if message.startswith("unrecognized") and (
+            near := difflib.get_close_matches(unknown, self._option_string_actions)
+        ):
+            message = f"unknown flag {unknown}: the nearest is {near[0]}"
         self.exit(2, f"error: {message} (see --help)\n")
 
 

@@ -110,4 +110,5 @@ def _reason(error: Exception, repository: str) -> str:
         return f"{repository} is not there, was moved, or is private and wants `hf auth login`"
     if isinstance(error, errors.EntryNotFoundError):
         return f"the repository has no such file; what it has is listed at {page}/tree/main"
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"

@@ -1,4 +1,4 @@
-"""What all commands share: the line when memory runs out names what to try next."""
+"""What all commands share: an unknown flag, and the line when memory runs out, which names what to try next."""
 
 from dataclasses import replace
 
@@ -45,3 +45,16 @@ def test_running_out_of_memory_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> N
 
     assert cli.run(fails, debug=False, options=(Options(), LoadOptions())) == 1
     assert capsys.readouterr().err == "error: out of memory: try --vae-tiling\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "wanted"),
+    [("--n_smaples", "the nearest is --n_samples (see"), ("--xyzzy", "unrecognized arguments: --xyzzy")],
+)
+def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        cli.parse(["an apple", flag, "3"], "txt2img", "", (Options,))
+    assert status.value.code == 2
+    error = capsys.readouterr().err
+    assert wanted in error
+    assert error.count("\n") == 1
