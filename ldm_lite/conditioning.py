@@ -6,7 +6,7 @@ Shape letters: B prompts, K chunks of T tokens each, D width of the context, V o
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ldm_lite import inputs
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.schedule import cosine_betas
+from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.ops import guidance_embedding, timestep_embedding
 from ldm_lite.networks import EncoderSpec
@@ -103,7 +104,7 @@ def clip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     assert pipe.tokenizer is not None
     assert pipe.text_encoder is not None
     parts = _read(pipe.tokenizer, prompts, reading)
-    context = pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip)
+    context = pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip, _learned(pipe, pipe.text_encoder))
     return Conditioning(_joined(weighted(context, parts.weights), len(prompts)))
 
 
@@ -127,7 +128,8 @@ def sdxl(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     assert pipe.tokenizer is not None
     assert pipe.text_encoder is not None
     parts = _read(pipe.tokenizer, prompts, reading)
-    context = weighted(pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip), parts.weights)
+    context = pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip, _learned(pipe, pipe.text_encoder))
+    context = weighted(context, parts.weights)
     context_2, pooled = _big(pipe, pipe.text_encoder_2, pipe.family.text_2, prompts, reading)
     context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
     target = _size(pipe, reading) if reading.target_size is None else reading.target_size
@@ -194,6 +196,12 @@ def _read(tokenizer: TextTokenizer, prompts: Prompts, reading: Reading) -> Chunk
     return Chunks(torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded]))
 
 
+def _learned(pipe: Pipeline, encoder: nn.Module) -> Tensor | None:
+    """The vectors of textual inversion that are for an encoder (V,D)."""
+    assert isinstance(encoder, CLIPTextEncoder | OpenCLIPTextEncoder)
+    return pipe.learned.get(encoder.spec.width)
+
+
 def _joined(context: Tensor, num_prompts: int) -> Tensor:
     """Contexts of chunks (B * K, T, D) -> of prompts (B, K * T, D)."""
     return context.reshape(num_prompts, -1, context.shape[2])
@@ -205,9 +213,11 @@ def _big(
     """Context (B, K * T, D) and pooled output (B, D) of OpenCLIP; the latter of each prompt's first chunk."""
     tokenizer = tokenizer_of(spec)
     assert tokenizer is not None
+    assert pipe.tokenizer is not None
     assert isinstance(encoder, OpenCLIPTextEncoder)
-    parts = _read(tokenizer, prompts, reading)
-    context, pooled = encoder.context_and_pooled(parts.ids.to(pipe.device), reading.clip_skip)
+    parts = _read(replace(tokenizer, added=pipe.tokenizer.added), prompts, reading)
+    learned = _learned(pipe, encoder)
+    context, pooled = encoder.context_and_pooled(parts.ids.to(pipe.device), reading.clip_skip, learned)
     pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
     return _joined(weighted(context, parts.weights), len(prompts)), pooled
 

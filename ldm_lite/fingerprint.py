@@ -25,7 +25,7 @@ TextSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec
 FOREIGN = {  # a pattern among the keys -> what such a file is; the first match wins
     r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with --lora)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
-    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding",
+    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for --embedding)",
     r"^controlnet_cond_embedding\.": "a ControlNet in the format of diffusers",
     r"^(adapter\.)?style_embedding$": "a T2I-Adapter for styles, which is not supported",
     r"joint_blocks\.": "Stable Diffusion 3",

@@ -51,6 +51,9 @@ class JobOptions:
         None, "a text file with a prompt in each line, blank ones left out, in place of a prompt"
     )
     prompt_syntax: str = option("plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length")
+    embedding: tuple[str, ...] = option(
+        (), "a file of textual inversion, which prompts then call by its name; repeatable", metavar="FILE"
+    )
     clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the one it was trained with")
     sampler: str | None = option(
         None, "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all (for most: ddim)"

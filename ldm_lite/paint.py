@@ -78,7 +78,12 @@ def paint(
     from ldm_lite import generate
     from ldm_lite.conditioning import check_heeded
     from ldm_lite.control import load_controls, parse
+    from ldm_lite.embeddings import with_embeddings
 
+    pipe = with_embeddings(pipe, options.embedding)
+    if setup.refiner is not None:
+        refiner, first_step = setup.refiner
+        setup = dataclasses.replace(setup, refiner=(with_embeddings(refiner, options.embedding), first_step))
     check_heeded([pipe] if setup.refiner is None else [pipe, setup.refiner[0]], stated(options))
     controls = load_controls(pipe, parse(options.control, options.preprocess))
     painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)

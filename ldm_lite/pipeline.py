@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ldm_lite import adapters, hub
 from ldm_lite.checkpoint import SGM, Checkpoint, Component, joined, load_weights, on_meta, open_checkpoint, split
@@ -71,6 +71,7 @@ class Pipeline:
     description: str  # what was loaded, from where, in one line
     placement: Placement | None = None  # None: the networks are on the device all the time, in the type they compute in
     step: Step = denoise_step  # how a row of a plan is run: as it stands, or compiled
+    learned: Mapping[int, Tensor] = field(default_factory=dict)  # vectors beyond the vocabulary, (V,D) by their width D
 
     @property
     def networks(self) -> dict[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 "plain": the text is the text, one chunk, and what does not fit is dropped.  "a1111": AUTOMATIC1111's syntax, with as
 many chunks as needed: (more) and [less] attention by 1.1, (this much:1.3), \\( for a bracket itself, BREAK for a new
-chunk; a chunk that ends within 20 tokens of a comma ends there.
+chunk; a chunk that ends within 20 tokens of a comma ends there.  The vectors of an embedding stay together.
 """
 
 import re
@@ -88,10 +88,11 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
         if piece == BREAK:
             full.append([])
             continue
-        for token in tokenizer.encode(piece):
-            if len(full[-1]) == room:
-                full.append([] if token == comma else _carried(full[-1], comma))
-            full[-1].append((token, weight))
+        for unit in tokenizer.units(piece):
+            if len(full[-1]) + len(unit) > room:
+                most = min(MOST_BACK, room - len(unit) + 1)  # less, if an embedding needs more of the chunk
+                full.append([] if unit == (comma,) else _carried(full[-1], comma, most))
+            full[-1] += [(token, weight) for token in unit]
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
     ids, weights = torch.full((len(full), tokenizer.length), tokenizer.pad_id), torch.ones(len(full), tokenizer.length)
@@ -103,10 +104,10 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
     return Chunks(ids, weights)
 
 
-def _carried(chunk: list[tuple[int, float]], comma: int) -> list[tuple[int, float]]:
-    """What a full chunk hands to the next: all after its last comma, if that is near its end."""
+def _carried(chunk: list[tuple[int, float]], comma: int, most: int) -> list[tuple[int, float]]:
+    """What a full chunk hands to the next: all after its last comma, if that is near enough to its end."""
     commas = [i for i, (token, _) in enumerate(chunk) if token == comma]
-    if not commas or len(chunk) - commas[-1] > MOST_BACK:
+    if not commas or len(chunk) - commas[-1] > most:
         return []
     carried = chunk[commas[-1] + 1 :]
     del chunk[commas[-1] + 1 :]

@@ -12,6 +12,7 @@ bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_mod
 """
 
 import gzip
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tokenizers import AddedToken, Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
 from torch import Tensor
 
@@ -42,6 +43,8 @@ class TextTokenizer:
 
     length: int = 77
     pad_id: int = 0
+    # Names that a text may have in it, in any case, and the tokens that each is, which are beyond the vocabulary.
+    added: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     before: ClassVar[tuple[int, ...]] = ()
     after: ClassVar[tuple[int, ...]] = ()
@@ -71,13 +74,17 @@ class TextTokenizer:
             raise ValueError("got a single string, wanted a list of strings: pass [text]")
         ids = torch.full((len(texts), self.length), self.pad_id, dtype=torch.int64)  # (B, T)
         for row, text in zip(ids, texts, strict=True):
-            tokens = [*self.before, *self._encode(text).ids[: self.room], *self.after]
+            tokens = [*self.before, *self.encode(text)[: self.room], *self.after]
             row[: len(tokens)] = torch.tensor(tokens)
         return ids
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens alone: no start, end, truncation or padding.  Raises ValueError as a call does."""
-        return list(self._encode(text).ids)
+        return [token for unit in self.units(text) for token in unit]
+
+    def units(self, text: str) -> list[tuple[int, ...]]:
+        """As encode, but with the tokens of a name together, and any other alone.  Raises ValueError as a call does."""
+        return [unit for unit, _ in self._units(text)]
 
     def dropped(self, text: str) -> str:
         """The end of the text, as it was written, that does not fit into `length` tokens; '' if all of it fits.
@@ -85,15 +92,15 @@ class TextTokenizer:
         It begins with the first character that lost a token, which may lie inside a word: in a script without spaces
         or in a row of emoji a whole word would be most of the text.  Raises ValueError as a call does.
         """
-        encoding = self._encode(text)
-        if len(encoding.ids) <= self.room:
+        starts = [start for unit, start in self._units(text) for _ in unit]
+        if len(starts) <= self.room:
             return ""
-        first, _ = encoding.offsets[self.room]
+        first = starts[self.room]
         # Python strips some control characters that are tokens: what was dropped must not look as if all had fitted.
         return text[first:].strip() or text[first:]
 
-    def _encode(self, text: str) -> Encoding:
-        """One text -> its tokens and their offsets in it, without start, end, truncation or padding.
+    def _units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
+        """One text -> its units and where each begins in it, without start, end, truncation or padding.
 
         One text at a time: encode_batch starts threads, after which older `tokenizers` warn at a fork (a DataLoader's).
         """
@@ -106,7 +113,26 @@ class TextTokenizer:
                 f"got a lone surrogate, {text[error.start]!a}, at character {error.start}, "
                 "wanted valid Unicode: remove it"
             ) from None
-        return self._backend().encode(text, add_special_tokens=False)
+        units: list[tuple[tuple[int, ...], int]] = []
+        at = 0
+        for first, end, tokens in [*_names(self.added, text), (len(text), len(text), ())]:
+            encoding = self._backend().encode(text[at:first], add_special_tokens=False)
+            units += [((token,), at + start) for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)]
+            units += [(tokens, first)] * bool(tokens)
+            at = end
+        return units
+
+
+def _names(added: tuple[tuple[str, tuple[int, ...]], ...], text: str) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Where names are in a text, from and to, and their tokens; the longest, and none inside of another word."""
+    if not added:
+        return
+    longest = sorted(added, key=lambda pair: -len(pair[0]))
+    edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
+    pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
+    for match in re.finditer(pattern, text, re.IGNORECASE):
+        assert match.lastindex is not None
+        yield *match.span(), longest[match.lastindex - 1][1]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ tokenizers are transformers'; 4 steps of DDIM from toy.normal's noise, in float3
 PROMPT, the last latents, and every fourth pixel of the picture.
 """
 
+import copy
 import json
 import re
 import tempfile
@@ -186,6 +187,23 @@ def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) 
     return arrays
 
 
+def learned(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) -> Arrays:
+    """toy.embedding's vectors of textual inversion in prompts of Stable Diffusion 2 and of SDXL."""
+    family = small("sd2")
+    pipe = sd2_pipeline(family, dict(state_dict(family)), copy.deepcopy(second))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"string_to_param": {"*": toy.embedding(64)}, "name": toy.NAME}, Path(folder) / "a.pt")
+        pipe.load_textual_inversion(folder, weight_name="a.pt")
+    arrays: Arrays = {"learned.sd2.context": pipe.encode_prompt(toy.NAMING, "cpu", 1, False)[0][:, ::5]}
+    family = small("sdxl_base")
+    base = sdxl_pipeline(family, dict(state_dict(family)), copy.deepcopy(first), copy.deepcopy(second))
+    for width, part in ((64, ""), (96, "_2")):
+        text, tokenizer = getattr(base, f"text_encoder{part}"), getattr(base, f"tokenizer{part}")
+        base.load_textual_inversion({toy.NAME: toy.embedding(width)}, text_encoder=text, tokenizer=tokenizer)
+    context, _, arrays["learned.sdxl.pooled"], _ = base.encode_prompt(toy.NAMING, do_classifier_free_guidance=False)
+    return {**arrays, "learned.sdxl.context": context[:, ::7]}
+
+
 def unclip() -> Arrays:
     """The vector of an image's embedding, noised at level 300 (unCLIP), by diffusers' parts of that pipeline.
 
@@ -225,7 +243,8 @@ def main() -> None:
     first, second = tokenizers()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        arrays = stable_diffusion_2(second) | depth(second) | sdxl(first, second) | unclip() | tiny()
+        arrays = stable_diffusion_2(second) | depth(second) | sdxl(first, second) | learned(first, second)
+        arrays |= unclip() | tiny()
     write(DATA / "families.npz", arrays, torch.float32, json.dumps(versions))
 
 

@@ -465,6 +465,15 @@ SPACINGS = {
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
+NAME = "<my-apple>"  # of three vectors of textual inversion
+NAMING = "a photo of <my-apple>, and <my-apple> on a Blue table"
+
+
+def embedding(width: int) -> Tensor:
+    """The vectors (3,width) that NAME stands for to a text encoder."""
+    return normal(13, 3, width)
+
+
 CAPTIONS = (
     'A photo of a kangaroo in front of the Eiffel Tower, holding a sign that says "Very Deep Learning"',
     "An astronaut (on a horse), 4k -- \u201cquoted\u201d & \u2018single\u2019",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.ops import embed, merge_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"quick_gelu": quick_gelu, 
 
 
 class Embeddings(nn.Module):
-    """Token ids (B,T) -> token plus position embedding (B,T,D)."""
+    """Token ids (B,T), with vectors for those beyond the vocabulary -> token plus position embedding (B,T,D)."""
 
     def __init__(self, spec: CLIPTextSpec) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
         self.position_embedding = nn.Embedding(spec.length, spec.width)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        x: Tensor = self.token_embedding(token_ids)
+    def forward(self, token_ids: Tensor, learned: Tensor | None = None) -> Tensor:
+        x = embed(self.token_embedding, token_ids, learned)
         return x + self.position_embedding.weight[: token_ids.shape[1]]
 
 
@@ -117,14 +117,15 @@ class CLIPTextEncoder(nn.Module):
         self.encoder = Encoder(spec)
         self.final_layer_norm = nn.LayerNorm(spec.width)
 
-    def forward(self, token_ids: Tensor, clip_skip: int = 1) -> Tensor:
+    def forward(self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None) -> Tensor:
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
 
         clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
-        so on.  Raises ValueError if there are not so many.
+        so on.  learned (V,D) are the vectors of ids from the vocabulary's size on: of textual inversion.  Raises
+        ValueError if there are not so many layers.
         """
         most = self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:
             raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
-        x = self.encoder(self.embeddings(token_ids), num_layers=most + 1 - clip_skip)
+        x = self.encoder(self.embeddings(token_ids, learned), num_layers=most + 1 - clip_skip)
         return self.final_layer_norm(x) if self.spec.norm else x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.ops import embed, merge_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,25 @@ class OpenCLIPTextEncoder(nn.Module):
         projection = nn.Parameter(torch.randn(spec.width, spec.width) * spec.width**-0.5) if spec.projection else None
         self.register_parameter("text_projection", projection)
 
-    def forward(self, token_ids: Tensor, clip_skip: int = 1) -> Tensor:
+    def forward(self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None) -> Tensor:
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
 
         clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
-        so on.  Raises ValueError if there are not so many.
+        so on.  learned (V,D) are the vectors of ids from the vocabulary's size on: of textual inversion.  Raises
+        ValueError if there are not so many layers.
         """
-        return self._context(self._run(self._embed(token_ids), 0, self._depth(clip_skip)))
+        return self._context(self._run(self._embed(token_ids, learned), 0, self._depth(clip_skip)))
 
-    def context_and_pooled(self, token_ids: Tensor, clip_skip: int = 1) -> tuple[Tensor, Tensor]:
+    def context_and_pooled(
+        self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Token ids (B,T) -> context (B,T,D), as of forward, and the projected last layer at the end of the text (B,D).
 
         Raises ValueError as forward does.  FrozenOpenCLIPEmbedder2.
         """
         assert self.text_projection is not None, "this encoder was made without a text_projection"
         depth = self._depth(clip_skip)
-        x = self._run(self._embed(token_ids), 0, depth)
+        x = self._run(self._embed(token_ids, learned), 0, depth)
         last = self.ln_final(self._run(x, depth, self.spec.layers))
         end = (token_ids == self.spec.end_id).int().argmax(dim=1)  # (B,), 0 where there is none
         pooled = last[torch.arange(len(last), device=last.device), end] @ self.text_projection
@@ -121,8 +124,8 @@ class OpenCLIPTextEncoder(nn.Module):
             raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
         return most + 1 - clip_skip
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.token_embedding(token_ids) + self.positional_embedding[: token_ids.shape[1]]
+    def _embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
+        return embed(self.token_embedding, token_ids, learned) + self.positional_embedding[: token_ids.shape[1]]
 
     def _run(self, x: Tensor, first: int, end: int) -> Tensor:
         for block in self.transformer.resblocks[first:end]:

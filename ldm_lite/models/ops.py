@@ -27,6 +27,18 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2)
 
 
+def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
+    """Token ids (B,T) -> vectors (B,T,D): the table's, and for ids beyond it the rows of learned (V,D).
+
+    Those are of textual inversion, Gal et al. 2022.
+    """
+    if learned is None:
+        return table(ids)
+    known = table.num_embeddings
+    x: Tensor = table(ids.clamp(max=known - 1))
+    return torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
+
+
 def merge_heads(x: Tensor) -> Tensor:
     """(B,H,N,D) -> (B,N,H*D): "b h n d -> b n (h d)"."""
     return x.transpose(1, 2).flatten(2)
