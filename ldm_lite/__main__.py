@@ -5,6 +5,7 @@ import platform
 import sys
 
 import ldm_lite
+from ldm_lite import cli
 
 COMMANDS = {
     "txt2img": "text to image",
@@ -21,7 +22,11 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Print what there is -> exit status 0."""
+    """Print what there is -> exit status."""
+    return cli.run(_print)
+
+
+def _print() -> None:
     print(f"ldm_lite {ldm_lite.__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
     for name, about in COMMANDS.items():
         print(f"  python -m ldm_lite.{name:<10} {about} (--help)")
@@ -31,7 +36,6 @@ def main() -> int:
     print("\ndevices")
     for line in _devices():
         print(f"  {line}")
-    return 0
 
 
 def _devices() -> list[str]:

@@ -339,7 +339,7 @@ def run(options: Options) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     (options,), _ = cli.parse(argv, "bench", __doc__.splitlines()[0], (Options,))
-    return cli.run(lambda: run(options), debug=options.debug)
+    return cli.run(lambda: run(options), (options,))
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (options, stages, save), _ = cli.parse(
         argv, "cascade", __doc__.splitlines()[0], (Options, StageOptions, SaveOptions)
     )
-    return cli.run(lambda: run(options, stages, save), debug=save.debug)
+    return cli.run(lambda: run(options, stages, save), (options, stages, save))
 
 
 if __name__ == "__main__":

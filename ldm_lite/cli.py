@@ -9,6 +9,7 @@ import difflib
 import errno
 import inspect
 import logging
+import os
 import sys
 import types
 import typing
@@ -217,22 +218,26 @@ class _Messages(logging.Handler):
         tqdm.write(prefix + record.getMessage(), file=sys.stderr)
 
 
-def run(body: Callable[[], None], debug: bool, options: Sequence[object] = ()) -> int:
+def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     """Run a command's body; its exit status: 0, 1 (the machine failed), 2 (the user's input) or 130 (Ctrl-C).
 
-    What goes wrong is one line on stderr; with debug the traceback too.  options are what the command was given.
+    options are what the command was given.  What goes wrong is one line on stderr; if they ask for debug, a traceback.
+    Where nobody reads what is printed any more, as behind `| head -1`, the command ends there, without a line: 141.
     """
     log, messages = logging.getLogger("ldm_lite"), _Messages()
     log.addHandler(messages)
     log.setLevel(logging.INFO)
     try:
         body()
+        sys.stdout.flush()  # here, since at the interpreter's end it is too late for a status
         return 0
     except KeyboardInterrupt:
         print("interrupted: what is finished is saved", file=sys.stderr)
         return 130
     except Exception as error:
-        if debug:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 141
+        if any(getattr(group, "debug", False) for group in options):
             raise
         message, status = _explain(error, options)
         print(f"error: {message}", file=sys.stderr)
@@ -241,14 +246,26 @@ def run(body: Callable[[], None], debug: bool, options: Sequence[object] = ()) -
         log.removeHandler(messages)
 
 
+def _is_unread() -> bool:
+    """Whether the other end of stdout is closed; then what is still to be printed is dropped."""
+    try:
+        print(flush=True)  # an empty line, since a failed flush may have left nothing to try again
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
 def _cheaper(options: Sequence[object]) -> str:
     """What to try next, what costs least first, when the memory is too small for what a command was asked."""
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
         return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
     steps = {
-        "--n-samples 1": (given.get("n_samples") or 1) > 1,
+        "--n-samples 1": (given.get("n_samples") or 1) > 1 and "tile" not in given,  # what is upscaled goes one by one
+        "--batches 1": given.get("batches", "1") != "1",
         "--vae-tiling": not given.get("vae_tiling", True),
+        "--tile 64": given.get("tile", 0) > 64,
         "--dtype fp16": given.get("dtype") in ("fp32", "float32"),
         "--offload model": given.get("offload", "") is None,
         "--storage int8": given.get("storage", "") is None,

@@ -101,7 +101,7 @@ def run(options: Options, load: LoadOptions) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     (options, load), _ = cli.parse(argv, "export", __doc__.splitlines()[0], (Options, LoadOptions))
-    return cli.run(lambda: run(options, load), debug=options.debug)
+    return cli.run(lambda: run(options, load), (options,))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, LoadOptions, SaveOptions)
     (options, load, save), original = cli.parse(argv, "img2img", __doc__.splitlines()[0], groups, _flags)
-    return cli.run(lambda: run(options, load, save, original), debug=save.debug, options=(options, load))
+    return cli.run(lambda: run(options, load, save, original), (options, load, save))
 
 
 if __name__ == "__main__":

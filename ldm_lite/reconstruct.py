@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, SaveOptions)
     (options, save), _ = cli.parse(argv, "reconstruct", __doc__.splitlines()[0], groups)
-    return cli.run(lambda: run(options, save), debug=save.debug)
+    return cli.run(lambda: run(options, save), (options, save))
 
 
 if __name__ == "__main__":

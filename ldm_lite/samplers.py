@@ -151,7 +151,7 @@ def run(options: Options, load: LoadOptions) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     (options, load), _ = cli.parse(argv, "samplers", __doc__.splitlines()[0], (Options, LoadOptions))
-    return cli.run(lambda: run(options, load), debug=options.debug, options=(options, load))
+    return cli.run(lambda: run(options, load), (options, load))
 
 
 if __name__ == "__main__":

@@ -370,11 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     about = __doc__.splitlines()[0]
     (options, load), _ = cli.parse(argv, "train", about, (Options, LoadOptions))
-    return cli.run(
-        lambda: print(train(options, load, cli.TrainingBar(options.steps))),
-        debug=options.debug,
-        options=(options, load),
-    )
+    return cli.run(lambda: print(train(options, load, cli.TrainingBar(options.steps))), (options, load))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, LoadOptions, SaveOptions)
     (options, load, save), original = cli.parse(argv, "upscale", __doc__.splitlines()[0], groups, original_flags)
-    return cli.run(lambda: run(options, load, save, original), debug=save.debug)
+    return cli.run(lambda: run(options, load, save, original), (options, load, save))
 
 
 if __name__ == "__main__":

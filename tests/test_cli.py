@@ -1,14 +1,24 @@
 """What all commands share: an unknown flag, and the line when memory runs out, which names what to try next."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions
+from ldm_lite.bench import Options as Bench
+from ldm_lite.cascade import Options as Cascade
+from ldm_lite.cascade import StageOptions
+from ldm_lite.cli import LoadOptions, SaveOptions
+from ldm_lite.export import Options as Export
+from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.train import Options as Train
 from ldm_lite.txt2img import Options
+from ldm_lite.upscale import Options as Upscale
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,7 +28,7 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
         def fails() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-        assert cli.run(fails, debug=False, options=options) == 1
+        assert cli.run(fails, options) == 1
         return capsys.readouterr().err.strip().removeprefix("error: out of memory: try ")
 
     options, load, seen = Options(prompt="a cat", n_samples=4), LoadOptions(dtype="fp32"), []
@@ -35,6 +45,11 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
     assert seen == ["--n-samples 1", *[step for step in seen if step in taken]]
     assert set(taken) <= set(seen)
     assert seen.index("--offload model") < seen.index("--storage int8") < seen.index("--offload sequential")
+    assert advice(Upscale(n_samples=3), LoadOptions(vae_tiling=True)) == "--tile 64"
+    assert advice(Cascade(n_samples=2), StageOptions(dtype="fp32"), SaveOptions()) == "--n-samples 1"
+    assert advice(Cascade(), StageOptions(dtype="fp32"), SaveOptions()) == "--dtype fp16"
+    assert advice(Bench()) == advice(Export(batches="1,2")) == "--batches 1"
+    assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller picture"
     assert advice(Train(), LoadOptions()) == "--checkpointing"
     assert advice(Train(checkpointing=True), LoadOptions()) == "a smaller --batch, with --accumulate"
 
@@ -43,7 +58,7 @@ def test_running_out_of_memory_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> N
     def fails() -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory")
 
-    assert cli.run(fails, debug=False, options=(Options(), LoadOptions())) == 1
+    assert cli.run(fails, (Options(), LoadOptions())) == 1
     assert capsys.readouterr().err == "error: out of memory: try --vae-tiling\n"
 
 
@@ -58,3 +73,31 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
     error = capsys.readouterr().err
     assert wanted in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes there are other")
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_command_that_nobody_reads_ends_without_a_line(flush: bool) -> None:
+    """As behind `| head -1`: at the print that fails, or at the end for what is buffered."""
+    code = f"""
+import sys, time
+from ldm_lite import cli
+def body():
+    sys.stdin.readline()  # until the other end is closed
+    print("x", flush={flush})
+    if {flush}: sys.exit("went on")
+sys.exit(cli.run(body))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(ldm_lite.__file__).parent.parent,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate("\n")
+    assert (process.returncode, said) == (141, "")

@@ -214,5 +214,5 @@ def test_an_autoencoder_of_other_latents_does_not_fit(small_path: Path, tmp_path
 
 
 def test_messages_go_through_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(lambda: ldm_lite.load(small_path, parts={"vae": "no.pth"}) and None, debug=False) == 2
+    assert cli.run(lambda: ldm_lite.load(small_path, parts={"vae": "no.pth"}) and None) == 2
     assert "no.pth: no such file" in capsys.readouterr().err
