@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 log = logging.getLogger("ldm_lite")
@@ -44,7 +44,8 @@ def _read(path: str | os.PathLike[str], convert: Callable[[Image.Image], Image.I
         try:
             return convert(Image.open(file))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{os.fspath(path)}: is not an image that can be read ({error})") from error
+            why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
+            raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
 
 
 def to_picture(image: Image.Image) -> Image.Image:
