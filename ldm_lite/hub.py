@@ -62,8 +62,7 @@ def _download(repository: str, file: str) -> Path:
     """
     # Here, not above: it takes a third of a second that local files need not wait for.
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     url = hf_hub_url(repository, file)
     try:
@@ -73,18 +72,29 @@ def _download(repository: str, file: str) -> Path:
         if isinstance(cached, str):
             return Path(cached)
         raise
-    blob = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs", str(about.etag))
-    part = blob.with_name(f"{blob.name}.part")
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(f"{part}.lock"):
-        if try_to_load_from_cache(repository, file, revision=about.commit_hash) is None and not blob.exists():
-            with open(part, "ab") as stream:
-                if stream.tell():
-                    log.info("%s: goes on after the %.2f GB that are here", file, stream.tell() / 1e9)
-                http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=about.size)
-            _check(part, blob.name)
-            part.replace(blob)
+    cache, folder = Path(constants.HF_HUB_CACHE), f"models--{repository.replace('/', '--')}"
+    blob, lock = cache / folder / "blobs" / str(about.etag), cache / ".locks" / folder / f"{about.etag}.lock"
+    if not isinstance(try_to_load_from_cache(repository, file, revision=about.commit_hash), str):
+        for path in (blob, lock):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if not blob.exists():
+                _fetch(url, file, blob, about.size)
     return Path(hf_hub_download(repository, file))
+
+
+def _fetch(url: str, file: str, blob: Path, size: int | None) -> None:
+    """Download to blob, going on with what an earlier try has left beside it."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    part = blob.with_name(f"{blob.name}.part")
+    with open(part, "r+b" if part.exists() else "wb") as stream:
+        if stream.seek(0, os.SEEK_END):
+            log.info("%s: goes on after the %.2f GB that are here", file, stream.tell() / 1e9)
+        http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=size)
+    _check(part, blob.name)
+    part.replace(blob)
 
 
 def _check(path: Path, etag: str) -> None:

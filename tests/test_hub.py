@@ -42,6 +42,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(404, {}, 0)
         asked = self.headers.get("Range")
         self.ranges.append(asked)
+        asked = None if "whole" in self.path else asked
         content = CONTENT[int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0 :]
         self._answer(206 if asked else 200, {}, len(content))
         self.wfile.write(content)
@@ -104,7 +105,13 @@ def test_a_download_that_was_cut_off_goes_on(cache: Path) -> None:
     part(cache).write_bytes(CONTENT[:8_000])
     assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
     assert Handler.ranges == ["bytes=8000-"]
-    assert not list(cache.rglob("*.part"))
+    assert [path.name for path in cache.rglob("blobs/*")] == [ETAG]
+
+
+def test_a_server_that_knows_no_ranges_sends_all_of_it(cache: Path) -> None:
+    part(cache).write_bytes(CONTENT[:8_000])
+    assert hub.resolve("owner/repo/whole.ckpt").read_bytes() == CONTENT
+    assert Handler.ranges == ["bytes=8000-"]
 
 
 def test_what_is_not_the_file_is_not_kept(cache: Path) -> None:
