@@ -70,6 +70,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", here)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", os.fspath(tmp_path))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield tmp_path
         server.shutdown()
 
