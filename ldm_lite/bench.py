@@ -301,14 +301,14 @@ def memory(options: Options) -> str:
 
 def loading(options: Options) -> str:
     """The table of how long loading takes, in all precisions and file formats, as Markdown; the files go to --out."""
-    from ldm_lite.benchmark.loading import PEER, WAYS, markdown, measure, write
+    from ldm_lite.benchmark.loading import PEER, PEER_BIN, WAYS, markdown, measure, write
     from ldm_lite.benchmark.subjects import subject
     from ldm_lite.runtime.precision import pick_device
 
     device = pick_device(options.device)
     size = "sd1" if options.size is None else options.size
     peers = _chosen("peer", options.peer, (PEER,))
-    ways = [name for name, way in WAYS.items() if way.file != PEER or peers]
+    ways = [name for name, way in WAYS.items() if way.file not in (PEER, PEER_BIN) or peers]
     folder = _folder(options)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = subject(size, options.ckpt)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ldm_lite.checkpoint import Checkpoint
 
-SAFETENSORS, CKPT, PEER = "model.safetensors", "model.ckpt", "diffusers"  # in the folder
+SAFETENSORS, CKPT = "model.safetensors", "model.ckpt"  # in the folder
+PEER, PEER_BIN = "diffusers", "diffusers-bin"  # folders in it
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,20 @@ class Way:
     title: str
     file: str  # in the folder; empty where only the imports are measured
     half: bool = False  # cast to fp16 as it is read
+    peer: str = ""  # the way that it is compared with
 
 
 WAYS: dict[str, Way] = {
     "torch": Way("import torch", ""),
     "imports": Way("from ldm_lite import load", ""),
-    "ours": Way("ldm_lite, .safetensors", SAFETENSORS),
-    "ours-half": Way("ldm_lite, .safetensors to fp16", SAFETENSORS, True),
-    "ours-ckpt": Way("ldm_lite, .ckpt", CKPT),
-    "ours-ckpt-half": Way("ldm_lite, .ckpt to fp16", CKPT, True),
+    "ours": Way("ldm_lite, .safetensors", SAFETENSORS, peer="diffusers"),
     "diffusers": Way("diffusers, its folder of .safetensors", PEER),
+    "ours-half": Way("ldm_lite, .safetensors to fp16", SAFETENSORS, True, "diffusers-half"),
     "diffusers-half": Way("diffusers, its folder of .safetensors to fp16", PEER, True),
+    "ours-ckpt": Way("ldm_lite, .ckpt", CKPT, peer="diffusers-bin"),
+    "diffusers-bin": Way("diffusers, its folder of .bin", PEER_BIN),
+    "ours-ckpt-half": Way("ldm_lite, .ckpt to fp16", CKPT, True, "diffusers-bin-half"),
+    "diffusers-bin-half": Way("diffusers, its folder of .bin to fp16", PEER_BIN, True),
 }
 
 
@@ -67,14 +71,15 @@ def answer(way: str, folder: Path, device: str) -> Ready:
 
     networks: Iterable[torch.nn.Module] = ()
     dtype = torch.float16 if WAYS[way].half else torch.float32
-    if WAYS[way].file == PEER:
+    if WAYS[way].file in (PEER, PEER_BIN):
         from diffusers import AutoencoderKL, UNet2DConditionModel
         from transformers import CLIPTextModel
 
         imported = time.time()
         kinds = {"unet": UNet2DConditionModel, "vae": AutoencoderKL, "text_encoder": CLIPTextModel}
         networks = [
-            kind.from_pretrained(folder / PEER / name, torch_dtype=dtype).to(device) for name, kind in kinds.items()
+            kind.from_pretrained(folder / WAYS[way].file / name, torch_dtype=dtype).to(device)
+            for name, kind in kinds.items()
         ]
     elif way == "torch":
         imported = time.time()
@@ -104,7 +109,7 @@ def write(checkpoint: "Checkpoint", folder: Path, ways: Iterable[str]) -> None:
     wanted = {WAYS[way].file for way in ways}
     if CKPT in wanted:
         torch.save({"state_dict": weights}, folder / CKPT)
-    if PEER in wanted:
+    if wanted & {PEER, PEER_BIN}:
         from ldm_lite.benchmark import peers
 
         components = split(checkpoint)
@@ -114,6 +119,11 @@ def write(checkpoint: "Checkpoint", folder: Path, ways: Iterable[str]) -> None:
             for parameter in network.parameters():
                 parameter.data = parameter.data.contiguous()
             network.save_pretrained(folder / PEER / role)
+            network.save_pretrained(folder / PEER_BIN / role)
+            for path in (folder / PEER_BIN / role).glob("*.safetensors"):  # newer versions write no other kind
+                name = path.stem if "pytorch" in path.stem else f"pytorch_{path.stem}"
+                torch.save(network.state_dict(), path.with_name(f"{name}.bin"))
+                path.unlink()
 
 
 def measure(ways: Sequence[str], folder: Path, device: str, rounds: int) -> dict[str, Timing]:
@@ -141,7 +151,7 @@ def measure(ways: Sequence[str], folder: Path, device: str, rounds: int) -> dict
 
 
 def markdown(timings: Mapping[str, Timing], title: str) -> str:
-    """The table; the ratio is that to diffusers in the same precision."""
+    """The table; the ratio is that to diffusers with the same kind of file and precision."""
     from ldm_lite.benchmark.measure import median, spread
 
     lines = [
@@ -156,8 +166,8 @@ def markdown(timings: Mapping[str, Timing], title: str) -> str:
             lines.append(f"| {way.title} | {timing.why_not} | | | | | |")
             continue
         ready = median(timing.ready)
-        peer = timings.get("diffusers-half" if way.half else "diffusers")
-        ratio = f"{ready / median(peer.ready):.2f}" if way.file and peer and peer.ready else ""
+        peer = timings.get(way.peer)
+        ratio = f"{ready / median(peer.ready):.2f}" if peer and peer.ready else ""
         peak = "" if timing.peak is None else f"{timing.peak / 2**30:.2f}"
         weights = f"{timing.weights / 2**30:.2f}" if way.file else ""
         imports = median(timing.imports)
