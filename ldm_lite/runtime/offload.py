@@ -74,7 +74,7 @@ class Placement:
         rest = [tensor for tensor in _tensors(network) if tensor not in taken]
         if self.offload is None:
             for tensor in rest:
-                tensor.data = tensor.data.to(self.device)
+                tensor.data = tensor.data.to(self.device, copy=storage is not None)
             return
         moved = rest + (kept if self.offload == "model" else [])
         slots = [(tensor, self._at_home(Stored(tensor.data, None, tensor.dtype))) for tensor in moved]

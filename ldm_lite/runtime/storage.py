@@ -21,14 +21,20 @@ class Stored(NamedTuple):
 
 
 def store(tensor: Tensor, storage: str | None) -> Stored:
-    """A weight (rows, ...) in 8 bits; what has one dimension (norms, biases), and integers, stay as they are."""
-    if storage is None or tensor.ndim < 2 or not tensor.is_floating_point():
+    """A weight (rows, ...) in 8 bits; what has one dimension (norms, biases), and integers, is kept as it is.
+
+    It is kept as a copy, so that nothing holds on to a memory-mapped file whose weights are in 8 bits now.
+    """
+    if storage is None:
         return Stored(tensor, None, tensor.dtype)
+    if tensor.ndim < 2 or not tensor.is_floating_point():
+        return Stored(tensor.clone(), None, tensor.dtype)
     dtype, largest = STORAGES[storage]
-    rows = tensor.float()
-    scale = rows.abs().amax(dim=tuple(range(1, tensor.ndim)), keepdim=True).clamp(min=1e-12) / largest
+    rows, inside = tensor.float(), tuple(range(1, tensor.ndim))
+    largest_of_row = torch.maximum(rows.amax(inside, keepdim=True), -rows.amin(inside, keepdim=True))
+    scale = largest_of_row.clamp(min=1e-12) / largest
     values = rows / scale
-    return Stored((values.round() if dtype == torch.int8 else values).to(dtype), scale, tensor.dtype)
+    return Stored((values.round_() if dtype == torch.int8 else values).to(dtype), scale, tensor.dtype)
 
 
 def restore(stored: Stored, device: torch.device) -> Tensor:
