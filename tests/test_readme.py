@@ -1,6 +1,8 @@
 """The README is true: its commands are those that CI runs, its files exist, its Python runs."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,22 @@ def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     exec(code)
     assert (tmp_path / "astronaut.png").exists()
+
+
+def _commands() -> list[str]:
+    """The command lines of this package in the documents, as they would be typed: in blocks, or inline with flags."""
+    pages = [README, *(path.read_text() for path in [*ROOT.glob("docs/*.md"), ROOT / "weights" / "README.md"])]
+    found = (
+        re.findall(r"(?:python|torchrun[^`]*?) -m (ldm_lite\.\w+[^`\n]*(?:\n[^`\n]*(?=`))?)", page) for page in pages
+    )
+    return sorted({" ".join(command.split()) for page in found for command in page if " -" in command})
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_the_commands_have_these_flags(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *arguments = shlex.split(command, comments=True)
+    monkeypatch.setattr("ldm_lite.cli.run", lambda *args, **kwargs: 0)
+    assert importlib.import_module(name).main(arguments) == 0
 
 
 def test_the_sampler_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
