@@ -36,10 +36,10 @@ from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.models.taesd import TAESD
+from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL
-from ldm_lite.models.vae_vq import VQModel
+from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
+from ldm_lite.models.vae_vq import VQModel, VQSpec
 from ldm_lite.networks import BERT_LARGE, EncoderSpec, build
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Placement
@@ -160,7 +160,7 @@ def load(
         raise ValueError(f"{main.path}: {error}") from error
     family = _scaled(family, main, about)
     if parts and "vae" in parts:
-        family = with_vae(family, infer_vae(components["vae"].shapes), name=str(parts["vae"]))
+        family = with_vae(family, autoencoder_spec(components["vae"]), name=str(parts["vae"]))
     components["unet"], weights = _with_ema(components["unet"], ema)
 
     tuning = {} if tuning is None else tuning
@@ -249,16 +249,30 @@ def load_autoencoder(
 
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
-    torch_device = pick_device(device)
+    torch_device, component = pick_device(device), open_autoencoder(source)
+    with on_meta():
+        network: Any = build(autoencoder_spec(component))
+    load_weights(network, component, "vae", torch_device, pick_dtype(dtype, torch_device))
+    tune({"vae": network})
+    return network
+
+
+def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
+    """The weights of that autoencoder.  Raises as load_autoencoder does."""
     path = hub.resolve(source)
     components = split(open_source(path))
     if "vae" not in components:
         raise ValueError(f"{path}: holds no autoencoder, only {', '.join(components)}")
-    with on_meta():
-        network: Any = build(infer_vae(components["vae"].shapes))
-    load_weights(network, components["vae"], "vae", torch_device, pick_dtype(dtype, torch_device))
-    tune({"vae": network})
-    return network
+    return components["vae"]
+
+
+def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
+    """What its shapes say that an autoencoder is.  Raises ValueError if it lacks what all of them have."""
+    try:
+        return infer_vae(component.shapes)
+    except KeyError as error:
+        path, key = component.checkpoint.path, error.args[0]
+        raise ValueError(f"{path}: holds an autoencoder that is none of those known here: it has no {key}") from error
 
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:

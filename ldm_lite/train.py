@@ -157,7 +157,7 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
     """The networks to begin with, float32: a checkpoint's, or a preset's with fresh weights (and --vae's)."""
     import torch
 
-    from ldm_lite import checkpoint, fingerprint, hub, pipeline
+    from ldm_lite import checkpoint, pipeline
     from ldm_lite.diffusion.schedule import Schedule, linear_betas
     from ldm_lite.identify import parse_prediction
     from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
@@ -176,10 +176,8 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
         family = replace(family, prediction=parse_prediction(load.prediction))
     found = None
     if load.vae is not None:
-        found = checkpoint.split(checkpoint.open_checkpoint(hub.resolve(load.vae))).get("vae")
-        if found is None:
-            raise ValueError(f"{load.vae}: holds no autoencoder")
-        family = replace(family, vae=fingerprint.infer_vae(found.shapes))
+        found = pipeline.open_autoencoder(load.vae)
+        family = replace(family, vae=pipeline.autoencoder_spec(found))
     elif options.stage == "diffusion":
         raise ValueError(
             "a new diffusion model needs an autoencoder: train one with --stage autoencoder, and name it with --vae"
@@ -216,7 +214,9 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
     if options.stage == "autoencoder":
         return pipe, AutoencoderTask(vae, not options.freeze_encoder), source
     text = pipe.text_encoder
-    alone = pipe.family.task == "txt2img" and pipe.family.conditioner == "clip" and pipe.unet.cond_proj is None
+    alone = pipe.family.task == "txt2img" and pipe.family.conditioner == "clip"
+    if pipe.family.unet.guidance_dim is not None:
+        raise ValueError(f"{pipe.family.title}: is distilled; what is trained here is the model it was distilled from")
     if not alone or not isinstance(text, CLIPTextEncoder):
         raise ValueError(f"{pipe.family.title}: only models of text alone, read by one CLIP-L, are trained here")
     vae.requires_grad_(False).eval()

@@ -17,6 +17,7 @@ from ldm_lite.conditioning import Reading
 from ldm_lite.diffusers_folder import open_source
 from ldm_lite.families import FAMILIES, Family
 from ldm_lite.identify import describe, identify
+from ldm_lite.pipeline import load_autoencoder
 from tests.test_diffusers_keys import GOLDEN, THEIRS, weights_of
 from tests.test_families import NEGATIVE, PROMPT, run
 
@@ -153,6 +154,14 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     ):
         save_file(changed, tmp_path / f"{name}.safetensors")
         refused(message, folder, parts={"unet": tmp_path / f"{name}.safetensors"}, metadata=about)
+    bare = {key: value for key, value in weights_of("vae").items() if "quant_conv" not in key}  # Flux has such ones
+    save_file(bare, tmp_path / "flux.safetensors")
+    message = (
+        r"flux.safetensors: holds an autoencoder that is none of those known here: it has no post_quant_conv.weight"
+    )
+    refused(message, folder, parts={"vae": tmp_path / "flux.safetensors"}, metadata=about)
+    with pytest.raises(ValueError, match=message):
+        load_autoencoder(tmp_path / "flux.safetensors", device="cpu")
     (folder / "unet").rename(folder / "transformer")
     refused("is a pipeline without a UNet", folder)
 

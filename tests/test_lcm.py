@@ -13,9 +13,10 @@ from random_checkpoint import LCM
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, txt2img
+from ldm_lite import generate, train, txt2img
 from ldm_lite.adapters import file_names
 from ldm_lite.checkpoint import on_meta
+from ldm_lite.cli import LoadOptions
 from ldm_lite.conditioning import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import make_plan
@@ -106,6 +107,16 @@ def test_the_command_takes_the_unet_beside_a_checkpoint(
     about = pictures["plain"].info["parameters"]
     assert "Steps: 4, Sampler: LCM, CFG scale: 8.0" in about
     assert pictures["negative"].tobytes() == pictures["plain"].tobytes() != pictures["scale"].tobytes()
+
+
+def test_it_is_not_trained(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("a")
+    options = train.Options(data=str(tmp_path / "data"), out=str(tmp_path / "run"), steps=1)
+    files = {name: str(folder / f"{name}.safetensors") for name in ("vae", "text_encoder")}
+    with pytest.raises(ValueError, match="small LCM: is distilled; what is trained here is the model it was distilled"):
+        train.train(options, LoadOptions(ckpt=str(folder / "unet.safetensors"), device="cpu", **files))
 
 
 # The layers that LCM-LoRA changes: those of the released files, and of diffusers' training script for them.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ldm_lite import hub
-from ldm_lite.checkpoint import Checkpoint, on_meta, open_checkpoint, prefix
+from ldm_lite.checkpoint import Checkpoint, on_meta, prefix
+from ldm_lite.diffusers_folder import open_source
 from ldm_lite.families import FAMILIES, Family
 from ldm_lite.identify import describe
 from ldm_lite.networks import build
@@ -23,7 +24,7 @@ def subject(size: str, ckpt: str | None) -> Checkpoint:
     Raises ValueError for another name.
     """
     if ckpt is not None or size == "bundled":
-        return open_checkpoint(hub.resolve(ckpt))
+        return open_source(hub.resolve(ckpt))
     if size not in FAMILIES:
         raise ValueError(f"unknown size {size!r}: wanted bundled, or one of {', '.join(FAMILIES)}")
     return random_checkpoint(size, FAMILIES[size])

@@ -171,14 +171,16 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("name", ["sd1", "x4", "sdxl_base", "ldm_lsun_churches256"])
+@pytest.mark.parametrize("name", ["sd1", "x4", "sdxl_base", "ldm_lsun_churches256", "lcm"])
 def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
-    network, counter = toy.fill(UNet(toy.UNETS[name])), CompileCounter()
+    spec = (toy.UNETS | toy.DIFFUSERS_UNETS)[name]
+    network, counter = toy.fill(UNet(spec)), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
-    x, context, y = toy.unet_inputs(toy.UNETS[name])
+    x, context, y = toy.unet_inputs(spec)
     for t in (toy.T, toy.T_FRACTIONAL, torch.tensor([0.0, 0.0])):
         torch.testing.assert_close(compiled(x, t, context, y), network(x, t, context, y))
         x, context = x + 1, None if context is None else 2 * context
+        y = -y if name == "lcm" else y  # of another guidance scale
     assert counter.frame_count == 1
 
 
