@@ -1,7 +1,8 @@
 """DeepFloyd IF: `python -m ldm_lite.cascade "a red apple" --t5 ... --stage-1 ... --stage-2 ...`, or cascade(...).
 
-A prompt goes through T5, a stage that makes 64 pixels of it, and one that makes those 256.  Each of these is loaded
-when it is its turn, and freed before the next, so that the largest is all that must fit into memory.
+A prompt goes through T5, a stage that makes 64 pixels of it, one that makes those 256, and Stable Diffusion's upscaler,
+which makes those 1024.  Each is loaded when it is its turn, and freed before the next, so that the largest is all that
+must fit into memory.
 """
 
 import gc
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING
 import ldm_lite
 from ldm_lite import cli
 from ldm_lite.cli import SaveOptions, option
-from ldm_lite.job import OnStep
+from ldm_lite.job import JobOptions, OnStep
 from ldm_lite.saver import Saver
+from ldm_lite.upscaling import MOST_NOISE, enlarge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,14 +34,16 @@ log = logging.getLogger("ldm_lite")
 
 @dataclass(frozen=True)
 class Options:
-    """What to make.  None = as the stage has it; an option like "7,4" is for the first stage and for the second."""
+    """What to make.  None = as the stage has it; an option like "7,4,9" is for each of three stages."""
 
     prompt: str | None = option(None, "what to make an image of", positional=True)
     negative_prompt: str = option("", "what to keep away from")
-    sampler: str | None = option(None, "of both stages, or of each")
-    steps: str | None = option(None, "denoising steps, of both stages or of each")
-    scale: str | None = option(None, "classifier-free guidance, of both stages or of each")
+    sampler: str | None = option(None, "of the first two stages, or of each")
+    steps: str | None = option(None, "denoising steps, of the first two stages or of each")
+    scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each")
     noise_level: float = option(0.25, "noise added to the small image, 0 to 1: how freely the second stage follows it")
+    noise_level_3: int = option(100, "the same for the third stage, 0 to 350")
+    tile: int = option(256, "pixels a side of the tiles in which the third stage takes pictures larger than that")
     seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
     height: int = option(64, "pixels of the first stage, a multiple of 8", "--H")
     width: int = option(64, "pixels of the first stage, a multiple of 8", "--W")
@@ -53,6 +57,7 @@ class StageOptions:
 
     stage_1: str | None = option(None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub")
     stage_2: str | None = option(None, "its second stage; without it images have 64 pixels")
+    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels")
     t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable, for a file in parts")
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
     prompt_embeds: str | None = option(
@@ -73,28 +78,37 @@ def cascade(
 ) -> "Iterator[tuple[Tensor, int]]":
     """Images (3,H,W) in [-1,1] with their seeds, as the last stage makes them, from embeddings of the prompts.
 
-    stages are the pipelines, the first of which makes images and the others larger ones; a function is called when it
-    is its turn, and what it loads is freed then.  context (N,T,D) makes n_samples images each; uncond is (1,T,D).
+    stages are the pipelines, the first of which makes images and the others larger ones, and of which the last may be
+    the x4 upscaler, which reads options.prompt; a function is called when it is its turn, and what it loads is freed
+    then.  context (N,T,D) makes n_samples images each; uncond is (1,T,D).
     Raises ValueError, one line, for options and stages that do not fit.
     """
     _check(options, len(stages))
     count = len(context) * options.n_samples * options.n_iter
     seeds = list(range(options.seed, options.seed + count))
     rows = [row for _ in range(options.n_iter) for row in range(len(context)) for _ in range(options.n_samples)]
-    images: list[Tensor | None] = [None] * count
+    images: list[Tensor] = []
     for number, stage in enumerate(stages):
         pipe = stage() if callable(stage) else stage
-        if (pipe.family.unet.num_classes is not None) != (number > 0):
-            raise ValueError(f"{pipe.name} is {pipe.family.title}, which cannot be number {number + 1} of a cascade")
-        for first in range(0, count, options.n_samples):
-            some = slice(first, first + options.n_samples)
-            batch = context[rows[some]], uncond.expand(len(rows[some]), -1, -1)
-            made = _run(pipe, options, number, batch, seeds[some], images[some], on_step)
-            images[some] = made
-            if number == len(stages) - 1:
-                yield from zip(made, seeds[some], strict=True)
-        del pipe
+        _check_place(pipe, number, len(stages))
+        if pipe.family.task == "upscale":
+            made = _enlarged(pipe, options, images, on_step)
+        else:
+            made = _run(pipe, options, number, (context[rows], uncond), seeds, images, on_step)
+        if number == len(stages) - 1:
+            yield from zip(made, seeds, strict=True)
+        else:
+            images = list(made)
+        del pipe, made
         _free()
+
+
+def _check_place(pipe: "Pipeline", number: int, num_stages: int) -> None:
+    """Raises ValueError for a stage, counted from 0, that cannot be this one."""
+    family = pipe.family
+    fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
+    if not fits and not (family.task == "upscale" and 0 < number == num_stages - 1):
+        raise ValueError(f"{pipe.name} is {family.title}, which cannot be number {number + 1} of a cascade")
 
 
 def _check(options: Options, num_stages: int) -> None:
@@ -102,6 +116,10 @@ def _check(options: Options, num_stages: int) -> None:
         value = getattr(options, name)
         if value is not None and len(value.split(",")) > max(2, num_stages):
             raise ValueError(f"got {name} {value!r}, wanted one value, or one for each of {num_stages} stages")
+    if not 0 <= options.noise_level_3 <= MOST_NOISE:
+        raise ValueError(f"got noise_level_3 {options.noise_level_3}, wanted 0 to {MOST_NOISE}")
+    if options.tile < 8:
+        raise ValueError(f"got a tile of {options.tile}, wanted 8 or more")
     if options.n_samples < 1 or options.n_iter < 1:
         raise ValueError(f"got n_samples {options.n_samples} and n_iter {options.n_iter}, wanted 1 or more")
     if not 0 <= options.noise_level < 1:
@@ -117,12 +135,11 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _own(value: str | None, number: int, default: str) -> str:
-    """A stage's part of an option "first,second"."""
-    if value is None:
-        return default
-    parts = value.split(",")
-    return parts[min(number, len(parts) - 1)]
+def _own(value: str | None, number: int) -> str | None:
+    """A stage's part of an option "first,second,third"; a single one is the first two's.  None: as the stage has it."""
+    parts = [] if value is None else value.split(",")
+    parts = 2 * parts if len(parts) == 1 else parts
+    return parts[number] if number < len(parts) else None
 
 
 def _run(
@@ -131,10 +148,10 @@ def _run(
     number: int,
     embeddings: "tuple[Tensor, Tensor]",
     seeds: Sequence[int],
-    small: "Sequence[Tensor | None]",
+    small: "Sequence[Tensor]",
     on_step: OnStep | None,
-) -> "list[Tensor]":
-    """One batch through one stage: the images of the stage before -> its own, (3,H,W) in [-1,1], on the CPU."""
+) -> "Iterator[Tensor]":
+    """One stage, batch by batch: the images of the stage before -> its own, (3,H,W) in [-1,1], on the CPU."""
     import torch
     import torch.nn.functional as F
 
@@ -143,29 +160,50 @@ def _run(
     from ldm_lite.diffusion.names import make_plan, table_steps
 
     family = pipe.family
-    sampler = _own(options.sampler, number, family.sampler)
-    scale = float(_own(options.scale, number, str(family.scale)))
-    steps = int(_own(options.steps, number, str(table_steps(sampler) or family.steps)))
-    plan = make_plan(sampler, pipe.schedule, steps)
-    factor = 4**number
-    draw = generate.seeded_noise(seeds, (3, factor * options.height, factor * options.width))
-    cond, uncond = (Conditioning(each) for each in embeddings)
-    noise, steer = draw(), None
-    if number > 0:
-        images = torch.stack([image for image in small if image is not None])
-        larger = F.interpolate(images, noise.shape[2:], mode="bilinear", align_corners=True)
-        level = pipe.schedule.at(int(options.noise_level * 1000))
-        y = torch.full((len(seeds),), level.t)
-        cond, uncond = (each._replace(y=y, concat=larger) for each in (cond, uncond))
-        steer = _renoised(pipe, level.a, level.s, draw)
-    branches = classifier_free(cond, uncond, scale)
-    latents = noise
-    for step, latents in enumerate(
-        generate.denoise(pipe, noise, branches, plan, threshold=family.threshold, draw=draw, steer=steer), start=1
-    ):
-        if on_step is not None:
-            on_step(step, plan.num_steps, latents)
-    return list(generate.decode(pipe, latents))
+    sampler, steps, scale = (_own(each, number) for each in (options.sampler, options.steps, options.scale))
+    sampler = family.sampler if sampler is None else sampler
+    own_steps = table_steps(sampler) or family.steps
+    plan = make_plan(sampler, pipe.schedule, own_steps if steps is None else int(steps))
+    shape = (3, 4**number * options.height, 4**number * options.width)
+    for first in range(0, len(seeds), options.n_samples):
+        some = slice(first, first + options.n_samples)
+        draw, steer = generate.seeded_noise(seeds[some], shape), None
+        context, uncontext = embeddings
+        cond = Conditioning(context[some])
+        uncond = Conditioning(uncontext.expand(len(seeds[some]), -1, -1))
+        noise = draw()
+        if number > 0:
+            larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
+            level = pipe.schedule.at(int(options.noise_level * 1000))
+            y = torch.full((len(noise),), level.t)
+            cond, uncond = (each._replace(y=y, concat=larger) for each in (cond, uncond))
+            steer = _renoised(pipe, level.a, level.s, draw)
+        branches = classifier_free(cond, uncond, family.scale if scale is None else float(scale))
+        latents = noise
+        for step, latents in enumerate(
+            generate.denoise(pipe, noise, branches, plan, threshold=family.threshold, draw=draw, steer=steer), start=1
+        ):
+            if on_step is not None:
+                on_step(step, plan.num_steps, latents)
+        yield from generate.decode(pipe, latents)
+
+
+def _enlarged(
+    pipe: "Pipeline", options: Options, small: "Sequence[Tensor]", on_step: OnStep | None
+) -> "Iterator[Tensor]":
+    """The third stage: images (3,H,W) in [-1,1] -> those four times as large, on the CPU."""
+    sampler, steps, scale = (_own(each, 2) for each in (options.sampler, options.steps, options.scale))
+    job = JobOptions(
+        prompt=options.prompt,
+        negative_prompt=options.negative_prompt,
+        sampler=sampler,
+        steps=None if steps is None else int(steps),
+        scale=None if scale is None else float(scale),
+        seed=options.seed,
+    )
+    pictures = ((None, image) for image in small)
+    for result in enlarge(pipe, job, pictures, noise_level=options.noise_level_3, tile=options.tile, on_step=on_step):
+        yield result.pixels
 
 
 def _renoised(
@@ -254,9 +292,11 @@ def run(options: Options, stages: StageOptions, save: SaveOptions) -> None:
     saver, start = Saver(save, "cascade"), time.perf_counter()
     if stages.stage_1 is None:
         raise ValueError("no first stage: name its file with --stage-1")
-    _check(options, 1 + (stages.stage_2 is not None))
+    if stages.stage_3 is not None and stages.stage_2 is None:
+        raise ValueError("got --stage-3 without --stage-2, whose images it makes larger")
+    sources = [source for source in (stages.stage_1, stages.stage_2, stages.stage_3) if source is not None]
+    _check(options, len(sources))
     context, uncond = _embeddings(options, stages)
-    sources = [source for source in (stages.stage_1, stages.stage_2) if source is not None]
     openers = [_opener(source, stages) for source in sources]
     made = []
     for image, seed in cascade(openers, options, context, uncond, on_step=cli.Progress()):

@@ -261,11 +261,12 @@ def _cheaper(options: Sequence[object]) -> str:
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
         return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
+    one_by_one = "tile" in given and "stage_3" not in given  # as pictures are upscaled
     steps = {
-        "--n-samples 1": (given.get("n_samples") or 1) > 1 and "tile" not in given,  # what is upscaled goes one by one
+        "--n-samples 1": (given.get("n_samples") or 1) > 1 and not one_by_one,
         "--batches 1": given.get("batches", "1") != "1",
         "--vae-tiling": not given.get("vae_tiling", True),
-        "--tile 64": given.get("tile", 0) > 64,
+        "--tile 64": given.get("tile", 0) > 64 and given.get("stage_3", "") is not None,
         "--dtype fp16": given.get("dtype") in ("fp32", "float32"),
         "--offload model": given.get("offload", "") is None,
         "--storage int8": given.get("storage", "") is None,

@@ -4,8 +4,6 @@ Takes Stable Diffusion's x4 upscaler, which reads a prompt too and is told how n
 diffusion's super-resolution model (bsr_sr), which reads the picture alone.  Any size: large pictures go tile by tile.
 """
 
-import dataclasses
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,23 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ldm_lite import cli
 from ldm_lite.cli import LoadOptions, SaveOptions, option
 from ldm_lite.from_image import open_source, sources
-from ldm_lite.job import JobOptions, OnStep, Result, check_command, original_flags, read_prompts, sampler_of, serve
+from ldm_lite.job import JobOptions, OnStep, Result, check_command, original_flags, serve
 from ldm_lite.job import check as check_job
 from ldm_lite.saver import Saver
+from ldm_lite.upscaling import MOST_NOISE, enlarge
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from PIL.Image import Image
-    from torch import Tensor
 
-    from ldm_lite.paint import Canvas
     from ldm_lite.pipeline import Pipeline
-
-log = logging.getLogger("ldm_lite")
-
-MOST_NOISE = 350  # the upscaler was trained up to there
-OWN_STREAM = 2**63  # added to a picture's seed: the noise on it has a generator of its own
 
 
 @dataclass(frozen=True)
@@ -58,24 +48,15 @@ def upscale(
     pictures are PIL images in place of options.init_img; on_step is called after every denoising step.  Raises
     ValueError, one line, for options that do not fit.
     """
-    from ldm_lite.diffusion.names import make_plan
-    from ldm_lite.paint import Setup, paint
-    from ldm_lite.runtime.tiled_unet import TiledUNet
+    from ldm_lite.image import to_pixels
 
     check(options)
     check_command(pipe, "upscale")
-    one = dataclasses.replace(options, prompt=options.prompt or "", n_samples=1, n_iter=1)
-    tiled: Any = TiledUNet(pipe.unet, options.tile)
-    family = pipe.family
-    steps = family.steps if options.steps is None else options.steps
-    sampler = sampler_of(pipe, options)
-    plan = make_plan(sampler, pipe.schedule, steps, eta=options.eta, churn=options.churn, spacing=options.spacing)
-    setup = Setup(read_prompts(one, pipe), plan, scale=family.scale if options.scale is None else options.scale)
     found = sources(options.init_img, "init-img") if pictures is None else pictures
-    # One canvas for each image: the noise on the picture is of the image's seed, too.
-    each = [picture for picture in found for _ in range(options.batch_size * options.repeats)]
-    canvases = (_canvas(pipe, options, picture, options.seed + number) for number, picture in enumerate(each))
-    return paint(dataclasses.replace(pipe, unet=tiled), one, setup, canvases, on_step=on_step)
+    repeats = options.batch_size * options.repeats
+    each = (picture for picture in map(open_source, found) for _ in range(repeats))
+    opened = ((picture.name, to_pixels(picture.image)) for picture in each)
+    return enlarge(pipe, options, opened, noise_level=options.noise_level, tile=options.tile, on_step=on_step)
 
 
 def check(options: Options) -> None:
@@ -87,32 +68,6 @@ def check(options: Options) -> None:
         raise ValueError("what is upscaled has four times its own size: leave out --height and --width")
     if not 0 <= options.noise_level <= MOST_NOISE:
         raise ValueError(f"got noise_level {options.noise_level}, wanted 0 to {MOST_NOISE}")
-
-
-def _canvas(pipe: "Pipeline", options: Options, source: "Path | Image", seed: int) -> "Canvas":
-    import torch
-
-    from ldm_lite.image import to_pixels
-    from ldm_lite.paint import Canvas
-
-    picture = open_source(source)
-    pixels, level = to_pixels(picture.image), None
-    if pipe.family.unet.num_classes is not None:  # it is told how noisy the picture is
-        generator = torch.Generator().manual_seed(seed + OWN_STREAM)
-        pixels = noised(pipe, pixels, options.noise_level, torch.randn(pixels.shape, generator=generator))
-        level = torch.tensor([options.noise_level])
-    return Canvas(
-        latent_shape=(pipe.vae.spec.embed_dim, *pixels.shape[1:]),
-        concat=pixels[None].to(pipe.device),
-        y=level,
-        settings={"Init image": picture.name, "Noise level": None if level is None else options.noise_level},
-    )
-
-
-def noised(pipe: "Pipeline", pixels: "Tensor", level: int, noise: "Tensor") -> "Tensor":
-    """Pixels in [-1,1] with as much of the noise as belongs to a level: pixels have the latents' schedule."""
-    _, a, s = pipe.schedule.at(level)
-    return a * pixels + s * noise
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -9,13 +9,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import random_checkpoint
 import torch
 import toy
+import toy_zoo
 from PIL import Image
 from safetensors.torch import save_file
 
 import ldm_lite
+from ldm_lite import upscale
 from ldm_lite.cascade import Options, StageOptions, cascade, embed, main, read_embeds
+from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet_if import UNetIF
@@ -24,7 +28,9 @@ from ldm_lite.pipeline import Pipeline
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "if.npz")
 CONTEXT, UNCOND = toy.normal(21, 1, 7, 192), toy.normal(22, 1, 7, 192)
-SMALL = Options(height=8, width=8, steps="4,3", sampler="ddpm_respaced")
+SMALL = Options(  # the upscaler in miniature knows 50 levels
+    height=8, width=8, steps="4,3", sampler="ddpm_respaced", noise_level_3=30
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def stages(files: dict[str, Path]) -> list[Pipeline]:
     return [ldm_lite.load(path, device="cpu") for path in files.values()]
+
+
+@pytest.fixture(scope="module")
+def upscaler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stable Diffusion's x4 upscaler in miniature."""
+    path = tmp_path_factory.mktemp("x4") / "x4.safetensors"
+    random_checkpoint.write(path, toy_zoo.small("x4"))
+    return path
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -96,6 +110,34 @@ def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> No
     assert toy.relative_error(second[None], GOLDEN["cascade.if_II"]) < 1e-6
 
 
+def test_the_third_stage_upscales_with_the_prompt_and_the_seed(stages: list[Pipeline], upscaler: Path) -> None:
+    """What the command `upscale` makes of the second stage's pictures; these go through 8 bits there."""
+    x4 = ldm_lite.load(upscaler, device="cpu")
+    options = replace(SMALL, prompt="a red apple", steps="4,3,1", scale="7,4,3", n_iter=2, seed=5, tile=24)
+    third = list(cascade([*stages, x4], options, CONTEXT, UNCOND))
+    two = replace(options, steps="4,3", scale="7,4")
+    second = [to_pil(image) for image, _ in cascade(stages, two, CONTEXT, UNCOND)]
+    job = upscale.Options(prompt="a red apple", negative_prompt="", noise_level=30, steps=1, scale=3, seed=5, tile=24)
+    wanted = list(upscale.upscale(x4, job, pictures=second))
+    assert [seed for _, seed in third] == [result.seed for result in wanted] == [5, 6]
+    for (image, _), result in zip(third, wanted, strict=True):
+        assert image.shape == (3, 128, 128)
+        assert toy.relative_error(image, result.pixels.numpy()) < 0.02
+
+
+def test_two_values_are_not_the_third_stages(stages: list[Pipeline], upscaler: Path) -> None:
+    """Nor is one; it has the checkpoint's own."""
+    x4 = ldm_lite.load(upscaler, device="cpu")
+
+    def stop(step: int, num_steps: int, latents: torch.Tensor) -> None:
+        if latents.shape[1] == 4:
+            raise InterruptedError(f"steps: {num_steps}")
+
+    for steps in ("3", "4,3"):
+        with pytest.raises(InterruptedError, match=f"steps: {x4.family.steps}"):
+            list(cascade([*stages, x4], replace(SMALL, steps=steps), CONTEXT, UNCOND, on_step=stop))
+
+
 def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
     options = replace(SMALL, width=16, steps="2", n_samples=2, n_iter=2, seed=7)
     many = list(cascade(stages, options, CONTEXT, UNCOND))
@@ -105,7 +147,7 @@ def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
     assert toy.relative_error(alone, many[2][0].numpy()) < 1e-2
 
 
-def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str, Path]) -> None:
+def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str, Path], upscaler: Path) -> None:
     alive: list[weakref.ref[UNetIF]] = []
 
     def opener(path: Path) -> Callable[[], Pipeline]:
@@ -118,9 +160,10 @@ def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str
 
         return load
 
-    assert len(list(cascade([opener(path) for path in files.values()], SMALL, CONTEXT, UNCOND))) == 1
+    options = replace(SMALL, steps="4,3,2")
+    assert len(list(cascade([opener(path) for path in (*files.values(), upscaler)], options, CONTEXT, UNCOND))) == 1
     gc.collect()
-    assert [ref() for ref in alive] == [None, None]
+    assert [ref() for ref in alive] == [None, None, None]
 
 
 def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
@@ -139,6 +182,8 @@ def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
         ({"height": 12}, "got H 12 and W 8, wanted multiples of 8"),
         ({"steps": "1,2,3"}, "got steps '1,2,3', wanted one value, or one for each of 2 stages"),
         ({"noise_level": 1.0}, "got noise_level 1.0, wanted 0 to 1"),
+        ({"noise_level_3": 351}, "got noise_level_3 351, wanted 0 to 350"),
+        ({"tile": 4}, "got a tile of 4, wanted 8 or more"),
         ({"sampler": "ddpm_smart27", "steps": "5"}, "the spacing smart27 has 27: leave steps out"),
     ],
 )
@@ -147,7 +192,9 @@ def test_wrong_options_are_one_line(stages: list[Pipeline], changes: dict[str, o
         list(cascade(stages, replace(SMALL, **changes), CONTEXT, UNCOND))
 
 
-def test_stages_in_the_wrong_order_are_refused(stages: list[Pipeline]) -> None:
+def test_stages_in_the_wrong_order_are_refused(stages: list[Pipeline], small_path: Path) -> None:
+    with pytest.raises(ValueError, match="is small SD1, which cannot be number 1 of a cascade"):
+        list(cascade([ldm_lite.load(small_path, device="cpu")], SMALL, CONTEXT, UNCOND))
     with pytest.raises(ValueError, match="is DeepFloyd IF, stage II, which cannot be number 1 of a cascade"):
         list(cascade(stages[::-1], SMALL, CONTEXT, UNCOND))
 
@@ -197,7 +244,11 @@ def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
 
 
 def test_the_command_makes_an_image_from_ready_embeddings(
-    files: dict[str, Path], stages: list[Pipeline], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, Path],
+    stages: list[Pipeline],
+    upscaler: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = files["if_I"].parent
     arguments = ["--stage-1", str(files["if_I"]), "--stage-2", str(files["if_II"]), "--device", "cpu", "--H", "8"]
@@ -208,6 +259,11 @@ def test_the_command_makes_an_image_from_ready_embeddings(
 
     [(wanted, _)] = cascade(stages, SMALL, CONTEXT, UNCOND)
     assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), to_array(wanted))
+    third = ["--stage-3", str(upscaler), "--steps", "4,3,1", "--noise-level-3", "30", "--out", str(tmp_path / "b.png")]
+    assert main([*arguments, *embeds, *third]) == 0
+    assert Image.open(tmp_path / "b.png").size == (128, 128)
+    assert main([*arguments[:2], *arguments[4:], *embeds, *third]) == 2
+    assert "got --stage-3 without --stage-2" in capsys.readouterr().err
     assert main(arguments) == 2
     assert "no prompt" in capsys.readouterr().err
     assert main([*arguments, "a red apple"]) == 2

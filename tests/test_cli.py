@@ -47,6 +47,7 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
     assert seen.index("--offload model") < seen.index("--storage int8") < seen.index("--offload sequential")
     assert advice(Upscale(n_samples=3), LoadOptions(vae_tiling=True)) == "--tile 64"
     assert advice(Cascade(n_samples=2), StageOptions(dtype="fp32"), SaveOptions()) == "--n-samples 1"
+    assert advice(Cascade(), StageOptions(stage_3="x4.ckpt"), SaveOptions()) == "--tile 64"
     assert advice(Cascade(), StageOptions(dtype="fp32"), SaveOptions()) == "--dtype fp16"
     assert advice(Bench()) == advice(Export(batches="1,2")) == "--batches 1"
     assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller picture"

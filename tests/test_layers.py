@@ -25,6 +25,7 @@ COMMANDS = {
 # Left may import right, never back; names of one row may not import each other unless they say so below.
 LAYERS = [
     COMMANDS,
+    {"upscaling"},
     {"from_image", "paint"},
     {"job"},
     {"saver"},

@@ -18,7 +18,8 @@ from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.upscale import Options, main, noised, upscale
+from ldm_lite.upscale import Options, main, upscale
+from ldm_lite.upscaling import noised
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
 
