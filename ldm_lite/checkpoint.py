@@ -131,6 +131,8 @@ COMPONENTS = (
     ("control", "input_hint_block.0.weight", ("control_model.", "")),
     ("adapter", "body.0.block1.weight", ("adapter.", "")),
     ("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
+    ("style", "style_embedding", ("adapter.", "")),
+    ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
@@ -160,7 +162,7 @@ NO_WEIGHTS = re.compile(
     r"|^low_scale_model\.|^(cond_stage_model\.)?(transformer\.)?to_logits\."
     # inpainting_big holds its autoencoder a second time
     r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."
-    r"|position_ids$|logit_scale$|text_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
+    r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
 )
 EMA = "model_ema."
 

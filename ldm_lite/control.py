@@ -20,9 +20,11 @@ from ldm_lite.checkpoint import Component, load_weights, on_meta, open_checkpoin
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.step import Model, denoise_step
-from ldm_lite.fingerprint import infer_adapter
-from ldm_lite.image import open_picture, resize
+from ldm_lite.fingerprint import infer_adapter, infer_style, infer_vision
+from ldm_lite.image import clip_pixels, open_picture, resize
+from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
+from ldm_lite.models.style_adapter import StyleAdapter, styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
@@ -103,7 +105,7 @@ def read_picture(request: Request, size: tuple[int, int]) -> Tensor:
     picture = resize(open_picture(request.picture), size, "crop")
     if request.preprocess.startswith("canny"):
         picture = canny(picture, *map(float, request.preprocess.split(":")[1:]))
-    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
+    pixels = _unit(picture)
     if request.preprocess != "inpaint":
         return pixels
     with Image.open(request.picture) as image:
@@ -114,6 +116,11 @@ def read_picture(request: Request, size: tuple[int, int]) -> Tensor:
     return pixels.masked_fill(hole, -1.0)
 
 
+def _unit(picture: Image.Image) -> Tensor:
+    """A picture -> pixels (1,3,H,W) in [0,1]."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
+
+
 # ---- networks -------------------------------------------------------------------------------------------------------
 
 
@@ -122,31 +129,71 @@ class Control:
     """A network that was asked for, loaded."""
 
     request: Request
-    network: ControlNet | T2IAdapter
+    network: ControlNet | T2IAdapter | Tensor  # or what it makes of its picture, of any size: tokens (1,T,C)
 
 
-def load_controls(pipe: Pipeline, requests: Sequence[Request]) -> list[Control]:
+def load_controls(pipe: Pipeline, requests: Sequence[Request], clip_vision: str | None = None) -> list[Control]:
     """Load what the requests name, onto the pipeline's device and in its dtype.
 
-    Raises FileNotFoundError or ValueError, one line, for files that hold no control or one for another UNet.
+    clip_vision is the file of CLIP's image encoder, through which style adapters look at their pictures.  Raises
+    FileNotFoundError or ValueError, one line, for files that hold no control or one for another UNet.
     """
-    if not requests:
+    if not requests and clip_vision is None:
         return []
     if not isinstance(pipe.unet, UNet):
         raise ValueError(f"{pipe.family.title} has no UNet that a control could steer")
-    return [Control(request, _load(pipe, request.source)) for request in requests]
+    networks = [_load(pipe, request.source) for request in requests]
+    looks = any(isinstance(network, StyleAdapter) for network in networks)
+    if looks != (clip_vision is not None):
+        raise ValueError(
+            "a style adapter looks through CLIP ViT-L/14's image encoder: give its file with --clip-vision FILE, "
+            "for instance openai/clip-vit-large-patch14/model.safetensors"
+            if looks
+            else "got --clip-vision, but no --control of a style adapter, which alone looks through it: leave it out"
+        )
+    vision = None if clip_vision is None else _load_vision(pipe, clip_vision)
+    return [
+        Control(request, _tokens(network, vision, request) if isinstance(network, StyleAdapter) else network)
+        for request, network in zip(requests, networks, strict=True)
+    ]
 
 
-def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter:
+def _load_vision(pipe: Pipeline, source: str) -> CLIPVisionEncoder:
     components = split(open_checkpoint(hub.resolve(source)))
-    found = next((components[role] for role in ("control", "adapter") if role in components), None)
+    if "vision" not in components:
+        raise ValueError(
+            f"{source}: holds no image encoder of CLIP by Hugging Face's names, only {', '.join(components)}"
+        )
+    with on_meta():
+        vision = CLIPVisionEncoder(infer_vision(components["vision"].shapes))
+    load_weights(vision, components["vision"], "image encoder", pipe.device, pipe.dtype)
+    return vision
+
+
+@torch.no_grad()
+def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, request: Request) -> Tensor:
+    """What a style adapter makes of its picture, once a job: tokens (1,T,C), times its weight."""
+    assert vision is not None
+    if vision.spec.width != network.spec.width:
+        raise ValueError(
+            f"{request.source}: wants an image encoder {network.spec.width} wide, got one of {vision.spec.width}"
+        )
+    picture = _unit(clip_pixels(open_picture(request.picture), vision.spec.size))
+    return request.weight * network(vision(picture.to(network.proj)))
+
+
+def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter:
+    components = split(open_checkpoint(hub.resolve(source)))
+    found = next((components[role] for role in ("control", "adapter", "style") if role in components), None)
     if found is None:
         raise ValueError(f"{source}: holds no ControlNet and no T2I-Adapter, only {', '.join(components)}")
     _check_fit(pipe, found, source)
-    network: ControlNet | T2IAdapter
+    network: ControlNet | T2IAdapter | StyleAdapter
     spec = pipe.family.unet
     with on_meta():
-        if "adapter" in components:
+        if "style" in components:
+            network = StyleAdapter(infer_style(found.shapes))
+        elif "adapter" in components:
             network = T2IAdapter(infer_adapter(found.shapes, len(spec.channel_mult)))
         else:
             in_channels = found.shapes["input_blocks.0.0.weight"][1]
@@ -164,7 +211,7 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter:
 def _check_fit(pipe: Pipeline, control: Component, source: str) -> None:
     """Raises ValueError if a control is for UNets of another kind."""
     unet, shapes = pipe.family.unet, control.shapes
-    contexts = {shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")}
+    contexts = {shape[1] for key, shape in shapes.items() if key == "proj" or key.endswith("attn2.to_k.weight")}
     if contexts and contexts != {unet.context_dim}:
         raise ValueError(
             f"{source}: is for UNets that read a context {contexts.pop()} wide (768: Stable Diffusion 1, 1024: 2), "
@@ -187,7 +234,8 @@ class Steering:
     """What runs in every step of a plan, for pictures of one size.
 
     In a step that no control is for, that is the UNet alone.  Where steps are compiled, all controls take part in all
-    other steps, with a weight of zero out of their own range: to leave one out would be another graph.
+    other steps, with a weight of zero out of their own range: to leave one out would be another graph.  Tokens of style
+    adapters make the context longer, within their range alone.
     """
 
     def __init__(self, pipe: Pipeline, controls: Sequence[Control], plan: Plan, size: tuple[int, int]) -> None:
@@ -197,8 +245,12 @@ class Steering:
         nets: list[ControlNet] = []
         self._nets: list[tuple[Request, Hint]] = []  # as they are within their range of steps
         self._adapters: list[tuple[Request, Features]] = []
+        self._styles: list[tuple[Request, Tensor]] = []
         for control in controls:
             request, network = control.request, control.network
+            if isinstance(network, Tensor):
+                self._styles.append((request, network))
+                continue
             picture = read_picture(request, size).to(pipe.device, pipe.dtype)
             if isinstance(network, ControlNet):
                 nets.append(network)
@@ -210,6 +262,10 @@ class Steering:
 
     def __call__(self, num_branches: int, step: int, conditioning: Conditioning) -> tuple[Model, Conditioning]:
         """What runs in a step, counted from 0, in place of the UNet on so many branches of guidance; what it reads."""
+        tokens = [tokens for request, tokens in self._styles if self._steers(request, step)]
+        if tokens and conditioning.context is not None:
+            longer = styled(conditioning.context, torch.cat(tokens, dim=1), num_branches)
+            conditioning = conditioning._replace(context=longer)
         if not any(self._steers(request, step) for request, _ in (*self._nets, *self._adapters)):
             return self._unet, conditioning
         hints: list[Hint | None] = []

@@ -1,5 +1,6 @@
 """What a file holds, read from its keys and shapes: the specs of its networks, or what else it is."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -7,8 +8,10 @@ from itertools import pairwise
 
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.clip_vision import CLIPVisionSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.style_adapter import StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
@@ -27,7 +30,6 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for --embedding)",
     r"^controlnet_cond_embedding\.": "a ControlNet in the format of diffusers",
-    r"^(adapter\.)?style_embedding$": "a T2I-Adapter for styles, which is not supported",
     r"joint_blocks\.": "Stable Diffusion 3",
     r"double_blocks\.|^transformer_blocks\.": "Flux or another diffusion transformer",
     r"time_stack|time_mixer": "Stable Video Diffusion",
@@ -151,6 +153,27 @@ def infer_adapter(shapes: Shapes, num_levels: int) -> AdapterSpec:
         num_res_blocks = max(1, num_blocks // (num_levels + (factor == 16)))
         channels = [shapes[f"body.{i}.block1.weight"][0] for i in range(0, num_blocks, num_res_blocks)]
     return AdapterSpec(unshuffled // factor**2, factor, tuple(channels), num_res_blocks, light)
+
+
+def infer_style(shapes: Shapes) -> StyleAdapterSpec:
+    """Shapes of a style adapter's weights -> its spec.  Raises KeyError if a key that every such has is missing."""
+    _, num_tokens, width = shapes["style_embedding"]
+    layers = _count(shapes, r"transformer_layes\.(\d+)\.")
+    return StyleAdapterSpec(num_tokens, width, shapes["proj"][1], layers, heads=8)
+
+
+def infer_vision(shapes: Shapes) -> CLIPVisionSpec:
+    """Shapes of the weights of an image encoder of OpenAI's CLIP -> its spec.  Raises KeyError as infer_style does."""
+    width, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+    return CLIPVisionSpec(
+        size=patch * math.isqrt(shapes["embeddings.position_embedding.weight"][0] - 1),
+        patch=patch,
+        width=width,
+        mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+        layers=_count(shapes, r"encoder\.layers\.(\d+)\."),
+        heads=width // 64,  # in ViT-B and L
+        activation="quick_gelu",
+    )
 
 
 def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:

@@ -96,6 +96,15 @@ def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
     return _scale(image, (width, height)).crop((left, top, left + size[0], top + size[1]))
 
 
+def clip_pixels(image: Image.Image, size: int) -> Image.Image:
+    """A picture as CLIP's image encoder takes it: its middle, scaled to size pixels a side."""
+    width, height = image.size
+    short = min(width, height)
+    scaled = image.resize((size * width // short, size * height // short), Image.Resampling.BICUBIC)
+    left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
+    return scaled.crop((left, top, left + size, top + size))
+
+
 def _scale(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     if image.size == size:
         return image

@@ -83,6 +83,9 @@ class JobOptions:
     refiner_start: float = option(
         0.8, "share of the steps that come before the refiner, 0 to 1, of all from pure noise on, run or not"
     )
+    clip_vision: str | None = option(
+        None, "CLIP ViT-L/14 as Hugging Face has it, whose image encoder style adapters look through", metavar="FILE"
+    )
     depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
     image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
     noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")

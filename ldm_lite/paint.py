@@ -85,7 +85,7 @@ def paint(
         refiner, first_step = setup.refiner
         setup = dataclasses.replace(setup, refiner=(with_embeddings(refiner, options.embedding), first_step))
     check_heeded([pipe] if setup.refiner is None else [pipe, setup.refiner[0]], stated(options))
-    controls = load_controls(pipe, parse(options.control, options.preprocess))
+    controls = load_controls(pipe, parse(options.control, options.preprocess), options.clip_vision)
     painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)
     embed = painter.embedder(pipe, context, uncond)
     refine = None if setup.refiner is None else painter.embedder(setup.refiner[0], None, None)

@@ -13,9 +13,11 @@ from random_checkpoint import SMALL, random_tensor
 from torch import Tensor, nn
 
 from ldm_lite.models.bert import BERTSpec
+from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
@@ -217,6 +219,20 @@ def fill(network: nn.Module, prefix: str = "") -> nn.Module:
 def normal(seed: int, *shape: int) -> Tensor:
     """Unit noise, float32."""
     return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, dtype=np.float32))
+
+
+VISION = CLIPVisionSpec(size=32, patch=8, width=128, mlp_width=256, layers=2, heads=2, activation="quick_gelu")
+STYLE = StyleAdapterSpec(num_tokens=3, width=128, context_dim=64, layers=2, heads=8)
+
+
+def style() -> dict[str, Tensor]:
+    """The weights of a style adapter for random_checkpoint.SMALL, as its file holds them."""
+    return fill(StyleAdapter(STYLE), "style.").state_dict()
+
+
+def vision() -> dict[str, Tensor]:
+    """The weights of the image encoder that it looks through, without the prefix of its file."""
+    return fill(CLIPVisionEncoder(VISION), "vision.").state_dict()
 
 
 def control(spec: UNetSpec) -> dict[str, Tensor]:

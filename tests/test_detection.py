@@ -154,7 +154,7 @@ ALONE: dict[str, str] = {
     "t2i_adapter_sd_gray": "adapter",
     "t2i_adapter_light_color": "adapter",
     "t2i_adapter_sdxl": "adapter",
-    "t2i_adapter_style": "a T2I-Adapter for styles",
+    "t2i_adapter_style": "style",
     "t5_v1_1_xxl_encoder": "text_encoder",
 }
 

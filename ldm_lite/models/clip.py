@@ -51,29 +51,29 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head self-attention (B,T,D) -> (B,T,D)."""
+    """Multi-head self-attention (B,T,D) -> (B,T,D): causal, of text, or not, of pictures."""
 
-    def __init__(self, spec: CLIPTextSpec) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads = spec.heads
-        self.k_proj = nn.Linear(spec.width, spec.width)
-        self.v_proj = nn.Linear(spec.width, spec.width)
-        self.q_proj = nn.Linear(spec.width, spec.width)
-        self.out_proj = nn.Linear(spec.width, spec.width)
+        self.heads, self.causal = heads, causal
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B,H,T,D/H)
-        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
 
 
 class MLP(nn.Module):
     """Linear, activation, linear."""
 
-    def __init__(self, spec: CLIPTextSpec) -> None:
+    def __init__(self, width: int, mlp_width: int, activation: str) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
-        self.fc1 = nn.Linear(spec.width, spec.mlp_width)
-        self.fc2 = nn.Linear(spec.mlp_width, spec.width)
+        self.activation = ACTIVATIONS[activation]
+        self.fc1 = nn.Linear(width, mlp_width)
+        self.fc2 = nn.Linear(mlp_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(x)))
@@ -82,12 +82,12 @@ class MLP(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and MLP, each on the normalised input and added to it."""
 
-    def __init__(self, spec: CLIPTextSpec) -> None:
+    def __init__(self, width: int, mlp_width: int, heads: int, activation: str, causal: bool) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(spec)
-        self.layer_norm1 = nn.LayerNorm(spec.width)
-        self.mlp = MLP(spec)
-        self.layer_norm2 = nn.LayerNorm(spec.width)
+        self.self_attn = SelfAttention(width, heads, causal)
+        self.layer_norm1 = nn.LayerNorm(width)
+        self.mlp = MLP(width, mlp_width, activation)
+        self.layer_norm2 = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
@@ -99,7 +99,8 @@ class Encoder(nn.Module):
 
     def __init__(self, spec: CLIPTextSpec) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(EncoderLayer(spec) for _ in range(spec.layers))
+        numbers = (spec.width, spec.mlp_width, spec.heads, spec.activation)
+        self.layers = nn.ModuleList(EncoderLayer(*numbers, causal=True) for _ in range(spec.layers))
 
     def forward(self, x: Tensor, num_layers: int) -> Tensor:
         for layer in self.layers[:num_layers]:

@@ -5,6 +5,7 @@ Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpe
 The files' `logit_scale` is of no use here and left out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,42 +32,45 @@ class OpenCLIPTextSpec:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention (B,T,D) -> (B,T,D); the rows of in_proj are those of q, k and v."""
+    """Multi-head self-attention (B,T,D) -> (B,T,D), causal or not; the rows of in_proj are those of q, k and v."""
 
-    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads = spec.heads
-        self.in_proj_weight = nn.Parameter(torch.randn(3 * spec.width, spec.width) * spec.width**-0.5)
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * spec.width))
-        self.out_proj = nn.Linear(spec.width, spec.width)
+        self.heads, self.causal = heads, causal
+        self.in_proj_weight = nn.Parameter(torch.randn(3 * width, width) * width**-0.5)
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (B, T, 3 * D)
         q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, dim=2))  # (B, H, T, D/H)
-        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
 
 
 class MLP(nn.Module):
-    """Linear, exact GELU, linear."""
+    """Linear, activation, linear."""
 
-    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+    def __init__(self, width: int, mlp_width: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(spec.width, spec.mlp_width)
-        self.c_proj = nn.Linear(spec.mlp_width, spec.width)
+        self.activation = activation
+        self.c_fc = nn.Linear(width, mlp_width)
+        self.c_proj = nn.Linear(mlp_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x)))
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class ResidualAttentionBlock(nn.Module):
     """Self-attention and MLP, each on the normalised input and added to it."""
 
-    def __init__(self, spec: OpenCLIPTextSpec) -> None:
+    def __init__(
+        self, width: int, mlp_width: int, heads: int, activation: Callable[[Tensor], Tensor], causal: bool
+    ) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(spec.width)
-        self.attn = Attention(spec)
-        self.ln_2 = nn.LayerNorm(spec.width)
-        self.mlp = MLP(spec)
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads, causal)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = MLP(width, mlp_width, activation)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -78,7 +82,10 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: OpenCLIPTextSpec) -> None:
         super().__init__()
-        self.resblocks = nn.ModuleList(ResidualAttentionBlock(spec) for _ in range(spec.layers))
+        numbers = (spec.width, spec.mlp_width, spec.heads)
+        self.resblocks = nn.ModuleList(
+            ResidualAttentionBlock(*numbers, activation=F.gelu, causal=True) for _ in range(spec.layers)
+        )
 
 
 class OpenCLIPTextEncoder(nn.Module):

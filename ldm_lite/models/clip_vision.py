@@ -1,0 +1,71 @@
+"""CLIP's image encoder with the key names of Hugging Face: what T2I-Adapter's style network looks at.
+
+Shape letters: B batch, S pixels a side, N patches and one more, D width.
+Source: Radford et al. 2021, sec. 2.4; transformers CLIPVisionModel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.models.clip import EncoderLayer
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's pixels in [0,1]
+
+
+@dataclass(frozen=True)
+class CLIPVisionSpec:
+    """The numbers of a CLIP image encoder."""
+
+    size: int  # pixels a side
+    patch: int  # pixels a side
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int  # weights do not tell
+    activation: str  # as of models.clip; weights do not tell
+
+
+class Embeddings(nn.Module):
+    """Pixels (B,3,S,S) -> patches with their positions, after one that stands for the whole (B,N,D)."""
+
+    def __init__(self, spec: CLIPVisionSpec) -> None:
+        super().__init__()
+        self.class_embedding = nn.Parameter(torch.randn(spec.width))
+        self.patch_embedding = nn.Conv2d(3, spec.width, spec.patch, stride=spec.patch, bias=False)
+        self.position_embedding = nn.Embedding((spec.size // spec.patch) ** 2 + 1, spec.width)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)  # (B, N-1, D)
+        first = self.class_embedding.expand(len(patches), 1, -1)
+        return torch.cat([first, patches], dim=1) + self.position_embedding.weight
+
+
+class Encoder(nn.Module):
+    """The stack of layers."""
+
+    def __init__(self, spec: CLIPVisionSpec) -> None:
+        super().__init__()
+        numbers = (spec.width, spec.mlp_width, spec.heads, spec.activation)
+        self.layers = nn.ModuleList(EncoderLayer(*numbers, causal=False) for _ in range(spec.layers))
+
+
+class CLIPVisionEncoder(nn.Module):
+    """A picture -> one vector a patch."""
+
+    def __init__(self, spec: CLIPVisionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embeddings = Embeddings(spec)
+        self.pre_layrnorm = nn.LayerNorm(spec.width)  # sic
+        self.encoder = Encoder(spec)
+        self.post_layernorm = nn.LayerNorm(spec.width)  # of the pooled output, which is not computed here
+
+    def forward(self, picture: Tensor) -> Tensor:
+        """The picture (B,3,S,S) in [0,1] -> hidden states of the last layer (B,N,D)."""
+        mean, std = (torch.tensor(each).to(picture)[:, None, None] for each in (MEAN, STD))
+        x: Tensor = self.pre_layrnorm(self.embeddings((picture - mean) / std))
+        for layer in self.encoder.layers:
+            x = layer(x)
+        return x

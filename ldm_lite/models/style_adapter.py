@@ -1,0 +1,59 @@
+"""T2I-Adapter's style network: what CLIP sees in a picture -> a few tokens that follow the prompt's.
+
+Shape letters: B batch, N patches of CLIP, T tokens, D CLIP's width, C of the context.
+Source: Mou et al. 2023; StyleAdapter of the original ldm/modules/encoders/adapter.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.models.clip import quick_gelu
+from ldm_lite.models.open_clip import ResidualAttentionBlock
+
+
+@dataclass(frozen=True)
+class StyleAdapterSpec:
+    """The numbers of a style adapter."""
+
+    num_tokens: int
+    width: int
+    context_dim: int
+    layers: int
+    heads: int  # weights do not tell
+
+
+class StyleAdapter(nn.Module):
+    """Hidden states of CLIP's image encoder -> tokens of the UNet's context."""
+
+    def __init__(self, spec: StyleAdapterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.style_embedding = nn.Parameter(torch.randn(1, spec.num_tokens, spec.width) * spec.width**-0.5)
+        self.transformer_layes = nn.Sequential(  # sic
+            *(
+                ResidualAttentionBlock(spec.width, 4 * spec.width, spec.heads, activation=quick_gelu, causal=False)
+                for _ in range(spec.layers)
+            )
+        )
+        self.ln_pre = nn.LayerNorm(spec.width)
+        self.ln_post = nn.LayerNorm(spec.width)
+        self.proj = nn.Parameter(torch.randn(spec.width, spec.context_dim) * spec.width**-0.5)
+
+    def forward(self, seen: Tensor) -> Tensor:
+        """Hidden states (B,N,D) -> tokens (B,T,C)."""
+        x = torch.cat([seen, self.style_embedding.expand(len(seen), -1, -1)], dim=1)  # (B, N+T, D)
+        x = self.transformer_layes(self.ln_pre(x))
+        return self.ln_post(x[:, -self.spec.num_tokens :]) @ self.proj
+
+
+def styled(context: Tensor, tokens: Tensor, num_branches: int) -> Tensor:
+    """A context (K*B,T,C) of K branches, one after the other, with tokens (1,T',C) after the last branch's own.
+
+    The others' grow as much, by their own last tokens again, as in the original's ddim.py.
+    """
+    first = len(context) - len(context) // num_branches
+    others, last = context[:first], context[first:]
+    more = torch.cat([others[:, -tokens.shape[1] :], tokens.to(last).expand(len(last), -1, -1)])
+    return torch.cat([context, more], dim=1)
