@@ -5,6 +5,7 @@ then the prompt says what to change.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ class Options(ImageOptions):
     image_scale: float | None = option(
         None, "guidance by the picture, for InstructPix2Pix: more is nearer to it (default: 1.5)", "--cfg-image"
     )
+    resolution: int | None = option(
+        None, "size as InstructPix2Pix's edit_cli.py has it: about so many pixels on the long side, multiples of 64"
+    )
     compat: bool = option(False, "noise, timesteps and defaults (2 images) of the original script to the letter")
 
 
@@ -70,7 +74,7 @@ def img2img(
     """
     from ldm_lite.paint import Setup, paint
 
-    check_image(options)
+    check(options)
     check_command(pipe, "img2img")
     options = as_original(options, "ddim", scale=5.0)
     follows = pipe.family.task == "instruct"
@@ -94,6 +98,25 @@ def img2img(
     return paint(pipe, options, setup, canvases, context=context, uncond=uncond, on_step=on_step)
 
 
+def check(options: Options) -> None:
+    """Raises ValueError for options that are wrong whatever the checkpoint."""
+    check_image(options)
+    if options.resolution is None:
+        return
+    if options.resolution < 64:
+        raise ValueError(f"got resolution {options.resolution}, wanted 64 or more")
+    if options.height is not None or options.width is not None or options.compat:
+        raise ValueError("--resolution sets both sides: leave out --height, --width and --compat, or it")
+
+
+def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
+    """(width, height) of a picture -> those that InstructPix2Pix's edit_cli.py makes of them; the picture is cut."""
+    factor = resolution / max(size)
+    factor = math.ceil(min(size) * factor / 64) * 64 / min(size)
+    width, height = (max(64, int(side * factor // 64) * 64) for side in size)
+    return width, height
+
+
 def _canvas(pipe: "Pipeline", options: Options, source: "Path | Image", strength: float) -> "Canvas":
     from ldm_lite.generate import encode
     from ldm_lite.image import resize
@@ -101,7 +124,11 @@ def _canvas(pipe: "Pipeline", options: Options, source: "Path | Image", strength
 
     picture = open_source(source)
     how = "stretch" if options.compat else options.resize
-    image = resize(picture.image, size_of(pipe, options, picture), how)
+    if options.resolution is None:
+        size = size_of(pipe, options, picture)
+    else:
+        size = edit_size(picture.image.size, options.resolution)
+    image = resize(picture.image, size, how)
     pixels = padded(pipe, image)
     mean, deviation = encode(pipe, pixels[None])
     return Canvas(
@@ -129,7 +156,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
     """Load, make the images, save each when it is ready, and say where it is."""
-    check_image(options)
+    check(options)
     count = len(sources(options.init_img, "init-img")) * len(read_prompts(options)) * options.repeats
     saver = Saver(save, "img2img")
     serve(

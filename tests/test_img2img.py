@@ -20,7 +20,7 @@ from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.from_image import share
 from ldm_lite.generate import decode, encode
 from ldm_lite.image import to_pixels
-from ldm_lite.img2img import Options, img2img
+from ldm_lite.img2img import Options, edit_size, img2img
 from ldm_lite.inpaint import Options as InpaintOptions
 from ldm_lite.inpaint import inpaint
 from ldm_lite.pipeline import Pipeline
@@ -316,6 +316,22 @@ def test_the_picture_s_latents_are_unscaled_and_absent_in_one_branch(picture_pip
     assert not neither.any()
 
 
+def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeline]) -> None:
+    """By hand, from edit_cli.py: the short side is rounded up to a multiple of 64, the long one then down."""
+    for size, resolution, wanted in (
+        ((512, 512), 512, (512, 512)),
+        ((1024, 768), 512, (512, 384)),
+        ((1000, 600), 512, (512, 320)),
+        ((600, 1000), 512, (320, 512)),
+        ((1920, 1080), 512, (512, 320)),
+        ((100, 90), 256, (256, 256)),
+    ):
+        assert edit_size(size, resolution) == wanted
+    options = Options(prompt="make it red", steps=1, resolution=64)
+    [result] = img2img(picture_pipes["instruct"], options, pictures=[Image.fromarray(toy.waves()).resize((90, 70))])
+    assert result.image.size == (64, 64)
+
+
 # ---- what does not fit ----------------------------------------------------------------------------------------------
 
 
@@ -326,6 +342,8 @@ def test_the_picture_s_latents_are_unscaled_and_absent_in_one_branch(picture_pip
         ({"prompt": "a", "strength": 1.1}, "got strength 1.1, wanted 0 to 1"),
         ({"prompt": "a", "strength": float("nan")}, "got strength nan, wanted 0 to 1"),
         ({"prompt": "a", "height": 0}, "got height 0, wanted 1 or more"),
+        ({"prompt": "a", "resolution": 32}, "got resolution 32, wanted 64 or more"),
+        ({"prompt": "a", "resolution": 64, "width": 64}, "--resolution sets both sides: leave out --height"),
         ({"prompt": "a", "image_scale": 1.5}, "got image_scale, but .* is no InstructPix2Pix: leave it out"),
         ({"prompt": "a", "sampler": "x"}, "unknown sampler"),
     ],
