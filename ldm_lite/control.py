@@ -201,7 +201,7 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter
             network = ControlNet(plain)
     load_weights(network, found, "control", pipe.device, pipe.dtype)
     if "difference" in found.checkpoint.shapes:
-        _add_base(network, pipe.unet)
+        _add_base(network, pipe)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
     if isinstance(network, ControlNet):
         tune_alike(network, pipe.unet)
@@ -219,12 +219,13 @@ def _check_fit(pipe: Pipeline, control: Component, source: str) -> None:
         )
 
 
-def _add_base(network: nn.Module, unet: UNet) -> None:
-    """Make weights of a control out of its differences from the UNet's."""
-    base = unet.state_dict()
+def _add_base(network: nn.Module, pipe: Pipeline) -> None:
+    """Make weights of a control out of its differences from the UNet's, wherever these are kept."""
+    base = dict(pipe.unet.named_parameters())
     for key, value in network.state_dict().items():
         if key in base:
-            value.copy_(value.float() + base[key].float())
+            own = base[key].data if pipe.placement is None else pipe.placement.read(base[key])
+            value.copy_(value.float() + own.float())
 
 
 # ---- steering -------------------------------------------------------------------------------------------------------

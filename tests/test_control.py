@@ -156,6 +156,31 @@ def test_a_difference_is_added_to_the_checkpoints_own_unet(pipe: Pipeline, folde
     torch.testing.assert_close(difference, whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "tuning",
+    [{"offload": "model"}, {"offload": "sequential"}, {"storage": "int8"}, {"offload": "model", "storage": "int8"}],
+)
+def test_controls_work_with_weights_that_are_kept_elsewhere(
+    small_path: Path, pipe: Pipeline, folder: Path, tuning: dict[str, str]
+) -> None:
+    """Also a file of differences, which are from the weights as they compute."""
+    weights, base = toy.control(SMALL.unet), pipe.unet.state_dict()
+    torch.save(
+        {
+            **{key: value - base[key] if key in base else value for key, value in weights.items()},
+            "difference": torch.ones(()),
+        },
+        folder / "kept.pth",
+    )
+    kept = ldm_lite.load(small_path, device="cpu", tuning=tuning)
+    [control] = load_controls(kept, parse([spec(folder, net="kept.pth")]))
+    tolerance = 0.05 if "storage" in tuning else 1e-6
+    for key, value in control.network.state_dict().items():
+        assert toy.relative_error(value, weights[key].numpy()) < tolerance
+    nets = [spec(folder, net="kept.pth"), spec(folder, net="adapter.safetensors")]
+    assert toy.relative_error(run(kept, nets, steps=2), run(pipe, nets, steps=2).numpy()) < 2 * tolerance
+
+
 def test_a_full_file_is_a_checkpoint_and_a_control(pipe: Pipeline, small_path: Path, folder: Path) -> None:
     """As the first release's files are: all of Stable Diffusion 1.5, and the ControlNet."""
     from safetensors import safe_open

@@ -44,6 +44,7 @@ class Placement:
         self.device, self.offload = device, offload
         self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
         self._phases: dict[str, list[_Group]] = {}
+        self._stored: dict[Tensor, Stored] = {}  # of weights that come and go block by block
         for role, network in networks.items():
             if device.type == "cuda":
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -58,6 +59,11 @@ class Placement:
                 stack.enter_context(group)
             yield
 
+    def read(self, weight: Tensor) -> Tensor:
+        """A network's weight as it computes with it, on the device, wherever and however it is kept now."""
+        stored = self._stored.get(weight)
+        return weight.data.to(self.device) if stored is None else restore(stored, self.device)
+
     def _place(self, role: str, network: nn.Module, storage: str | None) -> None:
         blocks = _blocks(network) if self.offload == "sequential" or storage else []
         ahead = self.device.type == "cuda" and self.offload == "sequential"
@@ -67,6 +73,7 @@ class Placement:
             tensors = [tensor for tensor in _tensors(block) if tensor not in taken]
             taken.update(tensors)
             slots = [(tensor, self._at_home(store(tensor.data, storage))) for tensor in tensors]
+            self._stored.update(slots)
             kept += [value for _, stored in slots for value in stored[:2] if value is not None]
             group = _Group(slots, self.device, stream)
             block.register_forward_pre_hook(_Before(group, order if self.offload == "sequential" else None))
