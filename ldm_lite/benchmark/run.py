@@ -9,7 +9,7 @@ from ldm_lite.benchmark.jobs import TRAIN, WHOLE, Cell, Work
 from ldm_lite.benchmark.measure import calls_in_sample, median, spread, there_and_back
 
 # The most relative error against the reference.  Whole runs amplify rounding: in half precision they are not gated.
-GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2}
+GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 TRAIN_GATES = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 2e-2}  # of the losses of some steps
 AGAIN = " (again)"  # a contender that is timed twice, for the noise floor
 

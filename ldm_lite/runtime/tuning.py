@@ -30,8 +30,9 @@ def tune(
 
     attention is a name of runtime.attention.NAMES; compile one of runtime.compile.TIERS; compiled a package of
     ldm_lite.export that the UNet is to run; matmul_precision what float32 products on a GPU are made in: "highest"
-    (float32) or "high" (TF32), for the whole process.  On a GPU the weights become channels last; on a CPU in float32
-    the 3x3 convolutions take Winograd's way, and freed memory is kept for the next tensor.
+    (float32) or "high" (TF32), for the whole process.  On a GPU, and on a CPU in half precision, the weights become
+    channels last; on a CPU the 3x3 convolutions take Winograd's way in float32, and freed memory is kept for the
+    next tensor.
     Raises ValueError for what there is not, and if the UNet cannot have the attention or run the package; other
     networks that cannot have the attention keep PyTorch's, which is said.
     """
@@ -54,11 +55,13 @@ def tune_alike(network: nn.Module, other: nn.Module) -> None:
 
 
 def _lay_out(network: nn.Module) -> None:
-    device = next(network.parameters()).device.type
-    if device == "cuda":
+    first = next(network.parameters())
+    on_cpu, in_float32 = first.device.type == "cpu", first.dtype == torch.float32
+    if first.is_cuda or (on_cpu and not in_float32):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    elif device == "cpu":
+    if on_cpu and in_float32:
         winograd.use(network)
+    if on_cpu:
         keep_freed_memory()
 
 

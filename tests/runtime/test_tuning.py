@@ -53,6 +53,16 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
             assert bool(said) == bool(caplog.records)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_in_half_precision_weights_are_channels_last(small_path: Path, dtype: str) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu", dtype=dtype)
+    for network in (pipe.unet, pipe.vae):
+        weights = [w for w in network.parameters() if w.ndim == 4 and w.shape[1] > 1 and w.shape[2] > 1]
+        assert weights
+        last = [w.is_contiguous(memory_format=torch.channels_last) for w in weights]
+        assert all(last) if dtype == "bf16" else not any(last)
+
+
 def test_networks_may_compute_in_dtypes_of_their_own() -> None:
     cpu, roles = torch.device("cpu"), ("unet", "vae", "text_encoder")
     fp16, fp32 = torch.float16, torch.float32
