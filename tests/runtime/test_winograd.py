@@ -30,7 +30,8 @@ def test_equals_the_plain_convolution(shape: tuple[int, ...], m: int, bias: bool
 def test_at_the_width_of_stable_diffusion(m: int) -> None:
     x, weight = toy.normal(0, 1, 640, 8, 8), toy.normal(1, 640, 640, 3, 3) / 76
     found = winograd.convolve(x, weight, None, m)
-    assert toy.relative_error(found, F.conv2d(x.double(), weight.double(), padding=1).numpy()) < 5e-6
+    # The usual points, 0, 1, -1, 2 and -2, do not pass for m = 4.
+    assert toy.relative_error(found, F.conv2d(x.double(), weight.double(), padding=1).numpy()) < {2: 8e-7, 4: 1.4e-6}[m]
 
 
 def taken(module: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
