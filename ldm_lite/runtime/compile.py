@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from ldm_lite.diffusion.step import denoise_step
 
@@ -117,9 +118,9 @@ class CompiledStep:
             return denoise_step
         options = _options(self._tier, next(self._network.parameters()).device.type)
         given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}
-        function: Step = torch.compile(denoise_step, fullgraph=True, backend=self._backend, **given)
         if self._tier == "max":
-            return function
+            return torch.compile(denoise_step, fullgraph=True, dynamic=False, backend=self._backend, **given)
+        function: Step = torch.compile(denoise_step, fullgraph=True, backend=self._backend, **given)
 
         def step(model: nn.Module, *args: Any) -> Tensor:
             mark_sizes(*args)
@@ -177,7 +178,8 @@ def _set_up(backend: str) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ldm_lite" / "inductor"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     dynamo: Any = importlib.import_module("torch._dynamo.config")
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+    limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"  # its name in torch 2.6
+    setattr(dynamo, limit, max(getattr(dynamo, limit), 64))
     shapes: Any = importlib.import_module("torch.fx.experimental._config")
     shapes.use_duck_shape = False  # else sizes that are equal at first, as of a square image, would have to stay so
 
@@ -208,10 +210,9 @@ class _Graphs:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, tuple[Any, list[Tensor], Tensor]]] = (
-            WeakKeyDictionary()
-        )
+        self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, _Captured]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
+        self._stream: Any = None  # of all captures: memory is shared by those of one stream alone
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
         if not isinstance(model, nn.Module):  # it may read tensors that are not among the arguments
@@ -219,31 +220,55 @@ class _Graphs:
         tensors = list(_tensors(args))
         # Where the weights lie is part of a graph, and so is which of the arguments are None.
         key = (next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
-        with self._lock:
-            captured = self._graphs.setdefault(model, OrderedDict())
-            if key not in captured:
-                captured[key] = self._capture(model, args)
-                if len(captured) > MOST_GRAPHS:
-                    captured.popitem(last=False)
-            captured.move_to_end(key)
-            graph, buffers, out = captured[key]
-            for buffer, value in zip(buffers, tensors, strict=True):
-                buffer.copy_(value)
-            graph.replay()
-            return out.clone()  # the next replay overwrites it
+        device = torch.cuda.device_of(tensors[0])  # type: ignore[no-untyped-call]
+        with self._lock, device:  # streams are the current device's
+            graphs = self._graphs.setdefault(model, OrderedDict())
+            if key not in graphs:
+                graphs[key] = self._capture(model, args)
+                if len(graphs) > MOST_GRAPHS:
+                    graphs.popitem(last=False)
+            graphs.move_to_end(key)
+            return graphs[key].run(tensors)
 
-    def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, list[Tensor], Tensor]:
-        static = _map(args, lambda x: x.clone())
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compilation, autotuning and workspaces do not belong into the graph
-            for _ in range(2):
+    def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "_Captured":
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode can be written to there alone
+            static = _map(args, lambda x: x.clone())
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # One graph runs at a time and its result is copied at once, so what they compute with can be the same memory.
+        pool = next((each.graph.pool() for graphs in self._graphs.values() for each in graphs.values()), None)
+        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):  # around the capture too, which leaves the thread in its own if it fails
+            for _ in range(2):  # compilation, autotuning and workspaces do not belong into the graph
                 self._step(model, *static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self._step(model, *static)
-        return graph, list(_tensors(static)), out
+            # What other threads do meanwhile, as taking memory, must not break it.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = self._step(model, *static)
+        outside.wait_stream(self._stream)
+        return _Captured(graph, static, out)
+
+
+class _Captured:
+    """A graph, the buffers that it reads, and what it writes."""
+
+    def __init__(self, graph: Any, static: tuple[Any, ...], out: Tensor) -> None:
+        self.graph, self.out = graph, out
+        self._buffers = list(_tensors(static))
+        self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(
+            self._buffers
+        )  # whose copies, as of which version
+
+    def run(self, values: list[Tensor]) -> Tensor:
+        """Replay for these values; those that are the tensors of the last time, unchanged, are not copied again."""
+        for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
+            last, version = self._held[i]
+            if value.is_inference():  # it counts no versions
+                buffer.copy_(value)
+            elif last() is not value or version != value._version:
+                buffer.copy_(value)
+                self._held[i] = TensorWeakRef(value), value._version
+        self.graph.replay()
+        return self.out.clone()  # the next replay overwrites it
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """Compilation tiers: one graph for everything that a job can vary, and plain steps where it fails."""
 
+import contextlib
 import gc
 import logging
 import shutil
@@ -7,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,11 +148,11 @@ class Replayed:
 def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Replayed] = []
 
-    def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, list[Tensor], Tensor]:
+    def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tiers._Captured:
         static = tiers._map(args, lambda x: x.clone())
         out = denoise_step(model, *static)
         captured.append(Replayed(denoise_step, model, static, out))
-        return captured[-1], list(tiers._tensors(static)), out
+        return tiers._Captured(captured[-1], static, out)
 
     monkeypatch.setattr(tiers._Graphs, "_capture", capture)
     unet: Any = toy.fill(UNet(PLAIN))
@@ -170,6 +172,121 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
     del steered
     gc.collect()
     assert len(graphs._graphs) == 0
+
+
+class Copied(Tensor):
+    """A buffer that counts what is copied into it."""
+
+    copies = 0
+
+    def copy_(self, *args: Any) -> Tensor:  # type: ignore[override]
+        self.copies += 1
+        return super().copy_(*args)
+
+
+def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None:
+    class Sum:
+        def replay(self) -> None:
+            torch.add(*buffers, out=out)
+
+    values = [torch.zeros(2), torch.zeros(2)]
+    buffers, out = tuple(value.clone().as_subclass(Copied) for value in values), torch.zeros(2)
+    captured = tiers._Captured(Sum(), buffers, out)
+
+    def run() -> tuple[float, int, int]:
+        return float(captured.run(values)[0]), *(buffer.copies for buffer in buffers)  # type: ignore[return-value]
+
+    assert [run(), run()] == [(0, 1, 1), (0, 1, 1)]
+    values[0] += 1  # the same tensor with another value
+    assert run() == (1, 2, 1)
+    values[1][0] = 3  # by a view
+    assert run() == (4, 2, 2)
+    values[0] = values[0].clone()  # the same value in another tensor
+    assert [run(), run()] == [(4, 3, 2), (4, 3, 2)]
+    values[0] = torch.ones(2) * 5  # where the last one was, perhaps
+    assert run() == (8, 4, 2)
+    with torch.inference_mode():  # there versions are not counted
+        values[1] = torch.ones(2)
+        run()
+        values[1] += 1
+        assert run()[0] == 7
+
+
+class Pretended:
+    """What a capture asks of CUDA: streams, and graphs that say which pool they share."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.outside = SimpleNamespace(wait_stream=lambda other: None)
+        self.pools: list[Any] = []
+        for name in ("CUDAGraph", "current_stream", "stream", "graph", "Stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def CUDAGraph(self) -> Any:
+        number = len(self.pools)
+        return SimpleNamespace(pool=lambda: self.pools[number] or f"pool {number}", replay=lambda: None)
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def current_stream(self) -> Any:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert stream is self.current
+        assert capture_error_mode == "thread_local"
+        self.pools.append(pool)
+        yield
+
+
+def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    cuda, streams = Pretended(monkeypatch), []
+
+    def step(*args: Any) -> Tensor:
+        streams.append(cuda.current)
+        return denoise_step(*args)
+
+    graphs = tiers._Graphs(step)
+    for given in (*VARIED[:3], VARIED[0]):
+        graphs(tiny, *given)
+    assert cuda.pools == [None, "pool 0", "pool 0"]
+    assert len(streams) == 9  # three times each
+    assert all(stream is streams[0] is not cuda.outside for stream in streams)
+    with torch.inference_mode():
+        graphs(tiny, *VARIED[3])
+    graphs(tiny, *VARIED[3])
+
+
+def test_a_capture_that_fails_leaves_the_thread_in_its_stream(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    cuda = Pretended(monkeypatch)
+
+    @contextlib.contextmanager
+    def graph(*args: Any, stream: Any, **others: Any) -> Iterator[None]:
+        yield
+        cuda.current = stream  # as torch.cuda.graph leaves it
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(RuntimeError, match="capturing"):
+        tiers._Graphs(denoise_step)(tiny, *VARIED[0])
+    assert cuda.current is cuda.outside
+
+
+def test_max_is_compiled_for_each_size(tiny: nn.Module) -> None:
+    counter = CompileCounter()
+    step = CompiledStep("max", tiny, counter)  # type: ignore[arg-type]
+    for side in (8, 12, 16, 8):
+        given = arguments(0, 2, side, side)
+        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    assert counter.frame_count == 3
 
 
 def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
