@@ -145,8 +145,13 @@ class _Group:
     def _restore(self) -> tuple[list[Tensor], Any]:
         if self.stream is None:
             return [restore(stored, self.device) for _, stored in self.slots], None
+        # Of the computing stream's memory, where a copy takes what the blocks before it have left.  Copies are queued
+        # far ahead of what computes: in memory of their own stream they would take that of all blocks.
+        values = [torch.empty_like(stored.values, dtype=stored.dtype, device=self.device) for _, stored in self.slots]
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            values = [restore(stored, self.device) for _, stored in self.slots]
+            for value, (_, stored) in zip(values, self.slots, strict=True):
+                value.copy_(stored.values if stored.scale is None else restore(stored, self.device), non_blocking=True)
             return values, self.stream.record_event()
 
 

@@ -3,11 +3,13 @@
 What is copied to the device is a clone here, so that on a CPU too "on the device" and "at home" are different memory.
 """
 
+import contextlib
 import copy
 import gc
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +97,36 @@ def test_what_is_needed_next_is_fetched_ahead() -> None:
     order, groups = offload._Order(), [object() for _ in range(3)]
     assert [order.after(group) for group in groups] == [None, None, None]
     assert [order.after(group) for group in groups] == [groups[1], groups[2], groups[0]]
+
+
+@pytest.mark.parametrize("name", [None, *STORAGES])
+def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """On a GPU: they are in the computing stream's memory, so they follow what is queued, and are waited for."""
+    cpu, events = torch.device("cpu"), list[str]()
+    main = SimpleNamespace(wait_event=lambda event: events.append(f"main waits for {event}"))
+    stream = SimpleNamespace(
+        wait_stream=lambda other: events.append("the copy waits" if other is main else "?"),
+        record_event=lambda: events.append("copied") or "copied",
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    layer = nn.Conv2d(4, 4, 3).half().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    slots = [(tensor, store(tensor.data, name)) for tensor in layer.parameters()]
+    wanted = [restore(stored, cpu) for _, stored in slots]
+    group = offload._Group(slots, cpu, stream)
+    group.fetch()
+    assert events == ["the copy waits", "copied"]
+    with group:
+        assert events[2:] == ["main waits for copied"]
+        for (tensor, stored), value in zip(slots, wanted, strict=True):
+            assert torch.equal(tensor, value)
+            assert tensor.dtype == torch.float16
+            assert tensor.stride() == value.stride()
+            assert tensor.data_ptr() != stored.values.data_ptr()
+    assert all(tensor.data_ptr() == stored.values.data_ptr() for tensor, stored in slots)
 
 
 @pytest.mark.parametrize("name", list(STORAGES))
