@@ -20,6 +20,7 @@ from ldm_lite import hub
 from ldm_lite import train as command
 from ldm_lite.cli import LoadOptions
 from ldm_lite.pipeline import Pipeline, load_autoencoder
+from ldm_lite.runtime import ranks
 from ldm_lite.tokenizer import EOT, SOT
 from ldm_lite.train import Options, train
 from ldm_lite.training import data, loop, norm
@@ -230,6 +231,25 @@ def test_the_fast_backward_pass_of_group_normalisation_is_torchs() -> None:
         grads.append([value.grad.float(), module.weight.grad, module.bias.grad])
     for wanted, got in zip(*grads, strict=True):
         assert (wanted - got).abs().max() < 0.02 * wanted.abs().max()  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local", "gpu", "backend"),
+    [(0, 1, None, "gloo"), (1, 1, None, "gloo"), (2, 1, 1, "cpu:gloo,cuda:nccl"), (8, 1, 1, "cpu:gloo,cuda:nccl")],
+)
+def test_each_process_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local: int, gpu: int | None, backend: str
+) -> None:
+    for name, value in (("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value))
+    took, met = list[int](), list[str]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", took.append)
+    monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(ranks.dist, "init_process_group", met.append)
+    ranks.join()
+    assert took == ([] if gpu is None else [gpu])
+    assert met == [backend]
 
 
 @pytest.mark.slow

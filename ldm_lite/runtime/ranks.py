@@ -13,9 +13,14 @@ from torch import distributed as dist
 
 
 def join() -> None:
-    """Meet the other processes that torchrun has started, if there are any."""
+    """Meet the other processes that torchrun has started, if there are any; each takes a GPU of its own."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
+        local, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if num_gpus > 1:
+            torch.cuda.set_device(local % num_gpus)  # what "cuda" is from now on: each process has a GPU of its own
+        # NCCL wants a GPU for each process; gloo takes any tensors, if slowly.
+        fits = dist.is_nccl_available() and 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= num_gpus
+        dist.init_process_group("cpu:gloo,cuda:nccl" if fits else "gloo")
 
 
 def count() -> int:
