@@ -94,7 +94,7 @@ def denoise(
     silence, now = torch.zeros_like(x), None
     with contextlib.ExitStack() as phase:
         for i, row in enumerate(rows(plan, device)):
-            fresh = draw().to(device, torch.float32) if draw is not None and plan.draws[i] else silence
+            fresh = _sent(draw(), device) if draw is not None and plan.draws[i] else silence
             computes, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
             if computes is not now:
                 phase.close()
@@ -106,6 +106,13 @@ def denoise(
             registers = computes.step(unet, registers, row, fresh, conditioning, guidance, dtype)
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield registers[0]
+
+
+def _sent(noise: Tensor, device: torch.device) -> Tensor:
+    """Noise on the device, as float32; from pinned memory, so that the steps before are not waited for."""
+    if device.type == "cuda" and noise.device.type == "cpu":
+        noise = noise.pin_memory()
+    return noise.to(device, torch.float32, non_blocking=True)
 
 
 def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:

@@ -31,7 +31,7 @@ class TiledUNet(nn.Module):
         places = [(..., slice(top, top + self.tile), slice(left, left + self.tile)) for top in rows for left in columns]
         outs = [self.unet(x[place], t, context, y) for place in places]
         # The mean is taken in float32, whatever the network computes in.
-        window = weights(min(self.tile, height), min(self.tile, width)).to(x.device)
+        window = weights(min(self.tile, height), min(self.tile, width), x.device)
         total = torch.zeros(*outs[0].shape[:2], height, width, device=x.device)
         norm = torch.zeros(height, width, device=x.device)
         for place, out in zip(places, outs, strict=True):
@@ -47,11 +47,11 @@ def starts(size: int, tile: int) -> list[int]:
     return [*range(0, size - tile, tile // 2), size - tile]
 
 
-def weights(height: int, width: int) -> Tensor:
+def weights(height: int, width: int, device: torch.device | None = None) -> Tensor:
     """The window (h,w): the distance from the border as a share of the side, clamped to [0.01, 0.5]."""
 
     def distance(size: int) -> Tensor:
-        at = torch.linspace(0, 1, size)
+        at = torch.linspace(0, 1, size, device=device)
         return torch.minimum(at, 1 - at)
 
     return torch.minimum(distance(height)[:, None], distance(width)[None]).clamp(0.01, 0.5)
