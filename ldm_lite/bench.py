@@ -7,6 +7,7 @@ there and back, so that a machine that slows down slows all alike.  Results are 
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.util
 import logging
 import platform
@@ -43,7 +44,9 @@ class Options:
     )
     ckpt: str | None = option(None, "measure this checkpoint")
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
-    dtypes: str | None = option(None, "comma-separated: fp16, bf16, fp32 (default: fp16,fp32 on CUDA, else fp32)")
+    dtypes: str | None = option(
+        None, "comma-separated: fp16, bf16, fp32 (default: fp16,fp32 on CUDA, bf16,fp32 with --train, else fp32)"
+    )
     configs: str | None = option(
         None,
         "comma-separated ways to run it, of which the first is what the others are compared with: original, "
@@ -94,7 +97,8 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
     deadline = time.monotonic() + 60 * options.minutes
     device = pick_device(options.device)
     on_gpu = device.type == "cuda"
-    dtypes = _chosen("dtypes", options.dtypes or ("fp16,fp32" if on_gpu else "fp32"), GATES)
+    half = "bf16" if options.train else "fp16"  # gradients in float16 would have to be scaled
+    dtypes = _chosen("dtypes", options.dtypes or (f"{half},fp32" if on_gpu else "fp32"), GATES)
     table: Mapping[str, Configuration | Way] = training.WAYS if options.train else CONFIGURATIONS
     configs = list(table) if options.configs is None else _chosen("configs", options.configs, table)
     sections = [TRAIN] if options.train else _sections(options)
@@ -113,6 +117,10 @@ def bench(options: Options, on_result: "Callable[[Report], None]" = lambda repor
         report.tables += earlier.tables
         cells = [cell for cell in cells if cell not in {table.cell for table in earlier.tables}]
     if options.max_batch:
+        del models, pipe  # their memory is the others'
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
         _find_largest(options, report, dtypes, {**where, "setting": dataclasses.asdict(setting)}, on_result)
         return report
     with contextlib.ExitStack() as processes:

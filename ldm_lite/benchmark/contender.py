@@ -68,7 +68,6 @@ class Here:
             with Peak(self.device) as peak:
                 seconds = clock(lambda: made.append(job.check()), self.device)
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
             raise Unable("out of memory") from error
         except (ValueError, NotImplementedError) as error:
             raise Unable(" ".join(str(error).split())) from error

@@ -25,11 +25,12 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    before.record()
-    work()
-    after.record()
-    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):  # events are of the current one
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        work()
+        after.record()
+        torch.cuda.synchronize(device)
     return before.elapsed_time(after) / 1000
 
 
@@ -72,6 +73,7 @@ class Peak:
     def __enter__(self) -> "Peak":
         gc.collect()
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what a batch that did not fit has left must not be in the way of this one
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before: int | None = torch.cuda.memory_allocated(self.device)
         else:

@@ -138,11 +138,24 @@ def measure(cell: Cell, work: Work, course: Course, deadline: float) -> Table:
             table.timings[name + AGAIN] = Timing()
             entrants = [*entrants, (name + AGAIN, contender)]
     if not whole:  # the second call is a warm-up too, and tells how many make a sample
-        table.calls = calls_in_sample(min(contender.seconds(cell, 1) for _, contender in entrants))
+        seconds = [_seconds(contender, cell, 1, table.timings[name]) for name, contender in entrants]
+        table.calls = calls_in_sample(min([each for each in seconds if each is not None], default=1.0))
     for number in range(course.rounds):
         start = time.monotonic()
         for name, contender in there_and_back(entrants, number):
-            table.timings[name].samples.append(contender.seconds(cell, table.calls))
+            timing = table.timings[name]
+            seconds_a_call = _seconds(contender, cell, table.calls, timing)
+            timing.samples += [] if seconds_a_call is None else [seconds_a_call]
         if number >= 1 and 2 * time.monotonic() - start > deadline:
             break
     return table
+
+
+def _seconds(contender: Contender, cell: Cell, calls: int, timing: Timing) -> float | None:
+    """Seconds a call; None from when on a contender cannot any more, as when others have taken the memory."""
+    if timing.unable is None:
+        try:
+            return contender.seconds(cell, calls)
+        except Unable as error:
+            timing.unable, timing.samples = str(error), []
+    return None

@@ -75,6 +75,20 @@ def test_whole_images_are_compared_with_the_first_contender() -> None:
     assert table.calls == 1
 
 
+def test_who_cannot_go_on_says_why_and_the_others_do() -> None:
+    class Ends(Fake):
+        def seconds(self, cell: Cell, calls: int) -> float:
+            if len(self.turns) > 2:
+                raise Unable("its process ended (status -9)")
+            return super().seconds(cell, calls)
+
+    table = measure(STEP, work(STEP), course(Ends("a", []), Fake("b", []), again="a"), time.monotonic() + 60)
+    assert [table.timings[name].unable for name in ("a", "a" + AGAIN)] == ["its process ended (status -9)"] * 2
+    assert table.timings["a"].seconds is None
+    assert table.noise is None
+    assert table.timings["b"].samples == [1.0] * 3
+
+
 def test_who_cannot_is_left_out_and_says_why() -> None:
     table = measure(STEP, work(STEP), course(Broken("a", []), Fake("b", [])), time.monotonic() + 60)
     assert table.timings["a"].unable == "out of memory"
