@@ -277,7 +277,8 @@ def _cheaper(options: Sequence[object]) -> str:
 
 def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
     """An exception -> (one line, exit status)."""
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "alloc_cpu" in str(error):
+    texts = ("CUDA error: out of memory", "alloc_cpu", "ALLOC_FAILED")  # the last is of cuBLAS and cuDNN
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or any(t in str(error) for t in texts):
         return f"out of memory: try {_cheaper(options)}", 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
@@ -335,5 +336,6 @@ def memory() -> str:
         unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
         parts.append(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of memory")
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
-        parts.append(f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU")
+        peak = max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+        parts.append(f"{peak / 2**30:.2f} GiB on the GPU")
     return "peak " + " and ".join(parts) if parts else "peak memory not known"

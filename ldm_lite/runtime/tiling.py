@@ -48,8 +48,8 @@ def is_tiled(vae: nn.Module) -> bool:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is what PyTorch raises, on any device, when memory has run out."""
-    text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text or "alloc_cpu" in text
+    texts = ("out of memory", "alloc_cpu", "ALLOC_FAILED")  # of CUDA, of CPUs, of cuBLAS and cuDNN
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
 
 
 def _shallow(network: Network) -> Network:
