@@ -16,6 +16,7 @@ from ldm_lite.cascade import StageOptions
 from ldm_lite.cli import LoadOptions, SaveOptions
 from ldm_lite.export import Options as Export
 from ldm_lite.reconstruct import Options as Reconstruct
+from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.train import Options as Train
 from ldm_lite.txt2img import Options
 from ldm_lite.upscale import Options as Upscale
@@ -55,10 +56,21 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
     assert advice(Train(checkpointing=True), LoadOptions()) == "a smaller --batch, with --accumulate"
 
 
-def test_running_out_of_memory_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_running_out_of_memory_outside_of_pytorchs_own_allocator(
+    message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails() -> None:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory")
+        raise RuntimeError(message)
 
+    assert out_of_memory(RuntimeError(message))
     assert cli.run(fails, (Options(), LoadOptions())) == 1
     assert capsys.readouterr().err == "error: out of memory: try --vae-tiling\n"
 
