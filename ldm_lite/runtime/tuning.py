@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.runtime import aot, winograd
+from ldm_lite.runtime import aot, group_norm, winograd
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.compile import Step, compiled_step
 from ldm_lite.runtime.precision import set_matmul_precision
@@ -61,6 +61,7 @@ def _lay_out(network: nn.Module) -> None:
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if on_cpu and in_float32:
         winograd.use(network)
+        group_norm.use(network)
     if on_cpu:
         keep_freed_memory()
 

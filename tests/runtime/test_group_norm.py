@@ -1,0 +1,54 @@
+"""Group norms of large maps in strips, against float64, and when they are taken."""
+
+import pytest
+import torch
+import toy
+from torch import Tensor, nn
+
+from ldm_lite.models.ops import channels_last
+from ldm_lite.runtime import group_norm
+
+
+def large(batch: int, h: int, w: int) -> Tensor:
+    """A map whose mean and deviation change from line to line."""
+    slope = torch.linspace(-2, 2, h)[:, None]
+    return channels_last(toy.normal(0, batch, 32, h, w) * (1 + slope**2) + slope)
+
+
+def norm(groups: int = 8) -> nn.GroupNorm:
+    """One with weights that are not ones and zeros."""
+    made = nn.GroupNorm(groups, 32, eps=1e-6)
+    made.weight.data, made.bias.data = toy.normal(1, 32), toy.normal(2, 32)
+    return made.requires_grad_(False)
+
+
+def error(made: Tensor, plain: nn.GroupNorm, x: Tensor) -> float:
+    return toy.relative_error(made, plain.double()(x.double()).numpy())
+
+
+# one image and two; lines that divide evenly, and a prime number of them
+@pytest.mark.parametrize("shape", [(1, 512, 512), (2, 264, 272), (1, 257, 300)], ids=str)
+def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> None:
+    x, plain = large(*shape), norm()
+    found = group_norm.normalise(x, plain)
+    assert found.shape == x.shape
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert error(found, norm(), x) < 5e-7
+
+
+def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(group_norm, "normalise", lambda x, norm: calls.append(x.shape) or x)
+    network = nn.Sequential(norm())
+    group_norm.use(network)
+    x = large(1, 264, 264)
+    with torch.no_grad():
+        network(x)
+        assert len(calls) == 1
+        for other in (x[:, :, :256, :256].contiguous(memory_format=torch.channels_last), x.contiguous(), x.double()):
+            network.to(other.dtype)
+            network(other)
+        assert len(calls) == 1
+    network.float()(x)  # gradients are the plain way's
+    assert len(calls) == 1
+    assert list(network.state_dict()) == ["0.weight", "0.bias"]
