@@ -1,5 +1,6 @@
 """Where a checkpoint is: a path, a file on the Hugging Face hub, or the bundled model."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -58,11 +59,10 @@ def _download(repository: str, file: str) -> Path:
     """A file on the hub -> its path in the hub's cache, where it is downloaded to if it is not there.
 
     huggingface_hub (2.4) throws away what it has when it is interrupted; so what it would download is put where it
-    looks first, and kept until it is whole.
+    looks first, and kept until it is whole.  A version that lacks the parts for this downloads by itself.
     """
     # Here, not above: it takes a third of a second that local files need not wait for.
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     url = hf_hub_url(repository, file)
     try:
@@ -77,24 +77,26 @@ def _download(repository: str, file: str) -> Path:
     if not isinstance(try_to_load_from_cache(repository, file, revision=about.commit_hash), str):
         for path in (blob, lock):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):
-            if not blob.exists():
-                _fetch(url, file, blob, about.size)
+        with contextlib.suppress(ImportError, TypeError):
+            _fetch(url, file, blob, lock, about.size)
     return Path(hf_hub_download(repository, file))
 
 
-def _fetch(url: str, file: str, blob: Path, size: int | None) -> None:
+def _fetch(url: str, file: str, blob: Path, lock: Path, size: int | None) -> None:
     """Download to blob, going on with what an earlier try has left beside it."""
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
 
     part = blob.with_name(f"{blob.name}.part")
-    with open(part, "r+b" if part.exists() else "wb") as stream:
-        if stream.seek(0, os.SEEK_END):
-            log.info("%s: goes on after the %.2f GB that are here", file, stream.tell() / 1e9)
-        http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=size)
-    _check(part, blob.name)
-    part.replace(blob)
+    with WeakFileLock(lock):
+        if blob.exists():  # by another process, meanwhile
+            return
+        with open(part, "r+b" if part.exists() else "wb") as stream:
+            if stream.seek(0, os.SEEK_END):
+                log.info("%s: goes on after the %.2f GB that are here", file, stream.tell() / 1e9)
+            http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=size)
+        _check(part, blob.name)
+        part.replace(blob)
 
 
 def _check(path: Path, etag: str) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import huggingface_hub.constants
 import huggingface_hub.file_download
@@ -108,6 +108,25 @@ def test_a_download_that_was_cut_off_goes_on(cache: Path) -> None:
     assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
     assert Handler.ranges == ["bytes=8000-"]
     assert [path.name for path in cache.rglob("blobs/*")] == [ETAG]
+
+
+@pytest.mark.parametrize("broken", [None, lambda url, stream: stream], ids=["missing", "another signature"])
+def test_a_library_without_the_parts_for_that_downloads_by_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, broken: object
+) -> None:
+    part(cache).write_bytes(CONTENT[:8_000])
+    real = hub._fetch
+
+    def fetch(*args: Any) -> None:
+        with monkeypatch.context() as patch:
+            if broken is None:
+                patch.delattr(huggingface_hub.file_download, "http_get")
+            else:
+                patch.setattr(huggingface_hub.file_download, "http_get", broken)
+            real(*args)
+
+    monkeypatch.setattr(hub, "_fetch", fetch)
+    assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
 
 
 def test_a_server_that_knows_no_ranges_sends_all_of_it(cache: Path) -> None:
