@@ -212,7 +212,7 @@ HOSTILE = {
     "legacy pickle that calls a function": r"refused, nothing of it was run: its pickle names (os|posix|nt)\.mkdir",
     "bare pickle named safetensors": "is a pickle that is no checkpoint, or damaged; nothing of it was run",
     "old protocol pickle": "is no checkpoint",
-    "eval in a pickle": r"refused, nothing of it was run: its pickle names eval",
+    "eval in a pickle": r"refused, nothing of it was run: its pickle names (builtins\.)?eval",
     "truncated safetensors": r"is truncated: \d+ of \d+ bytes",
     "truncated header": r"is truncated: 100 bytes, of which the header alone takes",
     "giant header": "is truncated",

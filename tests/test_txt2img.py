@@ -348,7 +348,7 @@ def test_the_list_of_commands() -> None:
     start = time.perf_counter()
     text = subprocess.run([sys.executable, "-m", "ldm_lite"], capture_output=True, text=True, check=True).stdout
     assert time.perf_counter() - start < 60
-    for word in (ldm_lite.__version__, "txt2img", torch.__version__, "cpu"):
+    for word in (ldm_lite.__version__, "txt2img", torch.__version__.partition("+")[0], "cpu"):
         assert word in text
 
 

@@ -104,7 +104,7 @@ def _runners(path: Path) -> list[Any]:
     names = sorted({match[1] for match in inside if match})
     try:
         return [torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), name, False, 1, -1) for name in names]
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, AttributeError, TypeError) as error:  # the last two: a torch that is too old
         line = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{path}: cannot be loaded by torch {torch.__version__} ({line}): export it again with this version"

