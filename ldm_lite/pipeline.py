@@ -253,7 +253,7 @@ def load_autoencoder(
     with on_meta():
         network: Any = build(autoencoder_spec(component))
     load_weights(network, component, "vae", torch_device, pick_dtype(dtype, torch_device))
-    tune({"vae": network})
+    tune({"vae": network}, matmul_precision=torch.get_float32_matmul_precision())  # as the process has it
     return network
 
 
