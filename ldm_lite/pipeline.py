@@ -156,13 +156,13 @@ def load(
         sgm = any(key.startswith(SGM) for key in main.shapes)
         family = identify({role: component.shapes for role, component in known_by.items()}, about, sgm)
         complete(components, family.networks)
+        _check_latents(own, parts or {}, family)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
     family = _scaled(family, main, about)
     if parts and "vae" in parts:
         family = with_vae(family, autoencoder_spec(components["vae"]), name=str(parts["vae"]))
     components["unet"], weights = _with_ema(components["unet"], ema)
-
     tuning = {} if tuning is None else tuning
     dtypes = pick_dtypes(dtype, torch_device, family.networks, ("vae",) if family.vae_overflows else ())
     networks = _networks(family, components, _home(tuning, torch_device), dtypes)
@@ -297,6 +297,26 @@ def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Componen
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
         components |= {role: component for role, component in given.items() if role in (name, f"{name}_2")}
     return components
+
+
+def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], family: Family) -> None:
+    """Raises ValueError if a family's UNet is put beside another's autoencoder, whose latents are scaled otherwise.
+
+    own are the networks of the checkpoint itself.
+    """
+    if "unet" not in parts or "vae" in parts or "unet" not in own:
+        return
+    checkpoint = own["unet"].checkpoint
+    sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
+    try:
+        theirs = identify({role: each.shapes for role, each in own.items()}, checkpoint.metadata, sgm)
+    except ValueError:  # what it was is not known
+        return
+    if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
+        raise ValueError(
+            f"is a UNet of {family.title}, and {checkpoint.path} a checkpoint of {theirs.title}, whose autoencoder "
+            "makes other latents: take a checkpoint that the UNet is of, or name its autoencoder with --vae"
+        )
 
 
 def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) -> Family:

@@ -527,3 +527,16 @@ def test_what_is_not_for_these_families_says_so(load: Load, files: Callable[[str
         with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
             train.train(options, cli.LoadOptions(ckpt=str(files(name)), device="cpu"))
     assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
+
+
+def test_a_unet_is_not_put_beside_an_autoencoder_of_other_latents(
+    files: Callable[[str], Path], small_path: Path
+) -> None:
+    xl = files("sdxl_base")
+    with pytest.raises(
+        ValueError, match=rf"{small_path}: is a UNet of .*SD1, and {xl} a checkpoint of .*XL.*other latents"
+    ):
+        ldm_lite.load(xl, parts={"unet": small_path}, device="cpu")
+    swapped = ldm_lite.load(xl, parts={"unet": small_path, "vae": small_path}, device="cpu")
+    assert swapped.family.scale_factor == 0.18215
+    assert ldm_lite.load(xl, parts={"unet": xl}, device="cpu").family.scale_factor == 0.13025
