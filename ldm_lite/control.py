@@ -278,7 +278,8 @@ class Steering:
             hints.append(hint if self._compiled or self._steers(request, step) else None)
         features: Features | None = None
         for request, own in self._adapters:
-            own = tuple(None if each is None else each * self._steers(request, step) for each in own)
+            if not self._steers(request, step):
+                own = tuple(None if each is None else torch.zeros_like(each) for each in own)
             features = own if features is None else tuple(map(_plus, features, own))
         return self._steered, conditioning._replace(control=Hints(tuple(hints), features))
 
