@@ -100,7 +100,9 @@ def _runners(path: Path) -> list[Any]:
     path.stat()  # FileNotFoundError has a line of its own
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path}: is no package of ldm_lite.export")
-    inside = (re.search(r"data/aotinductor/([^/]+)/", name) for name in zipfile.ZipFile(path).namelist())
+    # By this file, without which torch 2.11 does not raise but crash.
+    metadata = r"data/aotinductor/([^/]+)/[^/]*_metadata\.json$"
+    inside = (re.search(metadata, name) for name in zipfile.ZipFile(path).namelist())
     names = sorted({match[1] for match in inside if match})
     try:
         return [torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), name, False, 1, -1) for name in names]

@@ -147,6 +147,10 @@ def test_a_file_that_is_no_package_is_one_line(tmp_path: Path) -> None:
         aot.use(network(), path)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x/data/aotinductor/model0/a.so", "no library")
+    with pytest.raises(ValueError, match=r"is no package of ldm_lite.export"):
+        aot.use(network(), path)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("x/data/aotinductor/model0/a_metadata.json", "{}")
     with pytest.raises(ValueError, match="cannot be loaded by torch"):
         aot.use(network(), path)
     with pytest.raises(FileNotFoundError):
