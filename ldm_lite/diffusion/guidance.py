@@ -119,6 +119,10 @@ def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor | None = Non
 
     For models of pixels in [-1,1]; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
     """
-    s = torch.quantile(x0.abs().flatten(1), percentile, dim=1).clamp(min=1)[:, None, None, None]  # (B, 1, 1, 1)
+    # Not torch.quantile: torch 2.11 cannot compile it.
+    sizes = x0.abs().flatten(1).sort(dim=1).values  # (B, N)
+    rank = percentile * (sizes.shape[1] - 1)
+    below, above = (sizes.index_select(1, each.long()[None]) for each in (rank.floor(), rank.ceil()))  # (B, 1) each
+    s = torch.lerp(below, above, rank.frac()).clamp(min=1)[:, :, None, None]  # (B, 1, 1, 1)
     s = s if limit is None else torch.minimum(s, limit)
     return torch.clamp(x0, -s, s) / s
