@@ -319,6 +319,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     assert process.stdout is not None
     for _ in range(2):
