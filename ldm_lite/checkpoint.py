@@ -88,24 +88,23 @@ def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
             raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
         raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
     shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    read = _mapped(file.get_tensor, lambda: safe_open(path, framework="pt").get_tensor)
+    read = _mapped(file.get_tensor, lambda: safe_open(path, framework="pt").get_tensor, at_once=64 * 2**20)
     return Checkpoint(path, shapes, file.metadata() or {}, read)
 
 
-MAPPED_AT_ONCE = 256 * 2**20  # bytes
-
-
-def _mapped(get: Callable[[str], Tensor], map_again: Callable[[], Callable[[str], Tensor]]) -> Callable[[str], Tensor]:
+def _mapped(
+    get: Callable[[str], Tensor], map_again: Callable[[], Callable[[str], Tensor]], *, at_once: int
+) -> Callable[[str], Tensor]:
     """-> a function that reads tensors by `get` from a memory-mapped file, and has it mapped anew now and then.
 
     What was read stays in memory as long as its mapping, and that as long as one of its tensors: so tensors that are
-    cast or moved to a device leave no more than MAPPED_AT_ONCE behind.
+    cast or moved to a device leave about at_once bytes behind.
     """
     read = 0
 
     def tensor(key: str) -> Tensor:
         nonlocal get, read
-        if read > MAPPED_AT_ONCE:
+        if read > at_once:
             get, read = map_again(), 0
         value = get(key)
         read += value.nbytes
@@ -118,7 +117,9 @@ def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
     tensors = unpickle(path, is_zip)
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     if is_mapped(path, is_zip):
-        return Checkpoint(path, shapes, {}, _mapped(tensors.__getitem__, lambda: unpickle(path, is_zip).__getitem__))
+        # More at once, since to map a pickle anew is to read it anew: a tenth of a second.
+        read = _mapped(tensors.__getitem__, lambda: unpickle(path, is_zip).__getitem__, at_once=256 * 2**20)
+        return Checkpoint(path, shapes, {}, read)
     # Popped, so that what is cast or moved to a device is not in memory twice.
     return Checkpoint(path, shapes, {}, tensors.pop)
 
