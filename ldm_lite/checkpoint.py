@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ldm_lite.diffusers_keys import renamed, tiny_names
 from ldm_lite.fingerprint import Shapes, foreign
+from ldm_lite.mapped import releaser
 from ldm_lite.unpickle import is_mapped, unpickle
 
 log = logging.getLogger("ldm_lite")
@@ -72,7 +73,8 @@ def as_original(checkpoint: Checkpoint) -> Checkpoint:
     if sources is None:
         return checkpoint
     shapes = {key: source.shape for key, source in sources.items()}
-    return replace(checkpoint, shapes=shapes, read=lambda key: sources[key].tensor(checkpoint.read))
+    release = releaser()
+    return replace(checkpoint, shapes=shapes, read=lambda key: sources[key].tensor(checkpoint.read, release))
 
 
 def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
@@ -88,40 +90,15 @@ def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
             raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
         raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
     shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    read = _mapped(file.get_tensor, lambda: safe_open(path, framework="pt").get_tensor, at_once=64 * 2**20)
-    return Checkpoint(path, shapes, file.metadata() or {}, read)
-
-
-def _mapped(
-    get: Callable[[str], Tensor], map_again: Callable[[], Callable[[str], Tensor]], *, at_once: int
-) -> Callable[[str], Tensor]:
-    """-> a function that reads tensors by `get` from a memory-mapped file, and has it mapped anew now and then.
-
-    What was read stays in memory as long as its mapping, and that as long as one of its tensors: so tensors that are
-    cast or moved to a device leave about at_once bytes behind.
-    """
-    read = 0
-
-    def tensor(key: str) -> Tensor:
-        nonlocal get, read
-        if read > at_once:
-            get, read = map_again(), 0
-        value = get(key)
-        read += value.nbytes
-        return value
-
-    return tensor
+    return Checkpoint(path, shapes, file.metadata() or {}, file.get_tensor)
 
 
 def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
     tensors = unpickle(path, is_zip)
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    if is_mapped(path, is_zip):
-        # More at once, since to map a pickle anew is to read it anew: a tenth of a second.
-        read = _mapped(tensors.__getitem__, lambda: unpickle(path, is_zip).__getitem__, at_once=256 * 2**20)
-        return Checkpoint(path, shapes, {}, read)
     # Popped, so that what is cast or moved to a device is not in memory twice.
-    return Checkpoint(path, shapes, {}, tensors.pop)
+    read = tensors.__getitem__ if is_mapped(path, is_zip) else tensors.pop
+    return Checkpoint(path, shapes, {}, read)
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
@@ -296,10 +273,13 @@ def load_weights(
     ]
     if problems:
         raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
-    read = component.checkpoint.read
-    network.load_state_dict(
-        {key: read(component.keys[key]).to(device=device, dtype=dtype) for key in wanted}, assign=True
-    )
+    weights, release = {}, releaser()
+    for key in wanted:
+        value = component.checkpoint.read(component.keys[key])
+        weights[key] = value.to(device=device, dtype=dtype)
+        if weights[key] is not value:
+            release(value)
+    network.load_state_dict(weights, assign=True)
     network.requires_grad_(False).eval()
 
 

@@ -200,10 +200,13 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     turned: bool = False
 
-    def tensor(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor, by a way to read the file's."""
+    def tensor(self, read: Callable[[str], Tensor], release: Callable[[Tensor], None]) -> Tensor:
+        """The tensor, by a way to read the file's; those that were copied into it are released."""
         parts = [read(key) for key in self.keys]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for part in parts:
+            if part is not whole:
+                release(part)
         return (whole.T if self.turned else whole).reshape(self.shape)
 
 

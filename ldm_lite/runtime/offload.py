@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.mapped import releaser
 from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
 
 OFFLOADS = ("model", "sequential")
@@ -44,6 +45,7 @@ class Placement:
         self.device, self.offload = device, offload
         self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
         self._phases: dict[str, list[_Group]] = {}
+        self._release = releaser()
         self._stored: dict[Tensor, Stored] = {}  # of weights that come and go block by block
         for role, network in networks.items():
             if device.type == "cuda":
@@ -72,7 +74,7 @@ class Placement:
         for block in blocks:
             tensors = [tensor for tensor in _tensors(block) if tensor not in taken]
             taken.update(tensors)
-            slots = [(tensor, self._at_home(store(tensor.data, storage))) for tensor in tensors]
+            slots = [(tensor, self._at_home(tensor, storage)) for tensor in tensors]
             self._stored.update(slots)
             kept += [value for _, stored in slots for value in stored[:2] if value is not None]
             group = _Group(slots, self.device, stream)
@@ -81,21 +83,27 @@ class Placement:
         rest = [tensor for tensor in _tensors(network) if tensor not in taken]
         if self.offload is None:
             for tensor in rest:
-                tensor.data = tensor.data.to(self.device, copy=storage is not None)
+                mapped, tensor.data = tensor.data, tensor.data.to(self.device, copy=storage is not None)
+                if tensor.data_ptr() != mapped.data_ptr():
+                    self._release(mapped)
             return
         moved = rest + (kept if self.offload == "model" else [])
-        slots = [(tensor, self._at_home(Stored(tensor.data, None, tensor.dtype))) for tensor in moved]
+        slots = [(tensor, self._at_home(tensor, None)) for tensor in moved]
         self._phases[role] = [_Group(slots, self.device, None)]
 
-    def _at_home(self, stored: Stored) -> Stored:
-        """What is kept, where it is kept between phases."""
+    def _at_home(self, tensor: Tensor, storage: str | None) -> Stored:
+        """A weight as it is kept, where it is kept between phases."""
 
         def place(value: Tensor) -> Tensor:
             if self.offload is None:
                 return value.to(self.device)
             return value.pin_memory() if self.device.type == "cuda" else value
 
-        return Stored(place(stored.values), None if stored.scale is None else place(stored.scale), stored.dtype)
+        stored = store(tensor.data, storage)
+        home = Stored(place(stored.values), None if stored.scale is None else place(stored.scale), stored.dtype)
+        if home.values.data_ptr() != tensor.data_ptr():
+            self._release(tensor.data)
+        return home
 
 
 class _Group:
