@@ -45,7 +45,7 @@ class LoadOptions:
 
     ckpt: str | None = option(
         None,
-        "checkpoint: a file, a folder of diffusers, or owner/repository/file on the hub (default: the bundled model)",
+        "checkpoint: a file, a folder of diffusers, or owner/repository[/file] on the hub (default: the bundled model)",
     )
     vae: str | None = option(None, "take the autoencoder from this file")
     unet: str | None = option(None, "take the UNet from this file")

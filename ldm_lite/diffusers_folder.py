@@ -2,13 +2,16 @@
 
 import json
 import logging
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ldm_lite import hub
 from ldm_lite.checkpoint import Checkpoint, joined, open_checkpoint, prefix, split
 
 log = logging.getLogger("ldm_lite")
@@ -19,12 +22,15 @@ STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that is there is read
 
 
-def open_source(path: Path) -> Checkpoint:
-    """Open a checkpoint: a file, or a folder of diffusers, of a whole pipeline or of one network.
+def open_source(source: str | os.PathLike[str] | None) -> Checkpoint:
+    """Open a checkpoint by its name: a file, or a folder of diffusers, of a whole pipeline or of one network.
 
-    What the folder of a pipeline says of its prediction is in the metadata.  Raises ValueError, one line, for a folder
-    without weights, with a part of them, or of a pipeline that has no UNet.
+    Either may be on the hub: "owner/repository/file", and "owner/repository" for a folder.  What the folder of a
+    pipeline says of its prediction is in the metadata.  Raises FileNotFoundError, and ValueError, one line, for a
+    folder without weights, with a part of them, or of a pipeline that has no UNet.
     """
+    repository = hub.repository(source)
+    path = hub.resolve(source) if repository is None else _fetched(repository)
     if not path.is_dir():
         return open_checkpoint(path)
     roles = [role for role in ROLES if (path / role).is_dir()]
@@ -35,9 +41,33 @@ def open_source(path: Path) -> Checkpoint:
     return _pipeline(path, roles)
 
 
+def _fetched(repository: str) -> Path:
+    """What is read of a repository that diffusers has saved: downloaded, where it is not yet -> the folder of it."""
+    names = hub.files(repository)
+    folders = [f"{role}/" for role in ROLES if any(name.startswith(f"{role}/") for name in names)] or [""]
+    about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
+    wanted = [name for name in about if name in names]
+    for folder in folders:
+        inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
+        file, index = _weights(inside)
+        if file is None and index is not None:
+            wanted.append(folder + index)
+            wanted += [folder + name for name in _parts(hub.download(repository, folder + index))]
+        elif file is not None:
+            wanted.append(folder + file)
+        else:
+            files = ", ".join(f"{repository}/{name}" for name in names if name.endswith((".safetensors", ".ckpt")))
+            instead = f"take one of its files: {files}" if files else "it has no weights that are read here"
+            raise ValueError(f"{repository}: is no folder of diffusers on the hub; {instead}")
+    places = [hub.download(repository, name) for name in wanted]
+    root = places[-1].parents[wanted[-1].count("/")]
+    log.info("%s: at %s", repository, root)
+    return root
+
+
 def _pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
     if unread := [name for name in UNREAD if (folder / name).is_dir()]:
-        log.info("%s: not read of it: %s", folder.name, ", ".join(unread))
+        log.info("%s: not read of it: %s", hub.title(folder), ", ".join(unread))
     places: dict[str, tuple[Checkpoint, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2"))  # SDXL's refiner has but the one that is the base's second
     for name in roles:
@@ -61,15 +91,13 @@ def _pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
 
 def _network(folder: Path) -> Checkpoint:
     """The weights in the folder of one network, in one file or several."""
-    names = [f"{stem}{ending}" for ending in ENDINGS for stem in STEMS]
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    index = next(iter(sorted(folder.glob("*.index*.json"))), None)
+    found, index = _weights([path.name for path in folder.iterdir() if path.is_file()])
     if found is not None:
-        checkpoint = open_checkpoint(found)
+        checkpoint = open_checkpoint(folder / found)
     elif index is not None:
-        files = [folder / name for name in sorted(set(_json(index).get("weight_map", {}).values()))]
+        files = [folder / name for name in _parts(folder / index)]
         if lacks := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{folder}: lacks {', '.join(lacks)}, which {index.name} names: download it whole")
+            raise ValueError(f"{folder}: lacks {', '.join(lacks)}, which {index} names: download it whole")
         checkpoint = joined([open_checkpoint(file) for file in files])
     else:
         raise ValueError(
@@ -78,6 +106,21 @@ def _network(folder: Path) -> Checkpoint:
         )
     act = _json(folder / "config.json").get("hidden_act")
     return replace(checkpoint, path=folder, metadata={"hidden_act": act} if act is not None else {})
+
+
+def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
+    """Of the files of one network's folder, that which holds its weights, and that which names those that do."""
+    found = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
+    indices = sorted(
+        (name for name in names if re.fullmatch(r"[^/]*\.index[^/]*\.json", name)),
+        key=lambda name: (".safetensors" not in name, name),
+    )
+    return next((name for name in found if name in names), None), next(iter(indices), None)
+
+
+def _parts(index: Path) -> list[str]:
+    """The files that an index names."""
+    return sorted(set(_json(index).get("weight_map", {}).values()))
 
 
 def _json(path: Path) -> dict[str, Any]:

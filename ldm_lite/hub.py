@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 from pathlib import Path
 
 log = logging.getLogger("ldm_lite")
@@ -13,6 +14,7 @@ SHORT = {  # names for files that are asked for often
     "taesd": "madebyollin/taesd/diffusion_pytorch_model.safetensors",
     "taesdxl": "madebyollin/taesdxl/diffusion_pytorch_model.safetensors",
 }
+ENDINGS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin", ".pt2")  # of files, not of repositories
 
 
 def bundled() -> Path:
@@ -45,14 +47,59 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
         raise FileNotFoundError(
             f"{source}: no such file (wanted a path, or owner/repository/file for one on the Hugging Face hub)"
         )
-    repository, file = "/".join(parts[:2]), "/".join(parts[2:])
-    try:
-        path = _download(repository, file)
-    except Exception as error:  # the library raises many kinds
-        reason = _reason(error, repository)
-        raise FileNotFoundError(f"{source}: no such file, and the hub did not give it: {reason}") from error
+    path = download("/".join(parts[:2]), "/".join(parts[2:]))
     log.info("%s: at %s", source, path)
     return path
+
+
+def repository(source: str | os.PathLike[str] | None) -> str | None:
+    """The name of a whole repository on the hub, "owner/repository"; None where a source is anything else.
+
+    What ends as a checkpoint does is a path with a mistake in it, and so is what begins with a folder that is there.
+    """
+    parts = [] if source is None else os.fspath(source).split("/")
+    names = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
+    if not names or Path(parts[1]).suffix in ENDINGS or Path(*parts).exists() or Path(parts[0]).is_dir():
+        return None
+    return "/".join(parts)
+
+
+def title(path: Path) -> str:
+    """The name of a file or folder; for a repository's folder in the hub's cache, the repository's."""
+    is_snapshot = path.parent.name == "snapshots"  # models--owner--repository/snapshots/commit
+    return path.parents[1].name.rpartition("--")[2] if is_snapshot else path.name
+
+
+def files(repository: str) -> list[str]:
+    """The names of a repository's files; without a network, of those in the cache.
+
+    Raises FileNotFoundError with what to do.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        return HfApi().list_repo_files(repository)
+    except Exception as error:  # the library raises many kinds
+        try:
+            folder = Path(snapshot_download(repository, local_files_only=True))
+        except Exception:
+            reason = _reason(error, repository)
+            message = f"{repository}: no such file or folder, and the hub did not give it: {reason}"
+            raise FileNotFoundError(message) from error
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+def download(repository: str, file: str) -> Path:
+    """A file of a repository -> its path in the hub's cache, where folders are as in the repository.
+
+    Raises FileNotFoundError with what to do.
+    """
+    try:
+        return _download(repository, file)
+    except Exception as error:  # the library raises many kinds
+        reason = _reason(error, repository)
+        message = f"{repository}/{file}: no such file, and the hub did not give it: {reason}"
+        raise FileNotFoundError(message) from error
 
 
 def _download(repository: str, file: str) -> Path:

@@ -129,7 +129,7 @@ def load(
     zero_snr: bool = False,
     tuning: Mapping[str, Any] | None = None,
 ) -> Pipeline:
-    """Open a checkpoint: a file or folder, "owner/repository/file" on the hub, an open one, or None: the bundled model.
+    """Open a checkpoint: its name as open_source takes it, an open one, or None: the bundled model.
 
     dtype is one for all networks, or "fp16,vae=fp32" with others for some by their roles.
     ema is "auto" (if the file has a complete EMA copy), "yes" or "no"; prediction overrides eps or v.  parts names
@@ -143,8 +143,8 @@ def load(
     """
     start = time.perf_counter()
     loras = [adapters.parse(text) for text in lora]
-    checkpoint = source if isinstance(source, Checkpoint) else open_source(hub.resolve(source))
-    path = checkpoint.path
+    checkpoint = source if isinstance(source, Checkpoint) else open_source(source)
+    path, title = checkpoint.path, hub.title(checkpoint.path)
     torch_device = pick_device(device)
     own = split(checkpoint)
     components = own | _others(parts or {})
@@ -170,19 +170,19 @@ def load(
         family = with_prediction(family, parse_prediction(prediction))
     elif family.v_resolution is not None and stated_prediction(about) is None:
         family, why = read_prediction(family, networks["unet"])
-        log.info("%s: predicts %s %s; --prediction overrules that", path.name, family.prediction, why)
+        log.info("%s: predicts %s %s; --prediction overrules that", title, family.prediction, why)
     schedule = _schedule(family, main, zero_snr)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
     step, placement = _tune(networks, tuning, torch_device)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
-        f"{path.name}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
+        f"{title}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
         f"parameters, {_words(dtypes)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
     networks = _without_weights(family, torch_device, dtypes["unet"]) | networks
     return Pipeline(
-        name=path.name if path.is_dir() else path.stem,
+        name=title if path.is_dir() else path.stem,
         family=family,
         schedule=schedule,
         tokenizer=tokenizer_of(family.text),
@@ -259,10 +259,10 @@ def load_autoencoder(
 
 def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
     """The weights of that autoencoder.  Raises as load_autoencoder does."""
-    path = hub.resolve(source)
-    components = split(open_source(path))
+    checkpoint = open_source(source)
+    components = split(checkpoint)
     if "vae" not in components:
-        raise ValueError(f"{path}: holds no autoencoder, only {', '.join(components)}")
+        raise ValueError(f"{checkpoint.path}: holds no autoencoder, only {', '.join(components)}")
     return components["vae"]
 
 
@@ -292,7 +292,7 @@ def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Componen
     """The weights that other files are to give, by role.  Raises ValueError for a file that has none of that role."""
     components: dict[str, Component] = {}
     for name, source in sources.items():
-        given = split(open_source(hub.resolve(source)))
+        given = split(open_source(source))
         if name not in given:
             raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
         components |= {role: component for role, component in given.items() if role in (name, f"{name}_2")}

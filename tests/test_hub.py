@@ -1,6 +1,7 @@
 """Names of files: paths, the bundled model, and the hub, whose part a server on this machine plays."""
 
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -13,8 +14,13 @@ from typing import Any, ClassVar
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+import ldm_lite
 from ldm_lite import hub
+from ldm_lite.diffusers_folder import open_source
+from tests.test_diffusers_folder import FILES, LCM, save, told
 
 DATA = Path(__file__).parent / "data"
 CONTENT = os.urandom(20_000)
@@ -28,22 +34,37 @@ ERRORS = {  # by repository
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as the hub does for one file, and remembers which ranges it was asked for."""
+    """Answers as the hub does, and remembers which ranges it was asked for.
+
+    `files` are those of the repository owner/pipe, by their names in it; all others have one content.
+    """
 
     ranges: ClassVar[list[str | None]] = []
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def _content(self) -> bytes:
+        return self.files.get(self.path.partition("/owner/pipe/resolve/main/")[2], CONTENT)
 
     def do_HEAD(self) -> None:
-        repository = "/".join(self.path.split("/")[1:3])
-        status, headers = ERRORS.get(repository, (200, {"ETag": f'"{ETAG}"', "X-Repo-Commit": "0" * 40}))
-        self._answer(status, headers, len(CONTENT) if status == 200 else 0)
+        repository, content = "/".join(self.path.split("/")[1:3]), self._content()
+        etag = hashlib.sha256(content).hexdigest()
+        status, headers = ERRORS.get(repository, (200, {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40}))
+        self._answer(status, headers, len(content) if status == 200 else 0)
 
     def do_GET(self) -> None:
+        if self.path.startswith("/api/models/owner/pipe/tree/main"):
+            listing = [{"type": "file", "path": name, "size": len(c), "oid": "0"} for name, c in self.files.items()]
+            content = json.dumps(listing).encode()
+            self._answer(200, {"Content-Type": "application/json"}, len(content))
+            self.wfile.write(content)
+            return
         if self.path.startswith("/api/"):  # the library asks for things of its own
-            return self._answer(404, {}, 0)
+            missing = {"X-Error-Code": "RepoNotFound"} if "tree" in self.path else {}
+            return self._answer(404, missing, 0)
         asked = self.headers.get("Range")
         self.ranges.append(asked)
         asked = None if "whole" in self.path else asked
-        content = CONTENT[int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0 :]
+        content = self._content()[int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0 :]
         self._answer(206 if asked else 200, {}, len(content))
         self.wfile.write(content)
 
@@ -63,6 +84,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(socket.socket, "connect", CONNECT)
     monkeypatch.setattr(socket, "getaddrinfo", GETADDRINFO)
     monkeypatch.setattr(Handler, "ranges", [])
+    monkeypatch.setattr(Handler, "files", {})
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         here = f"http://127.0.0.1:{server.server_port}"
@@ -168,3 +190,83 @@ def test_without_a_network_what_is_in_the_cache_is_taken(cache: Path, monkeypatc
         FileNotFoundError, match=r"^owner/repo/no\.ckpt: .*the hub did not give it: OSError: no network$"
     ):
         hub.resolve("owner/repo/no.ckpt")
+
+
+# ---- whole repositories ---------------------------------------------------------------------------------------------
+
+
+def publish(folder: Path, *more: str) -> None:
+    """Have the server's repository owner/pipe hold a folder, and files of no use here."""
+    names = (path for path in folder.rglob("*") if path.is_file())
+    Handler.files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in names}
+    Handler.files |= dict.fromkeys(("README.md", "safety_checker/model.safetensors", *more), b"")
+
+
+def test_a_repository_that_diffusers_has_saved_is_a_checkpoint(
+    cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Only what is read of it is downloaded; without a network what is in the cache is taken."""
+    folder = save(tmp_path_factory.mktemp("saved"), "lcm")
+    publish(folder)
+    here, there = (ldm_lite.load(source, metadata=told(LCM), device="cpu") for source in (folder, "owner/pipe"))
+    assert there.name == "pipe"
+    assert there.description.startswith("pipe: small LCM")
+    for role, network in here.networks.items():
+        theirs = there.networks[role].state_dict()
+        assert all(torch.equal(value, theirs[key]) for key, value in network.state_dict().items())
+    fetched = {path.relative_to(cache).as_posix().split("/", 3)[3] for path in cache.glob("models--*/snapshots/**/*.*")}
+    assert fetched == {f"{role}/{FILES.get(role, 'model')}.safetensors" for role in here.networks} | {
+        f"{role}/config.json" for role in here.networks
+    }
+
+
+def test_without_a_network_a_repository_in_the_cache_is_taken(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    publish(save(tmp_path_factory.mktemp("saved"), "lcm"))
+    first = open_source("owner/pipe")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    again = open_source("owner/pipe")
+    assert (again.path, again.shapes) == (first.path, first.shapes)
+    with pytest.raises(FileNotFoundError, match=r"^owner/none: no such file or folder, .*: OSError: no network$"):
+        open_source("owner/none")
+
+
+def test_a_network_alone_and_in_several_files(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = save(tmp_path_factory.mktemp("saved"), "lcm") / "vae"
+    whole = open_source(folder)
+    values = load_file(folder / "diffusion_pytorch_model.safetensors")
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    places = {key: f"part-{i % 2}.safetensors" for i, key in enumerate(sorted(values))}
+    for name in set(places.values()):
+        save_file({key: value for key, value in values.items() if places[key] == name}, folder / name)
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    publish(folder)
+    assert open_source("owner/pipe").shapes == whole.shapes
+
+
+def test_a_repository_of_other_files_names_them(cache: Path) -> None:
+    Handler.files |= {"README.md": b"", "v1-4.ckpt": b"", "lora/more.safetensors": b""}
+    with pytest.raises(ValueError, match=r"is no folder .*: owner/pipe/v1-4.ckpt, owner/pipe/lora/more.safetensors$"):
+        open_source("owner/pipe")
+    with pytest.raises(FileNotFoundError, match=r"^owner/gone: no such file or folder, .* is not there, was moved, or"):
+        open_source("owner/gone")
+    Handler.files.clear()
+    Handler.files["README.md"] = b""
+    with pytest.raises(ValueError, match=r"it has no weights that are read here$"):
+        open_source("owner/pipe")
+
+
+def test_what_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        hub.repository("stable-diffusion-v1-5/stable-diffusion-v1-5") == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    )
+    for name in (None, "a", "a/b/c", "a/b.ckpt", "models/sd", "./b", "~/b", "/b", "a/", tmp_path):
+        assert hub.repository(name) is None

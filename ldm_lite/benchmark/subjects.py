@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ldm_lite import hub
 from ldm_lite.checkpoint import Checkpoint, on_meta, prefix
 from ldm_lite.diffusers_folder import open_source
 from ldm_lite.families import FAMILIES, Family
@@ -24,7 +23,7 @@ def subject(size: str, ckpt: str | None) -> Checkpoint:
     Raises ValueError for another name.
     """
     if ckpt is not None or size == "bundled":
-        return open_source(hub.resolve(ckpt))
+        return open_source(ckpt)
     if size not in FAMILIES:
         raise ValueError(f"unknown size {size!r}: wanted bundled, or one of {', '.join(FAMILIES)}")
     return random_checkpoint(size, FAMILIES[size])
