@@ -6,7 +6,7 @@ load_controls() reads their files; Steering says what generate.denoise runs in p
 import inspect
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,20 +14,21 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ldm_lite import hub
 from ldm_lite.canny import canny
-from ldm_lite.checkpoint import Component, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint import load_weights, on_meta, split
+from ldm_lite.diffusers_folder import open_source
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.step import Model, denoise_step
-from ldm_lite.fingerprint import infer_adapter, infer_style, infer_vision
+from ldm_lite.fingerprint import Shapes, infer_adapter, infer_control, infer_style, infer_vision
 from ldm_lite.image import clip_pixels, open_picture, resize
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
 from ldm_lite.models.style_adapter import StyleAdapter, styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.attention import layers
 from ldm_lite.runtime.tuning import tune_alike
 
 log = logging.getLogger("ldm_lite")
@@ -44,7 +45,7 @@ PREPROCESSORS = ("none", "canny", "inpaint")
 class Request:
     """A control as the user asks for it."""
 
-    source: str  # the file of the network
+    source: str  # the file or folder of the network, or its name on the hub
     picture: str
     weight: float = 1.0
     start: float = 0.0  # shares of the steps, in [0,1], between which it steers
@@ -159,7 +160,7 @@ def load_controls(pipe: Pipeline, requests: Sequence[Request], clip_vision: str 
 
 
 def _load_vision(pipe: Pipeline, source: str) -> CLIPVisionEncoder:
-    components = split(open_checkpoint(hub.resolve(source)))
+    components = split(open_source(source))
     if "vision" not in components:
         raise ValueError(
             f"{source}: holds no image encoder of CLIP by Hugging Face's names, only {', '.join(components)}"
@@ -183,22 +184,18 @@ def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, request: Re
 
 
 def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter:
-    components = split(open_checkpoint(hub.resolve(source)))
-    found = next((components[role] for role in ("control", "adapter", "style") if role in components), None)
-    if found is None:
+    components = split(open_source(source))
+    role = next((role for role in ("control", "adapter", "style") if role in components), None)
+    if role is None:
         raise ValueError(f"{source}: holds no ControlNet and no T2I-Adapter, only {', '.join(components)}")
-    _check_fit(pipe, found, source)
-    network: ControlNet | T2IAdapter | StyleAdapter
-    spec = pipe.family.unet
-    with on_meta():
-        if "style" in components:
-            network = StyleAdapter(infer_style(found.shapes))
-        elif "adapter" in components:
-            network = T2IAdapter(infer_adapter(found.shapes, len(spec.channel_mult)))
-        else:
-            in_channels = found.shapes["input_blocks.0.0.weight"][1]
-            plain = replace(spec, in_channels=in_channels, vector_dim=None, guidance_dim=None, num_classes=None)
-            network = ControlNet(plain)
+    found = components[role]
+    try:
+        with on_meta():
+            network = _build(pipe, role, found.shapes)
+    except KeyError as error:
+        raise ValueError(f"{source}: a tensor that every such network has is missing: {error.args[0]}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
     load_weights(network, found, "control", pipe.device, pipe.dtype)
     if "difference" in found.checkpoint.shapes:
         _add_base(network, pipe)
@@ -208,15 +205,45 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter
     return network
 
 
-def _check_fit(pipe: Pipeline, control: Component, source: str) -> None:
-    """Raises ValueError if a control is for UNets of another kind."""
-    unet, shapes = pipe.family.unet, control.shapes
-    contexts = {shape[1] for key, shape in shapes.items() if key == "proj" or key.endswith("attn2.to_k.weight")}
-    if contexts and contexts != {unet.context_dim}:
-        raise ValueError(
-            f"{source}: is for UNets that read a context {contexts.pop()} wide (768: Stable Diffusion 1, 1024: 2), "
-            f"but that of {pipe.family.title} reads one of {unet.context_dim}"
-        )
+def _build(pipe: Pipeline, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter:
+    """The network of a role that has weights of these shapes.
+
+    Raises KeyError if one is missing, and ValueError if it is for UNets of another kind.
+    """
+    unet = pipe.family.unet
+    if role == "adapter":
+        return T2IAdapter(infer_adapter(shapes, len(unet.channel_mult)))
+    if role == "style":
+        style = infer_style(shapes)
+        _check_fit(pipe, {"context": style.context_dim})
+        return StyleAdapter(style)
+    spec = replace(infer_control(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
+    _check_fit(pipe, _numbers(spec))
+    if spec.in_channels > unet.in_channels:
+        raise ValueError(f"reads {spec.in_channels} channels, but the UNet of {pipe.family.title} {unet.in_channels}")
+    network = ControlNet(spec)
+    if beyond := layers(network).keys() - layers(pipe.unet).keys():
+        raise ValueError(f"has attention where the UNet of {pipe.family.title} has none: {min(beyond)}")
+    return network
+
+
+KNOWN = {"context": " (768: Stable Diffusion 1, 1024: 2, 2048: XL)", "vector": " (2816: Stable Diffusion XL)"}
+
+
+def _numbers(spec: UNetSpec) -> dict[str, object]:
+    """In what a ControlNet and its UNet are alike, unless it has none of it."""
+    widths = tuple(spec.model_channels * mult for mult in spec.channel_mult)
+    own = {"context": spec.context_dim, "vector": spec.vector_dim}
+    return {**own, "levels": widths, "residual blocks": spec.num_res_blocks}
+
+
+def _check_fit(pipe: Pipeline, numbers: Mapping[str, object]) -> None:
+    """Raises ValueError if the numbers of a control are not those of its UNet."""
+    own = _numbers(pipe.family.unet)
+    for name, wanted in numbers.items():
+        if wanted not in (None, own[name]):
+            about = f"with {name} {wanted}{KNOWN.get(name, '')}, but that of {pipe.family.title} has {own[name]}"
+            raise ValueError(f"is for UNets {about}")
 
 
 def _add_base(network: nn.Module, pipe: Pipeline) -> None:

@@ -77,8 +77,21 @@ def unet_name(module: str, blocks: Mapping[str, str]) -> str:
     return f"{blocks.get(block, block)}.{RESNET.get(layer, layer)}"
 
 
+def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
+    """What a ControlNet has beside the UNet's way down, diffusers' -> the original's; counts are _unet_original's."""
+    inner = [f"blocks.{i}" for i in range(counts.get("controlnet_cond_embedding.blocks", 0))]
+    table = {  # the original counts the activations in between
+        f"controlnet_cond_embedding.{name}": f"input_hint_block.{2 * i}"
+        for i, name in enumerate(["conv_in", *inner, "conv_out"])
+    }
+    table |= {
+        f"controlnet_down_blocks.{i}": f"zero_convs.{i}.0" for i in range(counts.get("controlnet_down_blocks", 0))
+    }
+    return table | {"controlnet_mid_block": "middle_block_out.0"}
+
+
 def _unet_original(shapes: Shapes) -> Callable[[str], str]:
-    """-> a function: a key of a UNet of these shapes by diffusers' name -> by the original's."""
+    """-> a function: a key of a UNet of these shapes, or a ControlNet, by diffusers' name -> by the original's."""
     counts: dict[str, int] = {}  # how many there are of "down_blocks", "down_blocks.0.resnets", ...
     for key in shapes:
         for found in re.finditer(r"\.(\d+)(?=\.)", key):
@@ -91,14 +104,14 @@ def _unet_original(shapes: Shapes) -> Callable[[str], str]:
         counts.get("mid_block.attentions", 0),
     )
     original_block = {theirs: ours for ours, theirs in blocks.items()}
-    outside = {theirs: ours for ours, theirs in (*OUTSIDE.items(), *CLASSES.items())}
+    outside = {theirs: ours for ours, theirs in (*OUTSIDE.items(), *CLASSES.items())} | _control_modules(counts)
     resnet = {theirs: ours for ours, theirs in RESNET.items()}
 
     def original(key: str) -> str:
         module, _, last = key.rpartition(".")
         found = re.match(r"((?:down_blocks|up_blocks)\.\d+|mid_block)\.(\w+)\.\d+(?=\.)", module)
         if found is None:
-            return f"{outside.get(module, module)}.{last}"
+            return f"{outside[module]}.{last}" if module in outside else key
         layer = module[found.end() + 1 :]
         layer = layer if found[2] in ("attentions", "upsamplers") else resnet.get(layer, layer)
         # what no table has keeps its name, so that it is found to be unknown

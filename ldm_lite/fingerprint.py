@@ -29,7 +29,12 @@ FOREIGN = {  # a pattern among the keys -> what such a file is; the first match 
     r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with --lora)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for --embedding)",
-    r"^controlnet_cond_embedding\.": "a ControlNet in the format of diffusers",
+    r"^task_embedding$": "a ControlNet++ (union, ProMax)",
+    r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
+    r"^lora_controlnet$": "a Control-LoRA",
+    r"\blllite_": "a ControlNet-LLLite",
+    r"^controlnet_(single_)?blocks\.": "a ControlNet for Stable Diffusion 3, Flux or another diffusion transformer",
+    r"^controlnet_\w+\.": "a ControlNet in the format of diffusers, of a kind that is not read",
     r"joint_blocks\.": "Stable Diffusion 3",
     r"double_blocks\.|^transformer_blocks\.": "Flux or another diffusion transformer",
     r"time_stack|time_mixer": "Stable Video Diffusion",
@@ -67,7 +72,7 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
     # levels: closed by strided convolutions, or else (reading from the deepest) by residual blocks that upsample
     ends = [i for i in range(num_in) if f"input_blocks.{i}.0.op.weight" in shapes]
     ups = [i for i in range(num_out) for j in (1, 2) if f"output_blocks.{i}.{j}.in_layers.0.weight" in shapes]
-    if ends:
+    if ends or not num_out:
         bounds = [0, *ends, num_in]
         num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))
     else:
@@ -108,6 +113,14 @@ def infer_unet(shapes: Shapes) -> UNetSpec:
         scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
         resblock_updown=bool(ups),
     )
+
+
+def infer_control(shapes: Shapes) -> UNetSpec:
+    """Shapes of a ControlNet's weights -> its spec, as infer_unet's; its depths may be less than its UNet's.
+
+    Raises KeyError if a key that every ControlNet has is missing.
+    """
+    return infer_unet({**shapes, "out.2.weight": shapes["input_blocks.0.0.weight"][1:2]})
 
 
 def infer_if(shapes: Shapes) -> IFSpec:

@@ -1,4 +1,4 @@
-"""Make tests/data/diffusers.npz and diffusers.json.gz: networks in the format of diffusers, and a run of an LCM.
+"""Make tests/data/diffusers.npz and diffusers.json.gz: networks in the format of diffusers, and runs of some.
 
     pip install diffusers transformers && pip install --no-deps open_clip_torch
     python scripts/make_diffusers_goldens.py
@@ -19,6 +19,7 @@ import toy
 import transformers
 from make_family_goldens import NEGATIVE, NOISE, PROMPT, sd2_pipeline, sdxl_pipeline, tokenizers
 from make_goldens import DATA, Arrays, write
+from PIL import Image
 from random_checkpoint import LCM, SMALL, small, state_dict
 from torch import nn
 
@@ -26,8 +27,8 @@ from ldm_lite.benchmark import peers
 from ldm_lite.checkpoint import on_meta, prefix
 from ldm_lite.families import FAMILIES, Family
 from ldm_lite.identify import with_prediction
-from ldm_lite.models.unet import UNet
-from ldm_lite.networks import build
+from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.networks import SD1_UNET, SD2_UNET, SDXL_UNET, build
 
 Shapes = dict[str, list[int]]
 PREFIX = "model.diffusion_model."
@@ -40,6 +41,17 @@ X4 = {  # of stable-diffusion-x4-upscaler/unet/config.json, as far as it is not 
     "cross_attention_dim": 1024,
     "num_class_embeds": 1000,
     "use_linear_projection": True,
+}
+
+
+# Among them diffusers/controlnet-canny-sdxl-1.0, -mid and -small; where the last two have transformers and how many is
+# assumed by what is known of their configurations and sizes (5 and 7 times smaller).
+CONTROLS = {
+    "sd15": SD1_UNET,
+    "sd21": SD2_UNET,
+    "sdxl": SDXL_UNET,
+    "sdxl_mid": replace(SDXL_UNET, transformer_depth=(0, 1, 1), middle_depth=1),
+    "sdxl_small": replace(SDXL_UNET, transformer_depth=(0, 0, 0), middle_depth=1),
 }
 
 
@@ -68,6 +80,8 @@ def released() -> dict[str, Shapes]:
         for name in ("sd1", "sd1_inpaint", "sd2", "sd2_unclip_h", "sdxl_base", "sdxl_refiner", "lcm", "lcm_sdxl")
     }
     networks |= {f"unet_{name}": peers.unet(*row) for name, row in rows.items()}
+    with on_meta():
+        networks |= {f"control_{name}": controlnet(spec) for name, spec in CONTROLS.items()}
     networks["vae_kl_f8_sd"] = peers.vae(*rows["sd1"])
     networks["text_clip_l"] = peers.text_encoder(*rows["sd1"])
     networks["text_openclip_h14"] = peers.text_encoder(*rows["sd2"])
@@ -95,6 +109,72 @@ def unets() -> tuple[Arrays, dict[str, Shapes]]:
         ).sample
         shapes[f"small.unet_{name}"] = shapes_of(network)
     return arrays, shapes
+
+
+def controlnet(spec: UNetSpec) -> diffusers.ControlNetModel:
+    """diffusers' ControlNet for a UNet, or for one with fewer transformers."""
+    widths = [spec.model_channels * mult for mult in spec.channel_mult]
+    return diffusers.ControlNetModel(
+        in_channels=spec.in_channels,
+        block_out_channels=tuple(widths),
+        layers_per_block=spec.num_res_blocks[0],
+        down_block_types=tuple("CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in spec.transformer_depth),
+        # the last is the middle's too
+        transformer_layers_per_block=tuple(depth or spec.middle_depth for depth in spec.transformer_depth),
+        cross_attention_dim=spec.context_dim,
+        attention_head_dim=tuple(spec.heads(width) for width in widths),  # which is the number of heads
+        use_linear_projection=spec.linear_proj,
+        addition_embed_type=None if spec.vector_dim is None else "text_time",
+        addition_time_embed_dim=256,
+        projection_class_embeddings_input_dim=spec.vector_dim,
+    )
+
+
+def controls() -> tuple[Arrays, dict[str, Shapes]]:
+    """What the ControlNets of toy.DIFFUSERS_CONTROLS compute, after the last downsampler and in the middle."""
+    arrays, shapes = {}, {}
+    for name, spec in toy.DIFFUSERS_CONTROLS.items():
+        network = toy.fill(controlnet(spec))
+        x, context, y = toy.unet_inputs(spec)
+        given = None
+        if y is not None:  # the vector as it is, which diffusers would make of a size and an embedding
+            network.add_time_proj = nn.Identity()
+            given = {"text_embeds": y[:, :12], "time_ids": y[:, 12:]}
+        both = toy.picture().expand(2, -1, -1, -1)
+        down, middle = network(x, toy.T, context, both, added_cond_kwargs=given, return_dict=False)
+        arrays |= {f"control.{name}.6": down[6], f"control.{name}.-1": middle}
+        shapes[f"small.control_{name}"] = shapes_of(network)
+    return arrays, shapes
+
+
+def steered() -> tuple[Arrays, dict[str, Shapes]]:
+    """Guided steps of SDXL's pipeline with a ControlNet, and with two, of which one ends early."""
+    family = small("sdxl_base")
+    base = sdxl_pipeline(family, dict(state_dict(family)), *tokenizers())
+    for role in family.networks:
+        toy.fill(getattr(base, role))
+    lesser = replace(family.unet, transformer_depth=(0, 0), middle_depth=1)
+    nets = {"sdxl": toy.fill(controlnet(family.unet)), "sdxl_small": toy.fill(controlnet(lesser))}
+    picture, arrays = Image.fromarray(toy.photo()), {}
+    for name, (chosen, weights, ends) in toy.STEERED_XL.items():
+        pipe = diffusers.StableDiffusionXLControlNetPipeline(
+            **base.components, controlnet=[nets[each] for each in chosen], add_watermarker=False
+        )
+        pipe.set_progress_bar_config(disable=True)
+        arrays[f"steered.{name}"] = pipe(
+            PROMPT,
+            negative_prompt=NEGATIVE,
+            image=[picture] * len(chosen),
+            controlnet_conditioning_scale=list(weights),
+            control_guidance_end=list(ends),
+            num_inference_steps=4,
+            guidance_scale=5.0,
+            height=64,
+            width=64,
+            latents=NOISE,
+            output_type="latent",
+        ).images
+    return arrays, {f"small.steers.{name}": shapes_of(network) for name, network in nets.items()}
 
 
 def beside() -> tuple[Arrays, dict[str, Shapes]]:
@@ -184,7 +264,7 @@ def main() -> None:
     arrays, shapes = {}, released()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        for more_arrays, more_shapes in (unets(), beside(), lcm(), folders()):
+        for more_arrays, more_shapes in (unets(), controls(), beside(), lcm(), folders(), steered()):
             arrays |= more_arrays
             shapes |= more_shapes
     write(DATA / "diffusers.npz", arrays, torch.float32, json.dumps(versions))

@@ -97,6 +97,16 @@ DIFFUSERS_UNETS: dict[str, UNetSpec] = {
     "lcm_sdxl": replace(UNETS["sdxl_base"], guidance_dim=32),
 }
 
+# ControlNets that are compared in the format of diffusers, by the names of those that they are in miniature: some of
+# SDXL's have fewer transformers than their UNet.
+DIFFUSERS_CONTROLS: dict[str, UNetSpec] = {
+    "sd15": SD1,
+    "sd21": SD2,
+    "sdxl": UNETS["sdxl_base"],
+    "sdxl_mid": replace(UNETS["sdxl_base"], transformer_depth=(0, 1, 1), middle_depth=1),
+    "sdxl_small": replace(UNETS["sdxl_base"], transformer_depth=(0, 0, 0), middle_depth=1),
+}
+
 # kl-f16 with its attention level; z_channels and embed_dim differ, as in no released autoencoder.
 KL_F16 = VAESpec(
     channels=32, channel_mult=(1, 1, 2), num_res_blocks=1, z_channels=8, embed_dim=6, attn_levels=(2,), mid_attn=True
@@ -137,6 +147,11 @@ T5 = T5Spec(
 THRESHOLDS = ((100, 200), (20, 350))  # of Canny's edges
 # Runs with a ControlNet: (weight, number of steps of ten that it steers, guess mode).
 STEERED = {"plain": (1.0, 10, False), "half": (0.8, 5, False), "guess": (1.0, 10, True)}
+# Runs of SDXL with several: (their names, weights, and shares of the steps after which they end).
+STEERED_XL = {
+    "one": (("sdxl",), (0.8,), (1.0,)),
+    "two": (("sdxl", "sdxl_small"), (0.7, 1.2), (1.0, 0.5)),
+}
 
 # T2I-Adapters for SD1 and sdxl_base above, of every kind.
 ADAPTERS = {

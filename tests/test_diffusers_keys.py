@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.diffusers_keys import renamed
 from ldm_lite.families import FAMILIES
-from ldm_lite.fingerprint import infer_text, infer_unet, infer_vae
+from ldm_lite.fingerprint import infer_control, infer_text, infer_unet, infer_vae
 from ldm_lite.identify import identify
-from ldm_lite.networks import Spec, build
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.unet import UNetSpec
+from ldm_lite.networks import SDXL_UNET, Spec, build
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "diffusers.npz")
@@ -72,6 +74,27 @@ def test_a_released_unet_is_its_family(name: str) -> None:
     assert identify({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
 
 
+def controlnet(shapes: Mapping[str, tuple[int, ...]], like: UNetSpec) -> ControlNet:
+    """A ControlNet as its shapes say, with the heads of its UNet."""
+    with on_meta():
+        return ControlNet(replace(infer_control(shapes), num_heads=like.num_heads, head_dim=like.head_dim))
+
+
+@pytest.mark.parametrize("name", toy.DIFFUSERS_CONTROLS)
+def test_every_key_of_a_released_controlnet_has_its_place(name: str) -> None:
+    sources = renamed(shapes_of(f"control_{name}"))
+    ours = {key: source.shape for key, source in sources.items()}
+    net = controlnet(ours, SDXL_UNET)
+    assert ours == {key: tuple(value.shape) for key, value in net.state_dict().items()}
+    assert sorted(key for source in sources.values() for key in source.keys) == sorted(THEIRS[f"control_{name}"])
+    if f"control_{name}" in ORIGINAL:
+        assert ours == {key: tuple(shape) for key, shape in ORIGINAL[f"control_{name}"]["shapes"].items()}
+    if name == "sdxl":
+        assert net.spec == SDXL_UNET
+    if name == "sdxl_small":  # of which only the middle reads the text
+        assert (net.spec.transformer_depth, net.spec.middle_depth) == ((0, 0, 0), 1)
+
+
 def test_the_original_layout_is_left_alone() -> None:
     for name, manifest in ORIGINAL.items():
         assert renamed({key: tuple(shape) for key, shape in manifest["shapes"].items()}) is None, name
@@ -101,6 +124,19 @@ def test_a_unet_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
         other = y.clone()
         other[:, -spec.guidance_dim :] *= -1
         assert toy.relative_error(loaded(part, spec)(x, toy.T, context, other), GOLDEN[f"unet.{name}"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", toy.DIFFUSERS_CONTROLS)
+def test_a_controlnet_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
+    spec = toy.DIFFUSERS_CONTROLS[name]
+    part = component(tmp_path, name, weights_of(f"control_{name}"), "control")
+    net = controlnet(part.shapes, spec)
+    assert net.spec == spec
+    load_weights(net, part, "control", torch.device("cpu"), torch.float32)
+    x, context, y = toy.unet_inputs(spec)
+    results = net(x, toy.T, context, net.embed_hint(toy.picture()), y)
+    for i in (6, -1):
+        assert toy.relative_error(results[i], GOLDEN[f"control.{name}.{i}"]) < 1e-5
 
 
 OLD = {"group_norm": "group_norm", "to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

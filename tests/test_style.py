@@ -123,7 +123,7 @@ def test_the_command_and_its_mistakes(
             ["--control", asked(folder), "--clip-vision", str(folder / "style.pth")],
             "style.pth: holds no image encoder of CLIP by Hugging Face's names, only style",
         ),
-        (["--control", asked(folder, net="narrow.pth"), *clip], "is for UNets that read a context 32 wide"),
+        (["--control", asked(folder, net="narrow.pth"), *clip], "is for UNets with context 32 "),
     ):
         assert main([*common, *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -25,7 +25,8 @@ HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
 class ControlNet(Encoder):
     """Noised latents, a timestep, a text and an embedded picture -> what to add to the UNet's skips and middle.
 
-    spec is that of the UNet it is for; its out_channels is of no use here.
+    spec has the widths and residual blocks of the UNet it is for, may have fewer transformers, and no vector where that
+    has one; its out_channels is of no use here.
     """
 
     def __init__(self, spec: UNetSpec) -> None:
@@ -43,12 +44,14 @@ class ControlNet(Encoder):
         """The picture (B,3,8h,8w) in [0,1] -> (B,model_channels,h,w), the same at every step."""
         return self.input_hint_block(picture)
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor | None, hint: Tensor) -> tuple[Tensor, ...]:
-        """x (B,in_channels,h,w), t (B,), context (B,T,D), hint from embed_hint (B or 1) -> UNet.forward's `control`.
+    def forward(
+        self, x: Tensor, t: Tensor, context: Tensor | None, hint: Tensor, y: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """x (B,in_channels,h,w), t (B,), context (B,T,D), hint of embed_hint (B or 1), y (B,vector_dim) -> `control`.
 
-        That is one (B,C,h',w') for each input block, and one for the middle.
+        That is UNet.forward's: one (B,C,h',w') for each input block, and one for the middle.
         """
-        x, emb = channels_last(x), self.embed(t, None, x.dtype)
+        x, emb = channels_last(x), self.embed(t, y, x.dtype)
         out = []
         for i, (block, zero_conv) in enumerate(zip(self.input_blocks, self.zero_convs, strict=True)):
             x = block(x, emb, context, None)
@@ -88,21 +91,24 @@ class Steered(nn.Module):
         self.nets = nn.ModuleList(nets)
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None, hints: Hints) -> Tensor:
-        """As UNet.forward; a ControlNet reads as many of x's channels as it has."""
+        """As UNet.forward; a ControlNet reads as many of x's channels as it has, and of y's as its vector is wide."""
         control: tuple[Tensor, ...] | None = None
         for net, hint in zip(self.nets, hints.nets, strict=True):
             assert isinstance(net, ControlNet)
             if hint is not None:
-                more = _results(net, hint, x, t, context)
+                more = _results(net, hint, x, t, context, y)
                 control = more if control is None else tuple(a + b for a, b in zip(control, more, strict=True))
         return self.unet(x, t, context, y, control=control, features=hints.features)
 
 
-def _results(net: ControlNet, hint: Hint, x: Tensor, t: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
+def _results(
+    net: ControlNet, hint: Hint, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None
+) -> tuple[Tensor, ...]:
     """What a net adds to the UNet's skips and middle, for the whole batch."""
     first = 0 if hint.share == 1 else x.shape[0] - x.shape[0] // hint.share
     text = None if context is None else context[first:]
-    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], text, hint.picture)
+    vector = None if y is None or net.spec.vector_dim is None else y[first:, : net.spec.vector_dim]
+    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], text, hint.picture, vector)
     results = tuple(scale * each for scale, each in zip(hint.scales, results, strict=True))
     if hint.pool:
         results = tuple(each.mean(dim=(2, 3), keepdim=True) for each in results)

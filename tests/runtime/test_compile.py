@@ -113,10 +113,14 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(kind: str, tin
         assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("spec", [PLAIN, pytest.param(SMALL.unet, marks=pytest.mark.slow)], ids=["plain", "unet"])
+@pytest.mark.parametrize(
+    "spec",
+    [replace(PLAIN, vector_dim=24), pytest.param(SMALL.unet, marks=pytest.mark.slow)],
+    ids=["plain", "unet"],
+)
 def test_a_steered_step_is_one_graph_for_weights_steps_and_pictures(spec: UNetSpec) -> None:
     """Also over jobs, each of which has a network of its own around the same UNet."""
-    shares = (2,) if spec is PLAIN else (1, 2)
+    shares = (2,) if spec.vector_dim else (1, 2)
     unet, nets = toy.fill(UNet(spec)), [toy.fill(ControlNet(spec), f"{i}.") for i in range(len(shares))]
     counter = CompileCounter()
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
@@ -129,7 +133,8 @@ def test_a_steered_step_is_one_graph_for_weights_steps_and_pictures(spec: UNetSp
             for weight, share in zip(weights, shares, strict=False)
         ]
         features = (None, toy.normal(3, 1, spec.model_channels, h, w), *[None] * (num - 2))
-        given[3] = given[3]._replace(control=Hints(tuple(hints), features))
+        y = toy.normal(4, len(given[3].context), spec.vector_dim) if spec.vector_dim else None
+        given[3] = given[3]._replace(y=y, control=Hints(tuple(hints), features))
         steered = Steered(unet, nets)  # type: ignore[arg-type]
         torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
