@@ -29,6 +29,7 @@ from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.attention import layers
+from ldm_lite.runtime.offload import Placement
 from ldm_lite.runtime.tuning import tune_alike
 
 log = logging.getLogger("ldm_lite")
@@ -134,7 +135,7 @@ class Control:
 
 
 def load_controls(pipe: Pipeline, requests: Sequence[Request], clip_vision: str | None = None) -> list[Control]:
-    """Load what the requests name, onto the pipeline's device and in its dtype.
+    """Load what the requests name, in the pipeline's dtype, onto its device: whole, or block by block as its UNet.
 
     clip_vision is the file of CLIP's image encoder, through which style adapters look at their pictures.  Raises
     FileNotFoundError or ValueError, one line, for files that hold no control or one for another UNet.
@@ -196,12 +197,17 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter
         raise ValueError(f"{source}: a tensor that every such network has is missing: {error.args[0]}") from error
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    load_weights(network, found, "control", pipe.device, pipe.dtype)
+    # A style adapter computes at once, and goes.
+    by_block = role != "style" and pipe.placement is not None and pipe.placement.offload == "sequential"
+    home = torch.device("cpu") if by_block else pipe.device
+    load_weights(network, found, "control", home, pipe.dtype)
     if "difference" in found.checkpoint.shapes:
         _add_base(network, pipe)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
     if isinstance(network, ControlNet):
         tune_alike(network, pipe.unet)
+    if by_block:  # no weight of these networks is outside of a block, so there is no phase to enter
+        Placement({"control": network}, pipe.device, offload="sequential", storage=None)
     return network
 
 
@@ -251,7 +257,7 @@ def _add_base(network: nn.Module, pipe: Pipeline) -> None:
     base = dict(pipe.unet.named_parameters())
     for key, value in network.state_dict().items():
         if key in base:
-            own = base[key].data if pipe.placement is None else pipe.placement.read(base[key])
+            own = base[key].data if pipe.placement is None else pipe.placement.read(base[key], value.device)
             value.copy_(value.float() + own.float())
 
 

@@ -10,6 +10,7 @@ Two threads may use one network: what both need stays until both are done.
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -61,10 +62,10 @@ class Placement:
                 stack.enter_context(group)
             yield
 
-    def read(self, weight: Tensor) -> Tensor:
-        """A network's weight as it computes with it, on the device, wherever and however it is kept now."""
+    def read(self, weight: Tensor, device: torch.device) -> Tensor:
+        """A network's weight as it computes with it, on any device, wherever and however it is kept now."""
         stored = self._stored.get(weight)
-        return weight.data.to(self.device) if stored is None else restore(stored, self.device)
+        return weight.data.to(device) if stored is None else restore(stored, device)
 
     def _place(self, role: str, network: nn.Module, storage: str | None) -> None:
         blocks = _blocks(network) if self.offload == "sequential" or storage else []
@@ -139,6 +140,14 @@ class _Group:
             self._users -= 1
             if self._users == 0:
                 self._leave()
+
+    def __del__(self) -> None:
+        # A network may go, as ControlNets do after their job, with a copy under way that nothing has waited for: its
+        # memory is the computing stream's again only when that has ended.
+        values, copied = self._ready or ((), None)
+        if copied is not None and not sys.is_finalizing():
+            for value in values:
+                value.record_stream(self.stream)
 
     def fetch(self) -> None:
         """Begin to restore what the next __enter__ will need."""

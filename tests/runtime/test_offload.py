@@ -14,10 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
+from PIL import Image
+from random_checkpoint import SMALL
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
+from ldm_lite.control import load_controls, parse
 from ldm_lite.generate import decode
+from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import offload, storage
 from ldm_lite.runtime.offload import _blocks
@@ -112,7 +117,7 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: events.append("kept") if other is stream else None)
     layer = nn.Conv2d(4, 4, 3).half().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     slots = [(tensor, store(tensor.data, name)) for tensor in layer.parameters()]
     wanted = [restore(stored, cpu) for _, stored in slots]
@@ -127,6 +132,45 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
             assert tensor.stride() == value.stride()
             assert tensor.data_ptr() != stored.values.data_ptr()
     assert all(tensor.data_ptr() == stored.values.data_ptr() for tensor, stored in slots)
+    assert "kept" not in events
+    group.fetch()  # a network that goes before it is needed again
+    del group
+    assert events[-2:] == ["kept", "kept"]
+
+
+def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_path: Path) -> None:
+    """ControlNets, also of differences, and T2I-Adapters; two threads may ask for them; and they go with their job."""
+    weights, base = toy.control(SMALL.unet), load(small_path).unet.state_dict()
+    save_file(weights, tmp_path / "net.safetensors")
+    deltas = {key: value - base[key] if key in base else value for key, value in weights.items()}
+    save_file({**deltas, "difference": torch.ones(1)}, tmp_path / "difference.safetensors")
+    adapter = toy.fill(T2IAdapter(AdapterSpec(3, 8, (32, 64), num_res_blocks=2, light=False)))
+    save_file(adapter.state_dict(), tmp_path / "adapter.safetensors")
+    Image.fromarray(toy.photo()).save(tmp_path / "photo.png")
+    names = ("net.safetensors", "difference.safetensors", "adapter.safetensors")
+    controls = tuple(f"{tmp_path / name}:{tmp_path / 'photo.png'}:0.5" for name in names)
+    options = Options(prompt="a red apple", steps=2, control=controls)
+    [wanted], pipe = txt2img(load(small_path), options), load(small_path, offload="sequential")
+    device.peak = 0
+    [result] = txt2img(pipe, options)
+    torch.testing.assert_close(result.pixels, wanted.pixels, rtol=1e-4, atol=1e-4)  # differences are rounded
+    assert device.shapes.count((16, 3, 3, 3)) == 2  # the pictures are embedded once a job
+    nets = [control.network for control in load_controls(pipe, parse(controls))]
+    assert all(sum(map(size, _blocks(net))) == size(net) for net in nets), "a weight is outside of all blocks"
+    assert device.now == 0
+    assert device.peak == max(size(block) for net in (*pipe.networks.values(), *nets) for block in _blocks(net))
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.extend(r.pixels for r in txt2img(pipe, options))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(each, result.pixels) for each in results] == [True, True]
+    storages = [weakref.ref(value.untyped_storage()) for net in nets for value in net.state_dict().values()]
+    del nets
+    gc.collect()
+    assert device.now == 0
+    assert all(ref() is None for ref in storages)
 
 
 @pytest.mark.parametrize("name", list(STORAGES))
