@@ -144,8 +144,8 @@ def load_controls(pipe: Pipeline, requests: Sequence[Request], clip_vision: str 
         return []
     if not isinstance(pipe.unet, UNet):
         raise ValueError(f"{pipe.family.title} has no UNet that a control could steer")
-    networks = [_load(pipe, request.source) for request in requests]
-    looks = any(isinstance(network, StyleAdapter) for network in networks)
+    loaded = [_load(pipe, request) for request in requests]
+    looks = any(isinstance(network, StyleAdapter) for _, network in loaded)
     if looks != (clip_vision is not None):
         raise ValueError(
             "a style adapter looks through CLIP ViT-L/14's image encoder: give its file with --clip-vision FILE, "
@@ -156,7 +156,7 @@ def load_controls(pipe: Pipeline, requests: Sequence[Request], clip_vision: str 
     vision = None if clip_vision is None else _load_vision(pipe, clip_vision)
     return [
         Control(request, _tokens(network, vision, request) if isinstance(network, StyleAdapter) else network)
-        for request, network in zip(requests, networks, strict=True)
+        for request, network in loaded
     ]
 
 
@@ -184,7 +184,9 @@ def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, request: Re
     return request.weight * network(vision(picture.to(network.proj)))
 
 
-def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter:
+def _load(pipe: Pipeline, request: Request) -> tuple[Request, ControlNet | T2IAdapter | StyleAdapter]:
+    """What a request names; and the request, with what the network's own configuration asks for."""
+    source = request.source
     components = split(open_source(source))
     role = next((role for role in ("control", "adapter", "style") if role in components), None)
     if role is None:
@@ -193,8 +195,9 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter
     try:
         with on_meta():
             network = _build(pipe, role, found.shapes)
-    except KeyError as error:
-        raise ValueError(f"{source}: a tensor that every such network has is missing: {error.args[0]}") from error
+    except (KeyError, IndexError) as error:
+        reason = f"is missing: {error.args[0]}" if isinstance(error, KeyError) else "has another shape"
+        raise ValueError(f"{source}: a tensor that every such network has {reason}") from error
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     # A style adapter computes at once, and goes.
@@ -208,7 +211,11 @@ def _load(pipe: Pipeline, source: str) -> ControlNet | T2IAdapter | StyleAdapter
         tune_alike(network, pipe.unet)
     if by_block:  # no weight of these networks is outside of a block, so there is no phase to enter
         Placement({"control": network}, pipe.device, offload="sequential", storage=None)
-    return network
+    config = found.checkpoint.path / "config.json"  # of a folder of diffusers
+    if config.is_file() and re.search(r'"global_pool_conditions"\s*:\s*true', config.read_text(encoding="utf-8")):
+        log.info("%s: averages over the picture, as its configuration says", source)
+        request = replace(request, pool=True)
+    return request, network
 
 
 def _build(pipe: Pipeline, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter:

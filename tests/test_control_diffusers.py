@@ -101,6 +101,17 @@ def test_a_run_of_sdxl_equals_diffusers(pipe: Pipeline, folder: Path, name: str,
     assert toy.relative_error(last, GOLDEN[f"steered.{name}"]) < 1e-5
 
 
+def test_the_configuration_of_a_folder_says_that_a_net_pools(pipe: Pipeline, folder: Path) -> None:
+    config = folder / "sdxl" / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({"_class_name": "ControlNetModel", "global_pool_conditions": True}, indent=2))
+    [control] = load_controls(pipe, parse([spec(folder, "sdxl", ":0.5")]))
+    assert control.request == replace(parse([spec(folder, "sdxl", ":0.5")])[0], pool=True)
+    config.write_text(before)
+    [control] = load_controls(pipe, parse([spec(folder, "sdxl")]))
+    assert not control.request.pool
+
+
 def test_half_precision_is_read(pipe: Pipeline, folder: Path) -> None:
     [control] = load_controls(pipe, parse([spec(folder, "fp16.safetensors")]))
     weights = original(weights_of("steers.sdxl"))
