@@ -120,6 +120,24 @@ def _unet_original(shapes: Shapes) -> Callable[[str], str]:
     return original
 
 
+def _adapter_original(shapes: Shapes) -> Callable[[str], str]:
+    """-> a function: a key of a T2I-Adapter of these shapes by diffusers' name -> by the original's.
+
+    The original counts the residual blocks of a full one through all levels.
+    """
+    light = "adapter.body.0.out_conv.weight" in shapes
+    block = re.compile(r"^adapter\.body\.(\d+)\.(?:resnets\.(\d+)\.)?")
+    num = 1 + max(int(found[2] or 0) for key in shapes if (found := block.match(key)))
+
+    def name(found: re.Match[str]) -> str:
+        level, inner = int(found[1]), found[2]
+        if light:
+            return f"adapter.body.{level}." + ("" if inner is None else f"body.{inner}.")
+        return f"adapter.body.{level * num + int(inner or 0)}."
+
+    return lambda key: block.sub(name, key)
+
+
 # ---- autoencoders, text encoders ------------------------------------------------------------------------------------
 
 # Patterns of diffusers' names -> the original's, all of them tried in this order.
@@ -238,6 +256,8 @@ def renamed(shapes: Shapes, open_clip: bool | None = None) -> dict[str, Source] 
     original: Callable[[str], str]
     if "time_embedding.linear_1.weight" in shapes:
         original = _unet_original(shapes)
+    elif "adapter.body.0.resnets.0.block1.weight" in shapes:
+        original = _adapter_original(shapes)
     elif any(re.match(r"(encoder|decoder)\.mid_block\.resnets\.0\.", key) for key in shapes):
         original = _vae_original(shapes)
     elif norm is not None and (shapes[norm][0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):

@@ -27,6 +27,7 @@ from ldm_lite.benchmark import peers
 from ldm_lite.checkpoint import on_meta, prefix
 from ldm_lite.families import FAMILIES, Family
 from ldm_lite.identify import with_prediction
+from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.networks import SD1_UNET, SD2_UNET, SDXL_UNET, build
 
@@ -52,6 +53,14 @@ CONTROLS = {
     "sdxl": SDXL_UNET,
     "sdxl_mid": replace(SDXL_UNET, transformer_depth=(0, 1, 1), middle_depth=1),
     "sdxl_small": replace(SDXL_UNET, transformer_depth=(0, 0, 0), middle_depth=1),
+}
+
+
+WIDTHS = tuple(SD1_UNET.model_channels * mult for mult in SD1_UNET.channel_mult)
+ADAPTERS = {
+    "sd_rgb": AdapterSpec(3, 8, WIDTHS, 2, light=False),
+    "light_color": AdapterSpec(3, 8, WIDTHS, 4, light=True),
+    "sdxl": AdapterSpec(1, 16, WIDTHS, 2, light=False),
 }
 
 
@@ -82,6 +91,7 @@ def released() -> dict[str, Shapes]:
     networks |= {f"unet_{name}": peers.unet(*row) for name, row in rows.items()}
     with on_meta():
         networks |= {f"control_{name}": controlnet(spec) for name, spec in CONTROLS.items()}
+        networks |= {f"t2i_adapter_{name}": adapter(spec) for name, spec in ADAPTERS.items()}
     networks["vae_kl_f8_sd"] = peers.vae(*rows["sd1"])
     networks["text_clip_l"] = peers.text_encoder(*rows["sd1"])
     networks["text_openclip_h14"] = peers.text_encoder(*rows["sd2"])
@@ -144,6 +154,24 @@ def controls() -> tuple[Arrays, dict[str, Shapes]]:
         down, middle = network(x, toy.T, context, both, added_cond_kwargs=given, return_dict=False)
         arrays |= {f"control.{name}.6": down[6], f"control.{name}.-1": middle}
         shapes[f"small.control_{name}"] = shapes_of(network)
+    return arrays, shapes
+
+
+def adapter(spec: AdapterSpec) -> diffusers.T2IAdapter:
+    """diffusers' T2I-Adapter."""
+    kind = "light_adapter" if spec.light else "full_adapter_xl" if spec.factor == 16 else "full_adapter"
+    channels = list(spec.channels[:-1] if spec.light else spec.channels)
+    return diffusers.T2IAdapter(spec.in_channels, channels, spec.num_res_blocks, spec.factor, kind)
+
+
+def adapters() -> tuple[Arrays, dict[str, Shapes]]:
+    """Of toy.ADAPTERS' second and last features, every fourth channel."""
+    arrays, shapes = {}, {}
+    for name, spec in toy.ADAPTERS.items():
+        network = toy.fill(adapter(spec))
+        features = network(toy.picture(spec.in_channels))
+        arrays |= {f"adapter.{name}.{i}": features[i][:, ::4] for i in (1, -1)}
+        shapes[f"small.adapter_{name}"] = shapes_of(network)
     return arrays, shapes
 
 
@@ -264,7 +292,7 @@ def main() -> None:
     arrays, shapes = {}, released()
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        for more_arrays, more_shapes in (unets(), controls(), beside(), lcm(), folders(), steered()):
+        for more_arrays, more_shapes in (unets(), controls(), adapters(), beside(), lcm(), folders(), steered()):
             arrays |= more_arrays
             shapes |= more_shapes
     write(DATA / "diffusers.npz", arrays, torch.float32, json.dumps(versions))

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.diffusers_keys import renamed
 from ldm_lite.families import FAMILIES
-from ldm_lite.fingerprint import infer_control, infer_text, infer_unet, infer_vae
+from ldm_lite.fingerprint import infer_adapter, infer_control, infer_text, infer_unet, infer_vae
 from ldm_lite.identify import identify
 from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.networks import SDXL_UNET, Spec, build
 
@@ -95,6 +96,13 @@ def test_every_key_of_a_released_controlnet_has_its_place(name: str) -> None:
         assert (net.spec.transformer_depth, net.spec.middle_depth) == ((0, 0, 0), 1)
 
 
+@pytest.mark.parametrize("name", ["sd_rgb", "light_color", "sdxl"])
+def test_every_key_of_a_released_adapter_has_its_place(name: str) -> None:
+    sources = renamed(shapes_of(f"t2i_adapter_{name}"))
+    ours = {key.removeprefix("adapter."): source.shape for key, source in sources.items()}
+    assert ours == {key: tuple(shape) for key, shape in ORIGINAL[f"t2i_adapter_{name}"]["shapes"].items()}
+
+
 def test_the_original_layout_is_left_alone() -> None:
     for name, manifest in ORIGINAL.items():
         assert renamed({key: tuple(shape) for key, shape in manifest["shapes"].items()}) is None, name
@@ -137,6 +145,18 @@ def test_a_controlnet_computes_what_diffusers_does(tmp_path: Path, name: str) ->
     results = net(x, toy.T, context, net.embed_hint(toy.picture()), y)
     for i in (6, -1):
         assert toy.relative_error(results[i], GOLDEN[f"control.{name}.{i}"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", toy.ADAPTERS)
+def test_an_adapter_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
+    part = component(tmp_path, name, weights_of(f"adapter_{name}"), "adapter")
+    assert infer_adapter(part.shapes, 3) == toy.ADAPTERS[name]
+    with on_meta():
+        adapter = T2IAdapter(toy.ADAPTERS[name])
+    load_weights(adapter, part, "adapter", torch.device("cpu"), torch.float32)
+    features = adapter(toy.picture(adapter.spec.in_channels))
+    for i in (1, -1):
+        assert toy.relative_error(features[i][:, ::4], GOLDEN[f"adapter.{name}.{i}"]) < 1e-5
 
 
 OLD = {"group_norm": "group_norm", "to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
