@@ -59,8 +59,8 @@ def read(path: str | os.PathLike[str]) -> list[Box]:
     Raises ValueError, one line, for a file that is none.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         return [Box(int(entry["class"]), *map(float, entry["box"])) for entry in entries]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         wanted = '[{"class": 12, "box": [left, top, right, bottom]}, ...]'
         raise ValueError(f"{os.fspath(path)}: is not a list of boxes ({error}), wanted {wanted}") from error

@@ -7,6 +7,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 
 log = logging.getLogger("ldm_lite")
 
+T = TypeVar("T")
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 RESIZES = ("crop", "fit", "stretch")
 SIDES = ("left", "top", "right", "bottom")
@@ -24,27 +28,37 @@ SIDES = ("left", "top", "right", "bottom")
 # ---- from files -----------------------------------------------------------------------------------------------------
 
 
+def listed(folder: Path) -> list[Path]:
+    """The pictures in a folder, by name: hidden ones are half written, or another system's notes."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    )
+
+
 def open_picture(path: str | os.PathLike[str]) -> Image.Image:
     """A file -> to_picture of it.  Raises ValueError for what is no image; OSError if it cannot be opened."""
-    return _read(path, to_picture)
+    return read(path, to_picture)
 
 
 def open_mask(path: str | os.PathLike[str]) -> Image.Image:
     """A file -> to_mask of it.  Raises ValueError for what is no image; OSError if it cannot be opened."""
-    return _read(path, to_mask)
+    return read(path, to_mask)
 
 
 def open_depth(path: str | os.PathLike[str]) -> Image.Image:
     """A file -> its grey values, all bits of them, as an image of mode F.  Raises as open_picture does."""
-    return _read(path, lambda image: ImageOps.exif_transpose(image).convert("F" if image.mode[0] in "IF" else "L"))
+    return read(path, lambda image: ImageOps.exif_transpose(image).convert("F" if image.mode[0] in "IF" else "L"))
 
 
-def _read(path: str | os.PathLike[str], convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def read(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
+    """A file -> what `convert` makes of its image.  Raises ValueError for what is no image, or none for it; OSError."""
     with open(path, "rb") as file:  # first, so that only a file that is there is called no image
         try:
             return convert(Image.open(file))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
+        except Exception as error:  # of a damaged file PIL raises nearly anything
+            why = "" if isinstance(error, UnidentifiedImageError) else f" ({str(error) or type(error).__name__})"
             raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
 
 

@@ -7,17 +7,17 @@ which stands for what to keep away from, where a model was trained with it.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ldm_lite import boxes
 from ldm_lite.checkpoint import open_checkpoint
 from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.image import read
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 from ldm_lite.pipeline import Pipeline
@@ -69,17 +69,19 @@ def label_maps(pipe: Pipeline, prompts: Prompts, size: tuple[int, int]) -> Condi
     maps = []
     for prompt in prompts:
         path = _file(pipe, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
-        try:
-            with Image.open(path) as image:
-                if image.mode not in ("L", "P", "I;16", "I"):
-                    raise ValueError(f"has the mode {image.mode}, wanted one channel (L or P) of labels")
-                labels = np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
-            if labels.max() >= num_labels or labels.min() < 0:
-                raise ValueError(f"holds the label {labels.max()}, wanted 0 to {num_labels - 1}")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: is no map of labels: {error}") from error
+        labels = read(path, lambda image: _labels(image, size))
+        if labels.max() >= num_labels or labels.min() < 0:
+            raise ValueError(
+                f"{path}: is no map of labels: holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+            )
         maps.append(torch.from_numpy(labels))
     return Conditioning(concat=pipe.text_encoder(torch.stack(maps).to(pipe.device)))
+
+
+def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
+    if image.mode not in ("L", "P", "I;16", "I"):
+        raise ValueError(f"is no map of labels: has the mode {image.mode}, wanted one channel (L or P) of labels")
+    return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
 
 
 def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditioning:
@@ -98,30 +100,52 @@ def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
     """A .npy file -> its embeddings (T,D) float32, D being the width of the pipeline's context.  Raises ValueError."""
     width = pipe.family.unet.context_dim
     path = _file(pipe, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
-    try:
-        values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: is no .npy file ({error})") from error
+    values = _npy(path)
     values = values[None] if values.ndim == 1 else values
-    if values.ndim != 2 or values.shape[1] != width or values.dtype.kind != "f":
-        raise ValueError(
-            f"{path}: holds {values.dtype} of shape {values.shape}, wanted floats ({width},) or (T, {width})"
-        )
-    return torch.from_numpy(values.astype(np.float32))
+    if values.ndim != 2 or values.shape[1] != width:
+        raise ValueError(f"{path}: holds floats of shape {tuple(values.shape)}, wanted ({width},) or (T, {width})")
+    return values
 
 
 def read_image_embedding(path: Path) -> Tensor:
     """The one vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for another."""
-    if path.suffix == ".npy":
-        values = torch.from_numpy(np.load(path))
-    else:
-        file = open_checkpoint(path)
-        if len(file.shapes) != 1:
-            raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
-        values = file.read(next(iter(file.shapes)))
+    values = read_tensor(path)
     if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
         raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
-    return values.reshape(1, -1).float()
+    return values.reshape(1, -1)
+
+
+def read_tensor(path: Path) -> Tensor:
+    """The one tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line, for another."""
+    if path.suffix == ".npy":
+        return _npy(path)
+    if path.suffix in (".pt", ".pth", ".bin"):
+        try:
+            value = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # of what is no pickle torch raises nearly anything
+            raise ValueError(f"{path}: is no file of torch's, or not one of tensors alone") from error
+        found = list(value.values()) if isinstance(value, dict) else [value]
+    else:
+        file = open_checkpoint(path)
+        found = [file.read(name) for name in list(file.shapes)[:2]]
+    if len(found) != 1 or not isinstance(found[0], Tensor):
+        raise ValueError(f"{path}: holds something other than one tensor, the embedding")
+    return found[0].float()
+
+
+def _npy(path: Path) -> Tensor:
+    """The floats in a .npy file, as float32."""
+    try:
+        values = np.load(path, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: is no .npy file of numbers, or not whole") from error
+    if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+        raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
+    return torch.from_numpy(values.astype(np.float32))
 
 
 def read_image_statistics(path: Path) -> Tensor:
@@ -136,7 +160,9 @@ def read_image_statistics(path: Path) -> Tensor:
             file = open_checkpoint(path)
             mean, deviation = (file.read(name) for name in ("mean", "std"))
         return torch.stack([mean.reshape(-1), deviation.reshape(-1)]).float()
-    except (KeyError, SafetensorError, TypeError, AttributeError, ValueError, RuntimeError, UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of what is no pickle torch raises nearly anything
         raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
 
 

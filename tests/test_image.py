@@ -9,11 +9,13 @@ from PIL import Image
 
 from ldm_lite.image import (
     extend,
+    listed,
     mask_latent,
     mask_weights,
     open_mask,
     open_picture,
     pad,
+    read,
     resize,
     to_array,
     to_mask,
@@ -169,3 +171,21 @@ def test_padding() -> None:
     assert torch.equal(padded[:, :4, :6], pixels)
     assert torch.equal(padded[:, 7], padded[:, 3])
     assert pad(padded, 8).shape == (3, 8, 8)
+
+
+def test_a_folder_s_pictures_are_its_visible_files(tmp_path: Path) -> None:
+    """Not the picture that another process is writing, nor macOS's notes, nor a folder with such a name."""
+    for name in ("b.PNG", "a.jpg", ".half.png", "._a.jpg", "a.txt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "folder.png").mkdir()
+    assert [path.name for path in listed(tmp_path)] == ["a.jpg", "b.PNG"]
+
+
+@pytest.mark.parametrize("error", [EOFError("x"), NotImplementedError("x"), MemoryError(), OverflowError("x")])
+def test_whatever_a_damaged_file_raises_is_one_line(tmp_path: Path, error: Exception) -> None:
+    def convert(image: Image.Image) -> Image.Image:
+        raise error
+
+    Image.new("RGB", (1, 1)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png: is not an image that can be read \((x|MemoryError)\)"):
+        read(tmp_path / "a.png", convert)

@@ -276,8 +276,13 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
         (["--data", "EMPTY"], "holds no images"),
         (["--data", "UNCAPTIONED"], "has no caption: wanted a.txt beside it"),
         (["--data", "BLANK"], "its caption is empty"),
-        (["--data", "BROKEN"], "cannot be read as an image"),
+        (["--data", "BROKEN"], "is not an image that can be read"),
+        (["--data", "BROKEN", "--workers", "1", "--lora_rank", "1"], "is not an image that can be read"),
         (["--data", "LIST"], "captions.jsonl, line 1: wanted"),
+        (["--data", "TYPES"], "captions.jsonl, line 2: wanted"),
+        (["--data", "LATIN"], "a.txt: is not UTF-8 text"),
+        (["--renderer", "SYNTAX/r.py"], "r.py: cannot be imported: SyntaxError"),
+        (["--renderer", "FAILS/r.py"], "the renderer fails at scene 0: KeyError: 0"),
         (["--renderer", "none.py"], "is no Python file"),
         (["--preset", "huge", "--data", "DATA"], "unknown preset 'huge': wanted one of emoji64"),
         (["--preset", "emoji64", "--data", "DATA"], "a new diffusion model needs an autoencoder"),
@@ -301,15 +306,38 @@ def test_mistakes_are_one_line(
         "BLANK": {"a.png": image, "a.txt": b" \n"},
         "BROKEN": {"a.png": b"nothing", "a.txt": b"a"},
         "LIST": {"captions.jsonl": b"{}\n"},
+        "TYPES": {
+            "a.png": image,
+            "captions.jsonl": b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}\r\n{"file_name": 1, "text": null}',
+        },
+        "LATIN": {"a.png": image, "a.txt": b"\xe9t\xe9"},
+        "SYNTAX": {"r.py": b"def"},
+        "FAILS": {"r.py": b"def scenes(resolution):\n    return {}.__getitem__"},
     }
     for name, files in contents.items():
         (tmp_path / name).mkdir()
         for file, content in files.items():
             (tmp_path / name / file).write_bytes(content)
+    workers = [] if "--workers" in arguments else ["--workers", "0"]
     base = [] if "--preset" in arguments else ["--ckpt", os.fspath(small_path)]
-    assert command.main([*arguments, *base, "--device", "cpu", "--workers", "0", "--steps", "1", "--batch", "1"]) == 2
+    assert command.main([*arguments, *base, "--device", "cpu", "--steps", "1", "--batch", "1", *workers]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in error
+    assert "Traceback" not in error
+
+
+def test_photos_are_turned_upright_and_what_is_transparent_is_white(tmp_path: Path) -> None:
+    image, exif = Image.new("RGB", (16, 8), "blue"), Image.Exif()
+    image.paste((255, 0, 0), (0, 0, 8, 8))
+    exif[0x112] = 6  # to be turned by 90 degrees: its left side is the top
+    image.save(tmp_path / "a.png", exif=exif)
+    Image.new("RGBA", (8, 8)).save(tmp_path / "b.png")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    photo, clear = (data.open_folder(tmp_path, 8).example(i)[0] for i in range(2))
+    assert photo[:, 0, 4].tolist() == [255, 0, 0]
+    assert photo[:, 7, 4].tolist() == [0, 0, 255]
+    assert (clear == 255).all()
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path, folder: Path, small_path: Path) -> None:

@@ -7,10 +7,10 @@ sees depends on the seed and the step alone, so that a run can be taken up again
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ldm_lite.image import SUFFIXES, listed, open_picture
 from ldm_lite.models.vae_kl import AutoencoderKL
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -47,17 +48,14 @@ class Folder:
         return len(self.items)
 
     def example(self, index: int) -> tuple[Tensor, str]:
-        """-> pixels (3,R,R) uint8, caption.  Raises ValueError, one line, for a file that is no image."""
+        """-> pixels (3,R,R) uint8, caption.  Raises ValueError, one line, for a file that is no image; OSError."""
         path, caption = self.items[index]
-        try:
-            with Image.open(path) as image:
-                side = min(image.size)
-                left, top = (image.width - side) // 2, (image.height - side) // 2
-                square = image.convert("RGB").resize(
-                    (self.resolution, self.resolution), Image.Resampling.LANCZOS, (left, top, left + side, top + side)
-                )
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read as an image ({error})") from error
+        image = open_picture(path)
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        square = image.resize(
+            (self.resolution, self.resolution), Image.Resampling.LANCZOS, (left, top, left + side, top + side)
+        )
         return _tensor(square), caption
 
 
@@ -71,7 +69,7 @@ def open_folder(folder: Path, resolution: int) -> Folder:
     lists = sorted(folder.glob("*.jsonl"))
     pairs = _listed(lists[0]) if lists else _beside(folder)
     if not pairs:
-        raise ValueError(f"{folder}: holds no images ({', '.join(IMAGES)})")
+        raise ValueError(f"{folder}: holds no images ({', '.join(SUFFIXES)})")
     for path, caption in pairs:
         if not caption:
             raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
@@ -79,28 +77,39 @@ def open_folder(folder: Path, resolution: int) -> Folder:
 
 
 def _beside(folder: Path) -> list[tuple[Path, str]]:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    paths = sorted(path for each in folders for path in listed(each))
     without = [path for path in paths if not path.with_suffix(".txt").is_file()]
     if without:
         raise ValueError(
             f"{without[0]}: has no caption: wanted {without[0].stem}.txt beside it ({len(without)} lack one)"
         )
-    return [(path, path.with_suffix(".txt").read_text(encoding="utf-8").strip()) for path in paths]
+    return [(path, _text(path.with_suffix(".txt")).strip()) for path in paths]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text") from error
 
 
 def _listed(path: Path) -> list[tuple[Path, str]]:
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            image, caption = path.parent / row["file_name"], str(row["text"]).strip()
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            name, caption = row["file_name"], row["text"]
+            if not isinstance(name, str) or not isinstance(caption, str):
+                raise TypeError
+        except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f'{path}, line {number}: wanted {{"file_name": ..., "text": ...}}') from error
+        image = path.parent / name
         if not image.is_file():
-            raise ValueError(f"{path}, line {number}: {image.name} is not there")
-        pairs.append((image, caption))
+            raise ValueError(f"{path}, line {number}: {name} is not there")
+        pairs.append((image, caption.strip()))
     return pairs
 
 
@@ -112,9 +121,12 @@ class Drawn:
     size: int | None = None
 
     def example(self, index: int) -> tuple[Tensor, str]:
-        """-> pixels (3,R,R) uint8, caption."""
-        image, caption = self.draw(index)
-        return _tensor(image), caption
+        """-> pixels (3,R,R) uint8, caption.  Raises ValueError, one line, if the file cannot draw it."""
+        try:
+            image, caption = self.draw(index)
+            return _tensor(image), caption
+        except Exception as error:  # whatever is wrong in a user's own code
+            raise ValueError(f"the renderer fails at scene {index}: {type(error).__name__}: {error}") from error
 
 
 def open_renderer(path: Path, resolution: int, arguments: dict[str, Any]) -> Drawn:
@@ -124,7 +136,10 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any]) -> Dra
         raise ValueError(f"{path}: is no Python file, wanted one with a function scenes(resolution, ...)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # so that worker processes can unpickle what it makes
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, "scenes"):
         raise ValueError(f"{path}: has no function scenes(resolution, ...)")
     try:
@@ -169,7 +184,8 @@ def encode(source: "Folder | Drawn", vae: AutoencoderKL, batch: int, workers: in
     assert source.size is not None
     device, parts, captions = next(vae.parameters()).device, [], []
     loader = DataLoader(_All(source), batch_size=batch, num_workers=workers, collate_fn=list)
-    for pairs in loader:
+    for items in loader:
+        pairs = list(_raised(items))
         pixels = torch.stack([pixels for pixels, _ in pairs])
         parts.append(torch.cat(vae.encode(to_float(pixels, device)), dim=1).half().cpu())
         captions += [caption for _, caption in pairs]
@@ -197,18 +213,33 @@ def order(source: Source, seed: int, first: int, count: int) -> list[int]:
     return indices
 
 
-class _All(Dataset[tuple[Tensor, str]]):
+def _caught(make: Callable[[], T]) -> "T | Exception":
+    """What is made, or what is wrong with a file as a value: raised in a worker, it would become a traceback."""
+    try:
+        return make()
+    except (ValueError, OSError) as error:
+        return error
+
+
+def _raised(items: "Iterable[T | Exception]") -> Iterator[T]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+class _All(Dataset["tuple[Tensor, str] | Exception"]):
     def __init__(self, source: "Folder | Drawn") -> None:
         self.source = source
 
     def __len__(self) -> int:
         return self.source.size or 0
 
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        return self.source.example(index)
+    def __getitem__(self, index: int) -> "tuple[Tensor, str] | Exception":
+        return _caught(lambda: self.source.example(index))
 
 
-class _Steps(Dataset[tuple[Tensor, list[str]]]):
+class _Steps(Dataset["tuple[Tensor, list[str]] | Exception"]):
     """Batch k is what step k of the run sees."""
 
     def __init__(self, source: Source, seed: int, batch: int, steps: int) -> None:
@@ -217,9 +248,12 @@ class _Steps(Dataset[tuple[Tensor, list[str]]]):
     def __len__(self) -> int:
         return self.steps
 
-    def __getitem__(self, step: int) -> tuple[Tensor, list[str]]:
+    def __getitem__(self, step: int) -> "tuple[Tensor, list[str]] | Exception":
         if step >= self.steps:
             raise IndexError(step)
+        return _caught(lambda: self._batch(step))
+
+    def _batch(self, step: int) -> tuple[Tensor, list[str]]:
         examples = [self.source.example(i) for i in order(self.source, self.seed, step * self.batch, self.batch)]
         return torch.stack([pixels for pixels, _ in examples]), [caption for _, caption in examples]
 
@@ -230,7 +264,7 @@ def batches(source: Source, seed: int, batch: int, steps: range, workers: int) -
     loader = DataLoader(
         dataset, batch_size=None, sampler=steps, num_workers=workers, prefetch_factor=8 if workers else None
     )
-    return iter(loader)
+    return _raised(loader)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
