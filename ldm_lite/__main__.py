@@ -29,7 +29,7 @@ def main() -> int:
 def _print() -> None:
     print(f"ldm_lite {ldm_lite.__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
     for name, about in COMMANDS.items():
-        print(f"  python -m ldm_lite.{name:<10} {about} (--help)")
+        print(f"  python -m ldm_lite.{name:<11} {about} (--help)")
     print(f"\nversions\n  python {platform.python_version()}")
     for name in ("torch", "numpy", "pillow", "safetensors", "tokenizers", "huggingface_hub"):
         print(f"  {name} {importlib.metadata.version(name)}")

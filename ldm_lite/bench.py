@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import option
+from ldm_lite.cli import FINITE, MOST, MOST_PX, SEEDS, Ranged, option
 
 if TYPE_CHECKING:
     from ldm_lite.benchmark.configurations import Configuration, Models
@@ -36,7 +36,7 @@ log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """What to measure."""
 
     size: str | None = option(
@@ -60,19 +60,19 @@ class Options:
     task: str = option("txt2img", "comma-separated, what whole images are made from: txt2img, img2img, inpaint")
     batches: str = option("1,2,4", "comma-separated batch sizes")
     full: bool = option(False, "batch 16 too")
-    height: int | None = option(None, "pixels (default: the model's)", "--H")
-    width: int | None = option(None, "pixels (default: the model's)", "--W")
+    height: int | None = option(None, "pixels (default: the model's)", "--H", within=(1, MOST_PX))
+    width: int | None = option(None, "pixels (default: the model's)", "--W", within=(1, MOST_PX))
     prompt: str = option("A photo", "of the whole images")
     sampler: str = option("plms", "of the whole images")
-    steps: int = option(50, "denoising steps of the whole images")
-    n_iter: int = option(2, "batches of whole images in a sample")
-    scale: float = option(7.5, "classifier-free guidance")
-    seed: int = option(1, "of all inputs")
+    steps: int = option(50, "denoising steps of the whole images", within=(1, 1000))
+    n_iter: int = option(2, "batches of whole images in a sample", within=(1, MOST))
+    scale: float = option(7.5, "classifier-free guidance", within=FINITE)
+    seed: int = option(1, "of all inputs", within=SEEDS)
     memory: bool = option(False, "measure the ways to need less memory instead, each in a process of its own")
     loading: bool = option(False, "measure the time from the start of a process to loaded networks instead")
-    rounds: int = option(10, "times that each configuration is timed in a cell, at most")
-    minutes: float = option(9.0, "end after about so many, with whatever was measured")
-    threads: int | None = option(None, "CPU threads (default: as torch chooses)")
+    rounds: int = option(10, "times that each configuration is timed in a cell, at most", within=(1, MOST))
+    minutes: float = option(9.0, "end after about so many, with whatever was measured", within=(0, MOST))
+    threads: int | None = option(None, "CPU threads (default: as torch chooses)", within=(1, 4096))
     out: str = option("outputs/bench", "folder for results.json, results.md and results.png")
     resume: bool = option(False, "keep the results in that folder, and measure what is not among them")
     debug: bool = option(False, "show the traceback of an error")
@@ -212,6 +212,8 @@ def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise ValueError(f"unknown {name!r} in --{flag}: wanted some of {', '.join(known)}")
+    if text and not names:
+        raise ValueError(f"got --{flag} {text!r}, wanted some of {', '.join(known)}")
     return names
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import SaveOptions, option
+from ldm_lite.cli import MOST, MOST_PX, SEEDS, Ranged, SaveOptions, option
 from ldm_lite.job import JobOptions, OnStep
 from ldm_lite.saver import Saver
 from ldm_lite.upscaling import MOST_NOISE, enlarge
@@ -33,7 +33,7 @@ log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """What to make.  None = as the stage has it; an option like "7,4,9" is for each of three stages."""
 
     prompt: str | None = option(None, "what to make an image of", positional=True)
@@ -41,18 +41,24 @@ class Options:
     sampler: str | None = option(None, "of the first two stages, or of each")
     steps: str | None = option(None, "denoising steps, of the first two stages or of each")
     scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each")
-    noise_level: float = option(0.25, "noise added to the small image, 0 to 1: how freely the second stage follows it")
-    noise_level_3: int = option(100, "the same for the third stage, 0 to 350")
-    tile: int = option(256, "pixels a side of the tiles in which the third stage takes pictures larger than that")
-    seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
-    height: int = option(64, "pixels of the first stage, a multiple of 8", "--H")
-    width: int = option(64, "pixels of the first stage, a multiple of 8", "--W")
-    n_samples: int = option(1, "images at a time", "--batch_size")
-    n_iter: int = option(1, "times that the job is repeated, with new seeds")
+    noise_level: float = option(
+        0.25, "noise added to the small image, below 1: how freely the second stage follows it", within=(0, 0.999)
+    )
+    noise_level_3: int = option(100, "the same for the third stage, 0 to 350", within=(0, MOST_NOISE))
+    tile: int = option(
+        256,
+        "pixels a side of the tiles in which the third stage takes pictures larger than that",
+        within=(8, MOST_PX),
+    )
+    seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS)
+    height: int = option(64, "pixels of the first stage, a multiple of 8", "--H", within=(8, MOST_PX))
+    width: int = option(64, "pixels of the first stage, a multiple of 8", "--W", within=(8, MOST_PX))
+    n_samples: int = option(1, "images at a time", "--batch_size", within=(1, 4096))
+    n_iter: int = option(1, "times that the job is repeated, with new seeds", within=(1, MOST))
 
 
 @dataclass(frozen=True)
-class StageOptions:
+class StageOptions(Ranged):
     """What to load, and onto what."""
 
     stage_1: str | None = option(None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub")
@@ -112,19 +118,24 @@ def _check_place(pipe: "Pipeline", number: int, num_stages: int) -> None:
 
 
 def _check(options: Options, num_stages: int) -> None:
+    from ldm_lite.diffusion.names import resolve
+
     for name in ("sampler", "steps", "scale"):
         value = getattr(options, name)
-        if value is not None and len(value.split(",")) > max(2, num_stages):
+        parts = [] if value is None else value.split(",")
+        if len(parts) > max(2, num_stages):
             raise ValueError(f"got {name} {value!r}, wanted one value, or one for each of {num_stages} stages")
-    if not 0 <= options.noise_level_3 <= MOST_NOISE:
-        raise ValueError(f"got noise_level_3 {options.noise_level_3}, wanted 0 to {MOST_NOISE}")
-    if options.tile < 8:
-        raise ValueError(f"got a tile of {options.tile}, wanted 8 or more")
-    if options.n_samples < 1 or options.n_iter < 1:
-        raise ValueError(f"got n_samples {options.n_samples} and n_iter {options.n_iter}, wanted 1 or more")
-    if not 0 <= options.noise_level < 1:
-        raise ValueError(f"got noise_level {options.noise_level}, wanted 0 to 1")
-    if min(options.height, options.width) < 8 or options.height % 8 or options.width % 8:
+        if name == "sampler":
+            for part in parts:
+                resolve(part)
+            continue
+        try:
+            numbers = [int(part) if name == "steps" else float(part) for part in parts]
+        except ValueError as error:
+            raise ValueError(f"got {name} {value!r}, wanted numbers with commas between") from error
+        for number in numbers:
+            JobOptions(**{name: number})  # type: ignore[arg-type]  # raises what is out of range
+    if options.height % 8 or options.width % 8:
         raise ValueError(f"got H {options.height} and W {options.width}, wanted multiples of 8")
 
 
@@ -240,7 +251,9 @@ def embed(prompts: Sequence[str], options: StageOptions) -> "Tensor":
         raise ValueError("no T5 for the prompt: name its file with --t5, or give --prompt-embeds and --negative-embeds")
     paths, device = [hub.resolve(source) for source in options.t5], pick_device(options.device)
     beside = [paths[0].with_name(name) for name in ("spiece.model", "tokenizer.json")]
-    vocab = hub.resolve(options.t5_vocab) if options.t5_vocab else next((p for p in beside if p.exists()), beside[0])
+    vocab = hub.resolve(options.t5_vocab) if options.t5_vocab else next((p for p in beside if p.exists()), None)
+    if vocab is None:
+        raise ValueError(f"no spiece.model or tokenizer.json beside {paths[0]}: name it with --t5-vocab")
     tokenizer = T5Tokenizer(77, path=vocab)
     texts = [clean(prompt) for prompt in prompts]
     for text in texts:
@@ -262,24 +275,12 @@ def read_embeds(path: str) -> "Tensor":
 
     Raises ValueError, one line, for other files.
     """
-    import numpy as np
-    import torch
+    from ldm_lite.inputs import read_tensor
 
-    from ldm_lite.checkpoint import open_checkpoint
-
-    file = Path(path)
-    values: object
-    if file.suffix == ".npy":
-        values = torch.from_numpy(np.load(file))
-    elif file.suffix in (".pt", ".pth", ".bin"):
-        values = torch.load(file, map_location="cpu", weights_only=True)
-        values = next(iter(values.values())) if isinstance(values, dict) and len(values) == 1 else values
-    else:
-        checkpoint = open_checkpoint(file)
-        values = checkpoint.read(next(iter(checkpoint.shapes))) if len(checkpoint.shapes) == 1 else None
-    if not isinstance(values, torch.Tensor) or values.ndim not in (2, 3):
-        raise ValueError(f"{path}: wanted one tensor of embeddings, (T, D) or (N, T, D)")
-    return values.float() if values.ndim == 3 else values[None].float()
+    values = read_tensor(Path(path))
+    if values.ndim not in (2, 3):
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (T, D) or (N, T, D)")
+    return values if values.ndim == 3 else values[None]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -9,10 +9,12 @@ import difflib
 import errno
 import inspect
 import logging
+import math
 import os
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST = 10**9  # of a count that nothing else limits
+MOST_PX = 2**16  # of a picture's side
+SEEDS = (0, 2**63 - 1)
+FINITE = (-math.inf, math.inf)
+
 
 def option(
     default: T,
@@ -30,17 +37,33 @@ def option(
     positional: bool = False,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
+    within: tuple[float, float] | None = None,
 ) -> T:
     """A dataclass field that is also a flag: --its-name, and any further spellings in `flags`.
 
-    A flag whose field is a tuple may be repeated.  metavar is what --help calls the value.
+    A flag whose field is a tuple may be repeated.  metavar is what --help calls the value.  within are the least and
+    the most that a number may be, finite in any case.
     """
     about = {"help": help, "flags": flags, "positional": positional, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata={**about, "within": within})
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class Ranged:
+    """Options, which cannot be made with a number out of its range: that is a ValueError."""
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value, within = getattr(self, each.name), each.metadata["within"]
+            if value is None or within is None or (within[0] <= value <= within[1] and abs(value) != math.inf):
+                continue
+            least, most = within
+            wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
+            raise ValueError(f"got {each.name} {value}, wanted {'a finite number' if within == FINITE else wanted}")
+
+
+@dataclass(frozen=True)
+class LoadOptions(Ranged):
     """What to load, and onto what; the arguments of ldm_lite.load."""
 
     ckpt: str | None = option(
@@ -87,7 +110,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveOptions(Ranged):
     """Where results go."""
 
     out: str | None = option(
@@ -95,7 +118,7 @@ class SaveOptions:
     )
     skip_save: bool = option(False, "do not save single images")
     skip_grid: bool = option(False, "do not save a grid of all images")
-    n_rows: int = option(0, "images in a row of the grid (default: the batch size)")
+    n_rows: int = option(0, "images in a row of the grid (default: the batch size)", within=(0, MOST))
     preview: str | None = option(
         None,
         "show at every step what the pictures will be, in preview.png beside the results, by this file's autoencoder: "
@@ -115,6 +138,8 @@ class _Parser(argparse.ArgumentParser):
             near := difflib.get_close_matches(unknown, self._option_string_actions)
         ):
             message = f"unknown flag {unknown}: the nearest is {near[0]}"
+        elif message.startswith("unrecognized") and not unknown and "[PROMPT]" in (self.usage or ""):
+            message = f"got words beside the prompt, {message.split(': ')[1]!r}: put it into quotes"
         self.exit(2, f"error: {message} (see --help)\n")
 
 
@@ -152,9 +177,13 @@ def parse(
         if value is not None:
             given[name] = value
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    made = [
-        group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given}) for group in groups
-    ]
+    try:
+        made = [
+            group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given})
+            for group in groups
+        ]
+    except ValueError as error:
+        parser.error(str(error))
     return made, given
 
 
@@ -184,14 +213,22 @@ def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
     if hint is bool:
         kwargs["action"] = "store_true"
     elif typing.get_origin(hint) is tuple:
-        kwargs |= {"action": "append", "metavar": each.metadata["metavar"]}
+        kwargs |= {"action": "append", "type": _text, "metavar": each.metadata["metavar"]}
     else:
-        kwargs |= {"type": hint, "choices": each.metadata["choices"]}
+        may_be_empty = hint is not str or each.name.endswith("prompt")
+        kwargs |= {"type": hint if may_be_empty else _text, "choices": each.metadata["choices"]}
         if each.metadata["choices"] is None:
             kwargs["metavar"] = each.metadata["metavar"] or {int: "N", float: "X"}.get(hint, "TEXT")
     if each.metadata["positional"]:
         section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
     section.add_argument(*names, **kwargs)
+
+
+def _text(value: str) -> str:
+    """What a flag is given, of which "" is none: an unset variable of a shell, which would be a path, the folder's."""
+    if not value:
+        raise argparse.ArgumentTypeError("got an empty text: give a value, or leave the flag out")
+    return value
 
 
 def numbers(text: str, what: str) -> list[int]:
@@ -209,26 +246,36 @@ def numbers(text: str, what: str) -> list[int]:
 
 
 class _Messages(logging.Handler):
-    """Log records as single lines on stderr, beside a progress bar rather than through it."""
+    """Log records as single lines on stderr, each once, beside a progress bar rather than through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        tqdm.write(prefix + record.getMessage(), file=sys.stderr)
+        line = ("warning: " if record.levelno >= logging.WARNING else "") + record.getMessage()
+        if line not in self._shown:
+            self._shown.add(line)
+            tqdm.write(line, file=sys.stderr)
 
 
 def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     """Run a command's body; its exit status: 0, 1 (the machine failed), 2 (the user's input) or 130 (Ctrl-C).
 
-    options are what the command was given.  What goes wrong is one line on stderr; if they ask for debug, a traceback.
+    options are what the command was given.  What goes wrong is one line on stderr; if they ask for debug, a traceback,
+    and the warnings of libraries.
     Where nobody reads what is printed any more, as behind `| head -1`, the command ends there, without a line: 141.
     """
-    log, messages = logging.getLogger("ldm_lite"), _Messages()
+    log, messages, debug = logging.getLogger("ldm_lite"), _Messages(), any(getattr(o, "debug", False) for o in options)
     log.addHandler(messages)
     log.setLevel(logging.INFO)
     try:
-        body()
+        with warnings.catch_warnings():
+            if not debug:  # what a user must know is said by us
+                warnings.simplefilter("ignore")
+            body()
         sys.stdout.flush()  # here, since at the interpreter's end it is too late for a status
         return 0
     except KeyboardInterrupt:
@@ -237,7 +284,7 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return 141
-        if any(getattr(group, "debug", False) for group in options):
+        if debug:
             raise
         message, status = _explain(error, options)
         print(f"error: {message}", file=sys.stderr)

@@ -5,6 +5,7 @@ The package has no weights: it runs on those of the checkpoint that is loaded.
 """
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, option
+from ldm_lite.cli import LoadOptions, Ranged, option
 
 if TYPE_CHECKING:
     from ldm_lite.pipeline import Pipeline
@@ -24,13 +25,15 @@ log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """For what to compile."""
 
     sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
     batches: str = option("1", "comma-separated numbers of images at a time")
-    branches: int = option(2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix")
-    chunks: int = option(1, "chunks of 77 tokens that prompts have")
+    branches: int = option(
+        2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
+    )
+    chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
     out: str = option("unet.pt2", "the package")
     debug: bool = option(False, "show the traceback of an error")
 
@@ -83,7 +86,10 @@ def run(options: Options, load: LoadOptions) -> None:
 
     from ldm_lite.runtime import aot
 
-    pipe, path = ldm_lite.load(**load.arguments()), Path(options.out).expanduser()
+    path = Path(options.out).expanduser()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):  # known before the minutes of compiling
+        raise ValueError(f"cannot write to {path}: take another --out, a file in a folder that is there")
+    pipe = ldm_lite.load(**load.arguments())
     start = time.perf_counter()
     examples = export(pipe, options)
     log.info("compiled in %.0f s", time.perf_counter() - start)

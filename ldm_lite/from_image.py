@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ldm_lite.cli import option
-from ldm_lite.job import JobOptions, check, sampler_of
+from ldm_lite.cli import MOST_PX, option
+from ldm_lite.job import JobOptions, sampler_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,13 +29,17 @@ class ImageOptions(JobOptions):
     init_img: tuple[str, ...] = option(
         (), "picture to begin with; a folder is all pictures in it; repeatable", "--input", metavar="PATH"
     )
-    strength: float | None = option(None, "how much of the picture is noise at first, 0 to 1")
+    strength: float | None = option(None, "how much of the picture is noise at first, 0 to 1", within=(0, 1))
     exact_steps: bool = option(False, "run all steps within the strength's noise, not the strength's share of them")
     resize: str = option(
         "crop", "how a picture gets the height and width asked for", choices=("crop", "fit", "stretch")
     )
-    height: int | None = option(None, "pixels (default: the picture's, or as the width has it)", "--H")
-    width: int | None = option(None, "pixels (default: the picture's, or as the height has it)", "--W")
+    height: int | None = option(
+        None, "pixels (default: the picture's, or as the width has it)", "--H", within=(1, MOST_PX)
+    )
+    width: int | None = option(
+        None, "pixels (default: the picture's, or as the height has it)", "--W", within=(1, MOST_PX)
+    )
     sample_posterior: bool = option(False, "sample the autoencoder's latents, not their mean")
 
 
@@ -49,25 +53,14 @@ class Picture(NamedTuple):
 Options = TypeVar("Options", bound=ImageOptions)
 
 
-def check_image(options: ImageOptions) -> None:
-    """As job.check, and what pictures need.  Raises ValueError."""
-    check(options)
-    if options.strength is not None and not 0 <= options.strength <= 1:
-        raise ValueError(f"got strength {options.strength}, wanted 0 to 1")
-    for name in ("height", "width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"got {name} {value}, wanted 1 or more")
-
-
 def sources(paths: Sequence[str], flag: str, least: int = 1) -> list[Path]:
     """Files and folders -> files, those of a folder by name.  Raises ValueError if there are too few, OSError."""
-    from ldm_lite.image import SUFFIXES
+    from ldm_lite.image import SUFFIXES, listed
 
     found: list[Path] = []
     for path in map(Path, paths):
         path.stat()  # what is not there is an error before any work, not in the middle of it
-        inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        inside = listed(path) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path}: holds no pictures ({', '.join(SUFFIXES)})")
         found += inside
@@ -104,6 +97,8 @@ def size_of(pipe: "Pipeline", options: ImageOptions, picture: Picture) -> tuple[
     if height is not None:
         return max(1, round(own_width * height / own_height)), height
     if options.compat:
+        if min(own_width, own_height) < 32:
+            raise ValueError(f"{picture.name}: has {own_width} x {own_height} pixels, --compat wants 32 or more a side")
         return own_width // 32 * 32, own_height // 32 * 32
     most = 2 * pipe.family.resolution
     ratio = min(1.0, most / max(picture.image.size))
@@ -133,9 +128,6 @@ def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Pl
 
     if options.compat:
         return _begin_as_the_original(pipe, options, strength)
-    if strength == 0:
-        log.info("strength 0: no UNet call, the picture goes through the autoencoder alone")
-        return None, CLEAN, 0
     steps = pipe.family.steps if options.steps is None else options.steps
     whole, last = share(steps, strength, options.exact_steps)
     plan = make_plan(
@@ -147,6 +139,9 @@ def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Pl
         spacing=options.spacing,
         last=last,
     )
+    if strength == 0:
+        log.info("strength 0: no UNet call, the picture goes through the autoencoder alone")
+        return None, CLEAN, 0
     log.info("strength %g: the last %d of %d steps, %d UNet calls", strength, last, whole, len(plan.t))
     if strength == 1:
         return plan, None, 0
@@ -154,20 +149,21 @@ def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Pl
 
 
 def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
-    """(steps of the whole schedule, how many of them are run, the last ones) for a strength in (0,1].
+    """(steps of the whole schedule, how many of them are run, the last ones) for a strength in [0,1].
 
     Run are strength * steps, rounded down as the original does, at least one; exact: all steps, of a finer schedule.
     Raises ValueError if that would need more than 1000.
     """
-    if not exact:
+    if not exact or strength == 0:
         return steps, max(1, math.floor(round(steps * strength, 9)))
-    whole = round(steps / strength)
-    if whole > 1000:
+    whole = steps / strength
+    if round(min(whole, 1e9)) > 1000:
+        most = math.floor(1000 * strength)
         raise ValueError(
-            f"got {steps} exact steps at strength {strength:g}, which are the last of {whole}, wanted at most 1000: "
-            f"take at most {math.floor(1000 * strength)} steps"
+            f"got {steps} exact steps at strength {strength:g}, which are the last of {whole:.0f}, wanted at most "
+            f"1000: take {f'at most {most} steps' if most else 'a higher strength'}"
         )
-    return whole, steps
+    return round(whole), steps
 
 
 def _begin_as_the_original(

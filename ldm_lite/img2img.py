@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.cli import FINITE, MOST_PX, LoadOptions, SaveOptions, option
 from ldm_lite.from_image import (
     ImageOptions,
     as_original,
     begin,
-    check_image,
     open_source,
     padded,
     size_of,
     sources,
 )
 from ldm_lite.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
+from ldm_lite.job import check as check_job
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -46,12 +46,18 @@ class Options(ImageOptions):
         None,
         "how much of the picture is noise at first: 0 changes nothing, 1 forgets it "
         "(default: 0.75; 1 for InstructPix2Pix, which looks at it all the time)",
+        within=(0, 1),
     )
     image_scale: float | None = option(
-        None, "guidance by the picture, for InstructPix2Pix: more is nearer to it (default: 1.5)", "--cfg-image"
+        None,
+        "guidance by the picture, for InstructPix2Pix: more is nearer to it (default: 1.5)",
+        "--cfg-image",
+        within=FINITE,
     )
     resolution: int | None = option(
-        None, "size as InstructPix2Pix's edit_cli.py has it: about so many pixels on the long side, multiples of 64"
+        None,
+        "size as InstructPix2Pix's edit_cli.py has it: about so many pixels on the long side, multiples of 64",
+        within=(64, MOST_PX),
     )
     compat: bool = option(False, "noise, timesteps and defaults (2 images) of the original script to the letter")
 
@@ -100,11 +106,9 @@ def img2img(
 
 def check(options: Options) -> None:
     """Raises ValueError for options that are wrong whatever the checkpoint."""
-    check_image(options)
+    check_job(options)
     if options.resolution is None:
         return
-    if options.resolution < 64:
-        raise ValueError(f"got resolution {options.resolution}, wanted 64 or more")
     if options.height is not None or options.width is not None or options.compat:
         raise ValueError("--resolution sets both sides: leave out --height, --width and --compat, or it")
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions, option
-from ldm_lite.from_image import ImageOptions, begin, check_image, open_source, padded, size_of, sources
+from ldm_lite.cli import MOST_PX, LoadOptions, SaveOptions, option
+from ldm_lite.from_image import ImageOptions, begin, open_source, padded, size_of, sources
 from ldm_lite.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
+from ldm_lite.job import check as check_job
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -39,10 +40,14 @@ class Options(ImageOptions):
     invert_mask: bool = option(False, "black is repainted")
     extend: str | None = option(None, "paint beyond the edges: left=128,top=64, and right, bottom", metavar="PIXELS")
     indir: str | None = option(None, "folder of pictures NAME.png, each with its NAME_mask.png", metavar="PATH")
-    feather: float = option(0.0, "pixels around the mask over which the new picture goes over into the old")
+    feather: float = option(
+        0.0, "pixels around the mask over which the new picture goes over into the old", within=(0, 1000)
+    )
     no_paste: bool = option(False, "leave the rest as the autoencoder has it: else it is the picture's, bit for bit")
     strength: float | None = option(
-        None, "how much of what is repainted is noise at first: less than 1 goes on from what is there (default: 1)"
+        None,
+        "how much of what is repainted is noise at first: less than 1 goes on from what is there (default: 1)",
+        within=(0, 1),
     )
 
 
@@ -82,19 +87,19 @@ def inpaint(
 
 def check(options: Options) -> None:
     """Raises ValueError for options that are wrong whatever the checkpoint."""
-    check_image(options)
+    check_job(options)
     _sides(options)
-    if not 0 <= options.feather <= 1000:
-        raise ValueError(f"got feather {options.feather}, wanted 0 to 1000 pixels")
 
 
 def pairs(options: Options) -> list[Pair]:
     """The pictures of a job, each with its mask.  Raises ValueError if one lacks one, OSError for no such file."""
+    from ldm_lite.image import listed
+
     if options.indir is None:
         return _paired(options, sources(options.init_img, "init-img"), sources(options.mask, "mask", least=0))
     if options.init_img or options.mask:
         raise ValueError("got --indir beside --init-img or --mask: give one of them")
-    masks = sorted(Path(options.indir).glob("*_mask.png"))
+    masks = [path for path in listed(Path(options.indir)) if path.name.endswith("_mask.png")]
     if not masks:
         raise ValueError(f"{options.indir}: holds no NAME_mask.png beside a NAME.png")
     names = [str(mask.with_name(mask.name.replace("_mask.png", ".png"))) for mask in masks]
@@ -115,7 +120,8 @@ def _sides(options: Options) -> dict[str, int]:
     sides = {}
     for item in options.extend.split(",") if options.extend is not None else ():
         side, _, pixels = item.strip().partition("=")
-        if side not in ("left", "top", "right", "bottom") or not pixels.strip().isdecimal():
+        known = side in ("left", "top", "right", "bottom") and side not in sides and pixels.strip().isdecimal()
+        if not known or not 1 <= int(pixels) <= MOST_PX:
             raise ValueError(f"got extend {options.extend!r}, wanted left=128,top=64, or right, bottom")
         sides[side] = int(pixels)
     return sides

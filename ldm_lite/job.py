@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, option
+from ldm_lite.cli import FINITE, MOST, MOST_PX, SEEDS, LoadOptions, Ranged, option
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ OnStep = Callable[[int, int, "Tensor"], None]  # (step from 1, number of steps, 
 
 
 @dataclass(frozen=True)
-class JobOptions:
+class JobOptions(Ranged):
     """What to make.  None = what the checkpoint's family has as its default."""
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
@@ -54,7 +54,9 @@ class JobOptions:
     embedding: tuple[str, ...] = option(
         (), "a file of textual inversion, which prompts then call by its name; repeatable", metavar="FILE"
     )
-    clip_skip: int = option(1, "which of the text encoder's last layers to take; 1 is the one it was trained with")
+    clip_skip: int = option(
+        1, "which of the text encoder's last layers to take; 1 is the one it was trained with", within=(1, 100)
+    )
     sampler: str | None = option(
         None, "by any of its usual names, 'DPM++ 2M Karras' for instance; an unknown one lists all (for most: ddim)"
     )
@@ -63,12 +65,18 @@ class JobOptions:
         "leading, trailing, linspace, karras, exponential, sgm_uniform, beta or lcm (default: the sampler's own)",
         "--scheduler",
     )
-    steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps")
-    scale: float | None = option(None, "classifier-free guidance; 1 is none, and twice as fast")
-    guidance_rescale: float = option(0.0, "share of guidance's excess contrast taken back, 0 to 1")
-    dynamic_threshold: float | None = option(None, "percentile of x0 to clamp to, 0 to 1, for models of pixels")
-    eta: float | None = option(None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta")
-    churn: float | None = option(None, "noise added and removed again over all steps, for euler, heun and dpm2")
+    steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps", within=(1, 1000))
+    scale: float | None = option(None, "classifier-free guidance; 1 is none, and twice as fast", within=FINITE)
+    guidance_rescale: float = option(0.0, "share of guidance's excess contrast taken back, 0 to 1", within=(0, 1))
+    dynamic_threshold: float | None = option(
+        None, "percentile of x0 to clamp to, 0 to 1, for models of pixels", within=(0, 1)
+    )
+    eta: float | None = option(
+        None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta", within=(0, 1)
+    )
+    churn: float | None = option(
+        None, "noise added and removed again over all steps, for euler, heun and dpm2", within=(0, 1000)
+    )
     control: tuple[str, ...] = option(
         (),
         "steer by a picture, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool], FILE a ControlNet or T2I-Adapter, from "
@@ -81,14 +89,16 @@ class JobOptions:
         None, "a checkpoint that goes on with the last steps: SDXL's refiner, or any of its kind"
     )
     refiner_start: float = option(
-        0.8, "share of the steps that come before the refiner, 0 to 1, of all from pure noise on, run or not"
+        0.8,
+        "share of the steps that come before the refiner, 0 to 1, of all from pure noise on, run or not",
+        within=(0, 1),
     )
     clip_vision: str | None = option(
         None, "CLIP ViT-L/14 as Hugging Face has it, whose image encoder style adapters look through", metavar="FILE"
     )
     depth: str | None = option(None, "a depth map, lighter = nearer, for models that read one")
     image_embedding: str | None = option(None, "a CLIP embedding of an image (.npy or .safetensors), for unCLIP")
-    noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed")
+    noise_level: int = option(0, "noise added to that embedding, 0 to 999: how freely it is followed", within=(0, 999))
     image_statistics: str | None = option(
         None, "mean and deviation of such embeddings, for unCLIP L: karlo's ViT-L-14_stats.th, or diffusers' file"
     )
@@ -101,15 +111,17 @@ class JobOptions:
         None, "to SDXL, where in that picture the image is to look cut from (default: 0,0, nowhere)", metavar="Y,X"
     )
     target_size: str | None = option(None, "to SDXL, the image's size, if not its own", metavar="HxW")
-    aesthetic_score: float | None = option(None, "to SDXL's refiner, how pretty, 1 to 10 (default: 6)")
-    negative_aesthetic_score: float | None = option(None, "how pretty is what to keep away from (default: 2.5)")
-    seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size")
-    height: int | None = option(None, "pixels, a multiple of 8", "--H")
-    width: int | None = option(None, "pixels, a multiple of 8", "--W")
-    n_samples: int | None = option(
-        None, "images at a time; from a file: prompts at a time (default: 1)", "--batch_size"
+    aesthetic_score: float | None = option(None, "to SDXL's refiner, how pretty, 1 to 10 (default: 6)", within=FINITE)
+    negative_aesthetic_score: float | None = option(
+        None, "how pretty is what to keep away from (default: 2.5)", within=FINITE
     )
-    n_iter: int | None = option(None, "times that the job is repeated, with new seeds (default: 1)")
+    seed: int = option(42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS)
+    height: int | None = option(None, "pixels, a multiple of 8", "--H", within=(1, MOST_PX))
+    width: int | None = option(None, "pixels, a multiple of 8", "--W", within=(1, MOST_PX))
+    n_samples: int | None = option(
+        None, "images at a time; from a file: prompts at a time (default: 1)", "--batch_size", within=(1, 4096)
+    )
+    n_iter: int | None = option(None, "times that the job is repeated, with new seeds (default: 1)", within=(1, MOST))
     fixed_code: bool = option(False, "start every batch from the same noise")
     compat: bool = option(False, "noise, timesteps and defaults (2 x 3 images) of the original script to the letter")
 
@@ -135,18 +147,6 @@ def check(options: JobOptions) -> None:
         sampler, _ = resolve(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):
             raise ValueError(f"--compat knows the samplers of the original script, ddim and plms, not {sampler}")
-    for name in ("guidance_rescale", "dynamic_threshold", "refiner_start"):
-        value = getattr(options, name)
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"got {name} {value}, wanted 0 to 1")
-    for name in ("n_samples", "n_iter"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"got {name} {value}, wanted 1 or more")
-    if options.scale is not None and not math.isfinite(options.scale):
-        raise ValueError(f"got scale {options.scale}, wanted a finite number")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"got seed {options.seed}, wanted 0 to 2^63 - 1")
 
 
 def read_prompts(options: JobOptions, pipe: "Pipeline | None" = None) -> list[str]:
@@ -240,10 +240,11 @@ def _sizes(options: JobOptions) -> dict[str, tuple[int, int]]:
         value = getattr(options, name)
         if value is not None:
             first, _, second = value.replace("X", "x").partition(between)
-            if not first.strip().isdecimal() or not second.strip().isdecimal() or min(int(first), int(second)) < least:
+            pair = [int(side) if side.strip().isdecimal() else -1 for side in (first, second)]
+            if not least <= min(pair) <= max(pair) <= MOST_PX:
                 wanted = "HxW, height first, 1024x768 for instance" if between == "x" else "Y,X, 0,128 for instance"
                 raise ValueError(f"got {name} {value!r}, wanted {wanted}")
-            sizes[name] = int(first), int(second)
+            sizes[name] = pair[0], pair[1]
     return sizes
 
 

@@ -6,7 +6,6 @@ stays, what the network reads beside the prompt); paint() does the rest.
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,7 +93,10 @@ def paint(
         if (depth := read_depth(pipe, options, canvas.latent_shape)) is not None:
             canvas = dataclasses.replace(canvas, concat=depth)
         begin, steering = painter.beginner(canvas, generator), painter.steering(canvas, controls)
-        for repeat, first in itertools.product(range(options.repeats), range(0, count, options.batch_size)):
+        batches = (
+            (repeat, first) for repeat in range(options.repeats) for first in range(0, count, options.batch_size)
+        )
+        for repeat, first in batches:  # not itertools.product, which lists them
             if pipe.placement is not None and first % (AHEAD * options.batch_size) == 0:
                 painter.embed_ahead(embed, canvas, first)
             rows = range(first, min(first + options.batch_size, count))

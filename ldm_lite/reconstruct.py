@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ldm_lite import cli
-from ldm_lite.cli import SaveOptions, option
+from ldm_lite.cli import Ranged, SaveOptions, option
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """What to reconstruct, and with what."""
 
     image: str | None = option(None, "the picture", positional=True)

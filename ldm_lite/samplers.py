@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.cli import FINITE, SEEDS, LoadOptions, Ranged, SaveOptions, option
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """What to compare."""
 
     prompt: str = option("a red apple on a blue background", "what the runs are of", positional=True)
@@ -36,9 +36,9 @@ class Options:
     steps: str = option("5,10,20,40,80", "comma-separated step counts")
     spacing: str = option("karras", "what all samplers run with: only then do they solve the same equation")
     spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated, to be drawn")
-    reference: int = option(400, "steps of the reference run")
-    scale: float | None = option(None, "classifier-free guidance (default: the checkpoint's)")
-    seed: int = option(42, "seed of the noise")
+    reference: int = option(400, "steps of the reference run", within=(1, 1000))
+    scale: float | None = option(None, "classifier-free guidance (default: the checkpoint's)", within=FINITE)
+    seed: int = option(42, "seed of the noise", within=SEEDS)
     out: str = option("samplers.png", "name of the picture")
     debug: bool = option(False, "show the traceback of an error")
 
@@ -109,12 +109,11 @@ def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in options.spacings.split(","):
-        if name not in SPACINGS:
-            raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
         levels = [level for level in SPACINGS[name](pipe.schedule, 20) if level.s > 0]
         left.semilogy([level.sigma for level in levels], marker=".", label=name)
     left.set(title="Spacings, 20 steps", xlabel="step", ylabel="sigma = sqrt((1 - alpha_bar) / alpha_bar)")
-    for i, row in enumerate(row for row in rows if row.errors):
+    drawn = [row for row in rows if row.errors]
+    for i, row in enumerate(drawn):
         right.loglog(
             *zip(*row.errors.items(), strict=True), marker=".", linestyle="-" if i < 10 else "--", label=row.name
         )
@@ -124,7 +123,7 @@ def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "
     counts = cli.numbers(options.steps, "--steps")
     right.set_xticks(counts, labels=map(str, counts))
     right.minorticks_off()
-    for axes in (left, right):
+    for axes in (left, right) if drawn else (left,):
         axes.grid(alpha=0.3)
         axes.legend()
     file = io.BytesIO()
@@ -134,8 +133,14 @@ def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "
 
 def run(options: Options, load: LoadOptions) -> None:
     """Load, compare, print the table, save the picture."""
-    from ldm_lite.diffusion.names import make_plan
+    from ldm_lite.diffusion.names import make_plan, resolve
+    from ldm_lite.diffusion.schedule import SPACINGS
 
+    for name in options.spacings.split(","):
+        if name not in SPACINGS:
+            raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
+    for name in () if options.samplers is None else options.samplers.split(","):
+        resolve(name)
     steps, saver = cli.numbers(options.steps, "--steps"), Saver(SaveOptions(out=options.out), "samplers")
     pipe = ldm_lite.load(**load.arguments())
     for count in (*steps, options.reference):

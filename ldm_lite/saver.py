@@ -19,9 +19,7 @@ class Saver:
     """Writes images under the next free names: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions, command: str) -> None:
-        """Raises ValueError for senseless options and a folder that cannot be written to; makes nothing yet."""
-        if options.n_rows < 0:
-            raise ValueError(f"got n_rows {options.n_rows}, wanted 0 or more")
+        """Raises ValueError for a folder that cannot be written to; makes nothing yet."""
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else options.out).expanduser()
         self.single = self.out.suffix.lower() == ".png"

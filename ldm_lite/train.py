@@ -7,6 +7,7 @@ file draws (--renderer).  Writes checkpoints in the original layout, whose main 
 import contextlib
 import json
 import logging
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ldm_lite
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, option
+from ldm_lite.cli import FINITE, MOST, LoadOptions, Ranged, option
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,7 +33,7 @@ log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """What to train, on what, and how."""
 
     stage: str = option("diffusion", "what is trained", choices=("autoencoder", "diffusion"))
@@ -40,34 +41,42 @@ class Options:
     data: str | None = option(None, "folder of images with captions: NAME.txt beside each, or a .jsonl")
     renderer: str | None = option(None, "Python file whose scenes(resolution, ...) draws captioned images")
     renderer_options: str = option("{}", "arguments of scenes(), as JSON")
-    scenes: int | None = option(None, "draw so many scenes once, and keep their latents (default: always new ones)")
+    scenes: int | None = option(
+        None, "draw so many scenes once, and keep their latents (default: always new ones)", within=(1, MOST)
+    )
     out: str = option("outputs/train", "folder of the run")
     resume: bool = option(False, "go on with the run in that folder")
-    steps: int = option(10_000, "optimiser steps of the whole run")
-    minutes: float | None = option(None, "stop after so many minutes; --resume goes on")
-    batch: int = option(64, "images at a time")
-    accumulate: int = option(1, "batches to an optimiser step")
-    lr: float = option(1e-3, "learning rate, after a warm-up and before a cosine down to 0")
-    warmup: int = option(200, "steps of the warm-up")
-    weight_decay: float = option(0.01, "AdamW's weight decay")
-    average: float = option(0.999, "share of the running average of the weights kept at every step", "--ema-decay")
-    clip: float = option(1.0, "most norm of the gradient")
+    steps: int = option(10_000, "optimiser steps of the whole run", within=(1, MOST))
+    minutes: float | None = option(None, "stop after so many minutes; --resume goes on", within=(0, MOST))
+    batch: int = option(64, "images at a time", within=(1, MOST))
+    accumulate: int = option(1, "batches to an optimiser step", within=(1, MOST))
+    lr: float = option(1e-3, "learning rate, after a warm-up and before a cosine down to 0", within=(0, math.inf))
+    warmup: int = option(200, "steps of the warm-up", within=(0, MOST))
+    weight_decay: float = option(0.01, "AdamW's weight decay", within=(0, math.inf))
+    average: float = option(
+        0.999, "share of the running average of the weights kept at every step", "--ema-decay", within=(0, 1)
+    )
+    clip: float = option(1.0, "most norm of the gradient", within=(0, math.inf))
     freeze_encoder: bool = option(False, "of an autoencoder, train the decoder alone: latents stay what they are")
     freeze_text: bool = option(False, "leave the text encoder as it is")
     lora_rank: int | None = option(
-        None, "train a LoRA of this rank beside frozen weights (16 is usual)", "--network_dim"
+        None, "train a LoRA of this rank beside frozen weights (16 is usual)", "--network_dim", within=(1, 4096)
     )
-    lora_alpha: float | None = option(None, "its factors count alpha / rank (default: the rank)", "--network_alpha")
+    lora_alpha: float | None = option(
+        None, "its factors count alpha / rank (default: the rank)", "--network_alpha", within=FINITE
+    )
     lora_text: bool = option(False, "a LoRA of the text encoder too")
-    caption_dropout: float = option(0.1, "share of captions left empty, for guidance")
-    min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)")
-    tokens: int | None = option(None, "tokens of a caption (default: all that the text encoder takes)")
-    seed: int = option(0, "of weights, noise and order")
-    save_every: int = option(1000, "steps between checkpoints")
+    caption_dropout: float = option(0.1, "share of captions left empty, for guidance", within=(0, 1))
+    min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)", within=(0, math.inf))
+    tokens: int | None = option(
+        None, "tokens of a caption (default: all that the text encoder takes)", within=(2, MOST)
+    )
+    seed: int = option(0, "of weights, noise and order", within=(0, 2**31 - 1))  # seed * 2^32 + step is one of torch's
+    save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
     samples: str = option(
         "a red apple on a blue background|rocket|cat|red heart", "prompts of the sample grid, | between"
     )
-    workers: int = option(2, "processes that draw or read images")
+    workers: int = option(2, "processes that draw or read images", within=(0, 1024))
     compile_network: bool = option(False, "compile the network that is trained")
     checkpointing: bool = option(False, "recompute activations in the backward pass, to save memory")
     debug: bool = option(False, "show the traceback of an error")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions, option
+from ldm_lite.cli import MOST_PX, LoadOptions, SaveOptions, option
 from ldm_lite.from_image import open_source, sources
 from ldm_lite.job import JobOptions, OnStep, Result, check_command, original_flags, serve
 from ldm_lite.job import check as check_job
@@ -32,8 +32,12 @@ class Options(JobOptions):
     )
     height: int | None = option(None, "not here: what is upscaled has four times its own size", "--H")
     width: int | None = option(None, "not here", "--W")
-    noise_level: int = option(20, "noise added to the picture, 0 to 350: more lets the upscaler invent more")
-    tile: int = option(128, "pixels a side of the tiles in which pictures larger than that are denoised")
+    noise_level: int = option(
+        20, "noise added to the picture, 0 to 350: more lets the upscaler invent more", within=(0, MOST_NOISE)
+    )
+    tile: int = option(
+        128, "pixels a side of the tiles in which pictures larger than that are denoised", within=(8, MOST_PX)
+    )
 
 
 def upscale(
@@ -66,8 +70,6 @@ def check(options: Options) -> None:
         raise ValueError("upscale has no --compat, --from-file, --fixed-code, --control or --refiner: leave them out")
     if options.height is not None or options.width is not None:
         raise ValueError("what is upscaled has four times its own size: leave out --height and --width")
-    if not 0 <= options.noise_level <= MOST_NOISE:
-        raise ValueError(f"got noise_level {options.noise_level}, wanted 0 to {MOST_NOISE}")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

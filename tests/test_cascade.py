@@ -180,10 +180,13 @@ def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
     ("changes", "message"),
     [
         ({"height": 12}, "got H 12 and W 8, wanted multiples of 8"),
+        ({"steps": "0"}, "got steps 0, wanted 1 to 1000"),
+        ({"scale": "7,x"}, "got scale '7,x', wanted numbers with commas between"),
+        ({"sampler": "x"}, "unknown sampler 'x'"),
         ({"steps": "1,2,3"}, "got steps '1,2,3', wanted one value, or one for each of 2 stages"),
-        ({"noise_level": 1.0}, "got noise_level 1.0, wanted 0 to 1"),
+        ({"noise_level": 1.0}, "got noise_level 1.0, wanted 0 to 0.999"),
         ({"noise_level_3": 351}, "got noise_level_3 351, wanted 0 to 350"),
-        ({"tile": 4}, "got a tile of 4, wanted 8 or more"),
+        ({"tile": 4}, "got tile 4, wanted 8 to"),
         ({"sampler": "ddpm_smart27", "steps": "5"}, "the spacing smart27 has 27: leave steps out"),
     ],
 )
@@ -209,8 +212,19 @@ def test_embeddings_are_read_from_any_kind_of_file(tmp_path: Path) -> None:
     for name, tolerance in (("a.npy", 0), ("b.pt", 2e-3), ("c.safetensors", 0)):
         torch.testing.assert_close(read_embeds(str(tmp_path / name)), CONTEXT, rtol=tolerance, atol=tolerance)
     np.save(tmp_path / "d.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"wanted one tensor of embeddings, \(T, D\) or \(N, T, D\)"):
+    with pytest.raises(ValueError, match=r"holds a tensor of shape \(3,\), wanted \(T, D\) or \(N, T, D\)"):
         read_embeds(str(tmp_path / "d.npy"))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".pt", ".bin", ".safetensors"])
+def test_what_is_no_file_of_embeddings_is_one_line(tmp_path: Path, suffix: str) -> None:
+    for content in (b"", b"junk" * 10, b"PK\x03\x04", b"\x93NUMPY"):
+        (tmp_path / f"e{suffix}").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"e\{suffix}: "):
+            read_embeds(str(tmp_path / f"e{suffix}"))
+    np.save(tmp_path / "words.npy", np.array(["a"]))
+    with pytest.raises(ValueError, match="holds <U1, wanted floats"):
+        read_embeds(str(tmp_path / "words.npy"))
 
 
 def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:

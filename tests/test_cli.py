@@ -1,7 +1,10 @@
 """What all commands share: an unknown flag, and the line when memory runs out, which names what to try next."""
 
+import dataclasses
+import math
 import subprocess
 import sys
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +18,11 @@ from ldm_lite.cascade import Options as Cascade
 from ldm_lite.cascade import StageOptions
 from ldm_lite.cli import LoadOptions, SaveOptions
 from ldm_lite.export import Options as Export
+from ldm_lite.img2img import Options as Img2img
+from ldm_lite.inpaint import Options as Inpaint
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
+from ldm_lite.samplers import Options as Samplers
 from ldm_lite.train import Options as Train
 from ldm_lite.txt2img import Options
 from ldm_lite.upscale import Options as Upscale
@@ -86,6 +92,43 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
     error = capsys.readouterr().err
     assert wanted in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "group", [Options, Img2img, Inpaint, Upscale, Cascade, Samplers, Train, Bench, Export, SaveOptions]
+)
+def test_every_number_has_a_range(group: type[cli.Ranged], capsys: pytest.CaptureFixture[str]) -> None:
+    hints = typing.get_type_hints(group)
+    numbers = [each for each in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[each.name])}]
+    numbers += [each for each in dataclasses.fields(group) if hints[each.name] in (int, float)]
+    assert numbers
+    numbers = [each for each in numbers if not each.metadata["help"].startswith("not here")]
+    for each in numbers:
+        least, most = each.metadata["within"]
+        for value in (least - 1, most + 1, math.nan, math.inf, -math.inf, 10**400):
+            if not (value == 10**400 and most == math.inf):
+                with pytest.raises(ValueError, match=rf"^got {each.name} .*, wanted "):
+                    group(**{each.name: value})
+    name = next(each.name for each in numbers if each.metadata["within"] != cli.FINITE)
+    with pytest.raises(SystemExit):
+        cli.parse([f"--{name}=-1"], "train", "", (group,))
+    assert capsys.readouterr().err.startswith(f"error: got {name} -1")
+
+
+def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left of a prompt without quotes, and of a shell's variable that is not set."""
+    for argv, wanted in (
+        (["a", "red", "apple"], "error: got words beside the prompt, 'red apple': put it into quotes (see --help)"),
+        (["--init-img", ""], "error: argument --init_img/--init-img/--input: got an empty text: give a value, or"),
+        (["--ckpt", ""], "error: argument --ckpt: got an empty text: give a value, or leave the flag out"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.parse(argv, "img2img", "", (Img2img, LoadOptions))
+        error = capsys.readouterr().err
+        assert error.startswith(wanted)
+        assert error.count("\n") == 1
+    [options], _ = cli.parse(["", "--negative-prompt", ""], "img2img", "", (Img2img,))
+    assert options.prompt == options.negative_prompt == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes there are other")

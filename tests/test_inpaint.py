@@ -176,10 +176,12 @@ def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipe
     [
         ({}, "no prompt: give one"),
         ({"prompt": "a", "strength": -1.0}, "got strength -1.0, wanted 0 to 1"),
-        ({"prompt": "a", "feather": -1.0}, "got feather -1.0, wanted 0 to 1000 pixels"),
+        ({"prompt": "a", "feather": -1.0}, "got feather -1.0, wanted 0 to 1000"),
         ({"prompt": "a", "extend": "left"}, "got extend 'left', wanted left=128,top=64, or right, bottom"),
         ({"prompt": "a", "extend": "up=8"}, "got extend 'up=8', wanted left=128,top=64, or right, bottom"),
-        ({"prompt": "a", "extend": "left=0"}, r"got extend .*, wanted pixels above 0 for some of left, top"),
+        ({"prompt": "a", "extend": "left=0"}, "got extend 'left=0', wanted left=128,top=64, or"),
+        ({"prompt": "a", "extend": f"left={10**20}"}, "got extend 'left=10*', wanted left=128,top=64, or"),
+        ({"prompt": "a", "extend": "left=8,left=16"}, "got extend 'left=8,left=16', wanted left=128,top=64, or"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options: dict, message: str) -> None:
@@ -216,4 +218,7 @@ def test_the_command(tmp_path: Path, apple: Image.Image, capsys: pytest.CaptureF
     assert run([CAT, *files, "--indir", os.fspath(tmp_path)], tmp_path / "three.png") == 2
     assert "got --indir beside --init-img or --mask" in capsys.readouterr().err
     assert run([CAT, "--indir", os.fspath(tmp_path / "none")], tmp_path / "three.png") == 2
+    assert "none: No such file or directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert run([CAT, "--indir", os.fspath(tmp_path / "empty")], tmp_path / "three.png") == 2
     assert "holds no NAME_mask.png beside a NAME.png" in capsys.readouterr().err

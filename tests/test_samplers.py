@@ -46,7 +46,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "a"], ["--samplers", "x"], ["--spacing", "x"], ["--steps", "0"], ["--reference", "2000"]]
+    "arguments", [["--steps", "a"], ["--samplers", "x"], ["--spacing", "x"], ["--steps", "0"], ["--spacings", "x"]]
 )
 def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([*arguments, "--device", "cpu"]) == 2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,34 +160,34 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(), "no prompt: give one"),
-        (Options(prompt="a", sampler="dpm3"), "unknown sampler 'dpm3': did you mean"),
-        (Options(prompt="a", steps=0), "got 0 steps, wanted 1 to 1000"),
-        (Options(prompt="a", steps=1001), "got 1001 steps, wanted 1 to 1000"),
-        (Options(prompt="a", n_samples=0), "got n_samples 0, wanted 1 or more"),
-        (Options(prompt="a", n_iter=-1), "got n_iter -1, wanted 1 or more"),
-        (Options(prompt="a", seed=-1), "got seed -1, wanted 0 to"),
-        (Options(prompt="a", eta=1.5), "got eta 1.5, wanted 0 to 1"),
+        ({}, "no prompt: give one"),
+        ({"prompt": "a", "sampler": "dpm3"}, "unknown sampler 'dpm3': did you mean"),
+        ({"prompt": "a", "steps": 0}, "got steps 0, wanted 1 to 1000"),
+        ({"prompt": "a", "steps": 1001}, "got steps 1001, wanted 1 to 1000"),
+        ({"prompt": "a", "n_samples": 0}, "got n_samples 0, wanted 1 to 4096"),
+        ({"prompt": "a", "n_iter": -1}, "got n_iter -1, wanted 1 to"),
+        ({"prompt": "a", "seed": -1}, "got seed -1, wanted 0 to"),
+        ({"prompt": "a", "eta": 1.5}, "got eta 1.5, wanted 0 to 1"),
         (
-            Options(prompt="a", eta=0.5, sampler="plms"),
+            {"prompt": "a", "eta": 0.5, "sampler": "plms"},
             "got eta 0.5, but plms has none: leave it out, or take one of ddim",
         ),
         (
-            Options(prompt="a", churn=1.0),
+            {"prompt": "a", "churn": 1.0},
             "got churn 1.0, but ddim has none: leave it out, or take one of euler, heun, dpm2",
         ),
-        (Options(prompt="a", spacing="x"), "unknown spacing 'x': wanted one of leading"),
-        (Options(prompt="a", guidance_rescale=2.0), "got guidance_rescale 2.0, wanted 0 to 1"),
-        (Options(prompt="a", dynamic_threshold=-1.0), "got dynamic_threshold -1.0, wanted 0 to 1"),
-        (Options(prompt="a", compat=True, sampler="euler"), "--compat knows the samplers of the original script"),
-        (Options(prompt="a", compat=True, steps=3), "the original scripts fail with 3 steps"),
-        (Options(prompt="a", from_file="x.txt"), "got a prompt and --from-file"),
-        (Options(prompt="a", scale=float("nan")), "got scale nan, wanted a finite number"),
+        ({"prompt": "a", "spacing": "x"}, "unknown spacing 'x': wanted one of leading"),
+        ({"prompt": "a", "guidance_rescale": 2.0}, "got guidance_rescale 2.0, wanted 0 to 1"),
+        ({"prompt": "a", "dynamic_threshold": -1.0}, "got dynamic_threshold -1.0, wanted 0 to 1"),
+        ({"prompt": "a", "compat": True, "sampler": "euler"}, "--compat knows the samplers of the original script"),
+        ({"prompt": "a", "compat": True, "steps": 3}, "the original scripts fail with 3 steps"),
+        ({"prompt": "a", "from_file": "x.txt"}, "got a prompt and --from-file"),
+        ({"prompt": "a", "scale": float("nan")}, "got scale nan, wanted a finite number"),
     ],
 )
-def test_options_that_do_not_fit(bundled: Pipeline, options: Options, message: str) -> None:
+def test_options_that_do_not_fit(bundled: Pipeline, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        txt2img(bundled, options)
+        txt2img(bundled, Options(**options))
 
 
 # ---- compat ---------------------------------------------------------------------------------------------------------

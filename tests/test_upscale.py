@@ -113,13 +113,20 @@ def test_the_command(name: str, paths: dict[str, Path], tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"noise_level": 351}, "got noise_level 351, wanted 0 to 350"), ({"tile": 4}, "got tile 4, wanted 8 to 65536")],
+)
+def test_numbers_out_of_range(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "no picture: give one with --init-img FILE"),
-        (["--init-img", "{in}", "--noise-level", "351"], "got noise_level 351, wanted 0 to 350"),
         (["--init-img", "{in}", "--H", "64"], "leave out --height and --width"),
         (["--init-img", "{in}", "--compat"], "upscale has no --compat"),
-        (["--init-img", "{in}", "--tile", "4"], "got a tile of 4, wanted 8 or more"),
         (["--init-img", "{in}", "--ckpt", "{other}"], "which upscale cannot use: take python -m ldm_lite.txt2img"),
     ],
 )

@@ -73,7 +73,7 @@ def resolve(name: str) -> tuple[str, str | None]:
         near = difflib.get_close_matches(key, [*SAMPLERS, *ALIASES], n=3, cutoff=0.4)
         near = list(dict.fromkeys(ALIASES.get(each, each) for each in near))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"unknown sampler {name!r}: {hint}(all: {', '.join(SAMPLERS)})")
+        raise ValueError(f"unknown sampler {name!r}: {hint}wanted one of {', '.join(SAMPLERS)}")
     return key, spacing
 
 

@@ -86,7 +86,7 @@ def test_an_unknown_name_lists_the_nearest(name: str, near: str) -> None:
 
 
 def test_a_name_like_nothing_lists_all() -> None:
-    with pytest.raises(ValueError, match=r"unknown sampler '###': \(all: ddim, plms, ddpm, euler, "):
+    with pytest.raises(ValueError, match=r"unknown sampler '###': wanted one of ddim, plms, ddpm, euler, "):
         resolve("###")
 
 
