@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class CompiledStep:
         self._wait_s = COLD_START_S if tier == "auto" else 0.0
         self._first_call: float | None = None
         self._step: Step | None = None  # compiled
+        self._regional: WeakSet[nn.Module] = WeakSet()  # networks whose blocks are compiled
         self._failed = self._told = False
         self._lock = threading.Lock()
 
@@ -78,6 +79,8 @@ class CompiledStep:
         try:
             with self._lock:  # one thread compiles, the others wait
                 step = self._step = self._step or self._first(model, *args)
+                if self._tier == "regional":
+                    self._compile_blocks(model)
             return step(model, *args)
         except torch.OutOfMemoryError:
             raise
@@ -100,7 +103,7 @@ class CompiledStep:
         device = args[0].device
         for _ in range(2):  # the first is the kernels' own warm-up
             plain_s = _timed(denoise_step, device, model, *args)
-        step = self._compiled()
+        step = self._compiled(model)
         step = _Graphs(step) if device.type == "cuda" else step
         cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
         log.info("%s", _verdict(cold_s, plain_s, compiled_s))
@@ -108,13 +111,22 @@ class CompiledStep:
 
     def _undo(self) -> None:
         self._step = None
-        for module in self._network.modules():
-            module._compiled_call_impl = None
+        for network in self._regional:
+            for module in network.modules():
+                module._compiled_call_impl = None
 
-    def _compiled(self) -> Step:
+    def _compile_blocks(self, model: Any) -> None:
+        """Of a network, or of all of those that a UNet is steered by; those of a function's UNet."""
+        network = model if isinstance(model, nn.Module) else self._network
+        if network not in self._regional:
+            self._regional.add(network)
+            for module in regions(network):
+                if module._compiled_call_impl is None:
+                    module.compile(fullgraph=True, dynamic=True, backend=self._backend)
+
+    def _compiled(self, model: Any) -> Step:
         if self._tier == "regional":
-            for module in regions(self._network):
-                module.compile(fullgraph=True, dynamic=True, backend=self._backend)
+            self._compile_blocks(model)
             return denoise_step
         options = _options(self._tier, next(self._network.parameters()).device.type)
         given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}

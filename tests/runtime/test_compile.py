@@ -303,6 +303,21 @@ def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
     assert list(tiny.state_dict()) == list(Tiny().state_dict())
 
 
+def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
+    unet, nets = toy.fill(UNet(PLAIN)), [toy.fill(ControlNet(PLAIN), "0.")]
+    step = CompiledStep("regional", unet, "eager")
+    given: list[Any] = arguments(0, 2, 8, 8)
+    step(unet, *given)
+    assert all(block._compiled_call_impl is not None for block in regions(unet))
+    hint = Hint(
+        toy.normal(3, 1, PLAIN.model_channels, 8, 8), torch.ones(2 * len(PLAIN.channel_mult) + 1), 1, pool=False
+    )
+    given[3] = given[3]._replace(control=Hints((hint,), None))
+    steered = Steered(unet, nets)  # type: ignore[arg-type]
+    torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
+    assert all(block._compiled_call_impl is not None for block in regions(steered))
+
+
 def test_the_blocks_of_a_unet_are_its_regions() -> None:
     with torch.device("meta"):
         found = list(regions(UNet(SMALL.unet)))
