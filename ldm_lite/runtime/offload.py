@@ -23,6 +23,7 @@ from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
 
 OFFLOADS = ("model", "sequential")
 BLOCK = 2**26  # parameters: larger blocks are divided where that is safe
+AHEAD = 2**21  # parameters, about: smaller blocks are done with too soon to hide the copy of the next
 
 
 class Placement:
@@ -113,6 +114,7 @@ class _Group:
     def __init__(self, slots: list[tuple[Tensor, Stored]], device: torch.device, stream: Any) -> None:
         """Each tensor with what it is restored from; stream is what copies ahead of time go by, None for none."""
         self.slots, self.device, self.stream = slots, device, stream
+        self.size = sum(tensor.numel() for tensor, _ in slots)
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None
         self._home = [
@@ -173,17 +175,22 @@ class _Group:
 
 
 class _Order:
-    """In which order blocks compute: after each the one that came next the last time."""
+    """In which order blocks compute: after each those that came next the last time."""
 
     def __init__(self) -> None:
         self.last: _Group | None = None
         self.next: dict[_Group, _Group] = {}
 
-    def after(self, group: _Group) -> _Group | None:
+    def after(self, group: _Group) -> list[_Group]:
+        """What comes after a block that begins: the next one, and where that is small, those after it up to AHEAD."""
         if self.last is not None:
             self.next[self.last] = group
         self.last = group
-        return self.next.get(group)
+        found, then = list[_Group](), self.next.get(group)
+        while then is not None and then not in (group, *found) and sum(each.size for each in found) < AHEAD:
+            found.append(then)
+            then = self.next.get(then)
+        return found
 
 
 class _Before:
@@ -194,8 +201,9 @@ class _Before:
 
     def __call__(self, module: nn.Module, args: object) -> None:
         self.group.__enter__()
-        if self.order is not None and (group := self.order.after(self.group)) is not None:
-            group.fetch()
+        if self.order is not None:
+            for group in self.order.after(self.group):
+                group.fetch()
 
     def __deepcopy__(self, memo: object) -> Any:
         return _nothing  # a copy of a network has its weights for itself

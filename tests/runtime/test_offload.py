@@ -10,6 +10,8 @@ import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,9 +101,21 @@ def test_the_text_of_a_whole_job_is_embedded_first(small_path: Path, device: Dev
 
 def test_what_is_needed_next_is_fetched_ahead() -> None:
     """On a GPU; the order of the blocks is learned in the first forward."""
-    order, groups = offload._Order(), [object() for _ in range(3)]
-    assert [order.after(group) for group in groups] == [None, None, None]
-    assert [order.after(group) for group in groups] == [groups[1], groups[2], groups[0]]
+
+    def block(size: int) -> Any:
+        return Mock(size=size)
+
+    order, groups = offload._Order(), [block(offload.AHEAD) for _ in range(3)]
+    assert [order.after(group) for group in groups] == [[], [], []]
+    assert [order.after(group) for group in groups] == [[groups[1]], [groups[2]], [groups[0]]]
+    small, last = block(offload.AHEAD // 2), groups[2]
+    order, blocks = offload._Order(), [groups[0], small, last]  # as in a ControlNet, with 1x1 convolutions in between
+    for group in blocks:
+        order.after(group)
+    assert [order.after(group) for group in blocks] == [[small, last], [last], [groups[0]]]
+    order, blocks = offload._Order(), [block(1) for _ in range(3)]
+    for group in (*blocks, *blocks):
+        assert len(order.after(group)) <= 2, "what computes, or was found, is found again"
 
 
 @pytest.mark.parametrize("name", [None, *STORAGES])
