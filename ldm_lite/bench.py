@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.util
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -226,7 +227,7 @@ def _threads(options: Options) -> int:
 
 
 def _folder(options: Options) -> Path:
-    return Path(options.out).expanduser()
+    return Path(os.path.expanduser(options.out))
 
 
 def _setting(options: Options, pipe: "Pipeline") -> "Setting":
@@ -337,6 +338,7 @@ def run(options: Options) -> None:
         print(memory(options) if options.memory else loading(options))
         return
     folder = _folder(options)
+    folder.mkdir(parents=True, exist_ok=True)  # before the minutes of measuring, if it cannot be
     report = bench(options, lambda report: reports.write(report, folder))
     print(reports.markdown(report))
     print(folder / "results.md")

@@ -19,6 +19,7 @@ import ldm_lite
 from ldm_lite import cli
 from ldm_lite.cli import MOST, MOST_PX, SEEDS, Ranged, SaveOptions, option
 from ldm_lite.job import JobOptions, OnStep
+from ldm_lite.progress import Progress, memory
 from ldm_lite.saver import Saver
 from ldm_lite.upscaling import MOST_NOISE, enlarge
 
@@ -300,7 +301,7 @@ def run(options: Options, stages: StageOptions, save: SaveOptions) -> None:
     context, uncond = _embeddings(options, stages)
     openers = [_opener(source, stages) for source in sources]
     made = []
-    for image, seed in cascade(openers, options, context, uncond, on_step=cli.Progress()):
+    for image, seed in cascade(openers, options, context, uncond, on_step=Progress()):
         about = {"Seed": seed, "Size": f"{image.shape[2]}x{image.shape[1]}", "Model": " + ".join(map(str, sources))}
         about["Version"] = f"ldm_lite {ldm_lite.__version__}"
         text = parameters(options.prompt or "", options.negative_prompt, about)
@@ -309,7 +310,7 @@ def run(options: Options, stages: StageOptions, save: SaveOptions) -> None:
             print(saver.sample(made[-1], text), flush=True)
     if not save.skip_grid and len(made) > 1:
         print(saver.grid(grid(made, columns=save.n_rows or math.ceil(len(made) ** 0.5)), text), flush=True)
-    log.info("%d image%s in %.1f s; %s", len(made), "s" * (len(made) > 1), time.perf_counter() - start, cli.memory())
+    log.info("%d image%s in %.1f s; %s", len(made), "s" * (len(made) > 1), time.perf_counter() - start, memory())
 
 
 def _embeddings(options: Options, stages: StageOptions) -> "tuple[Tensor, Tensor]":

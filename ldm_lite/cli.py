@@ -1,4 +1,4 @@
-"""What all commands share: dataclasses to flags, messages and progress.
+"""What all commands share: dataclasses to flags, and messages.
 
 Printing lives here and in the commands' main().  Nothing here imports torch, so `--help` is instant.
 """
@@ -17,10 +17,9 @@ import typing
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from ldm_lite.progress import end_bars
 
 T = TypeVar("T")
 
@@ -271,6 +270,7 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     log, messages, debug = logging.getLogger("ldm_lite"), _Messages(), any(getattr(o, "debug", False) for o in options)
     log.addHandler(messages)
     log.setLevel(logging.INFO)
+    _open_streams()
     try:
         with warnings.catch_warnings():
             if not debug:  # what a user must know is said by us
@@ -279,6 +279,7 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
         sys.stdout.flush()  # here, since at the interpreter's end it is too late for a status
         return 0
     except KeyboardInterrupt:
+        end_bars()
         print("interrupted: what is finished is saved", file=sys.stderr)
         return 130
     except Exception as error:
@@ -286,11 +287,22 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
             return 141
         if debug:
             raise
+        end_bars()
         message, status = _explain(error, options)
         print(f"error: {message}", file=sys.stderr)
         return status
     finally:
         log.removeHandler(messages)
+
+
+def _open_streams() -> None:
+    """Have a stdout and a stderr that take what is printed: all names of files, and all if they are closed (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))  # noqa: SIM115  # for as long as the process lasts
+        elif getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _is_unread() -> bool:
@@ -335,54 +347,3 @@ def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
     if isinstance(error, (ValueError, OSError)):
         return line, 2
     return f"{type(error).__name__}: {line} (this is a fault of ldm_lite: --debug shows where)", 1
-
-
-class Progress:
-    """A progress bar per batch, in denoising steps; call it after every step."""
-
-    def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._tqdm = tqdm
-        self._bar: Any = None
-
-    def __call__(self, step: int, num_steps: int, latents: "Tensor") -> None:
-        """step counts from 1; the bar appears with the first and goes to its end with the last."""
-        if self._bar is None:
-            self._bar = self._tqdm(total=num_steps, desc=f"{len(latents)} image{'s' * (len(latents) > 1)}", unit="it")
-        self._bar.update()
-        if step == num_steps:
-            self._bar.close()
-            self._bar = None
-
-
-class TrainingBar:
-    """A progress bar over the steps of a training run, with its loss; call it after every step."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._bar: Any = None
-
-    def __call__(self, step: int, loss: float | None) -> None:
-        """step counts from 1, or on from where the run was left; the bar appears with the first call."""
-        from tqdm import tqdm
-
-        if self._bar is None:
-            self._bar = tqdm(total=self._steps, initial=step - 1, unit="step")
-        self._bar.update()
-        if loss is not None:
-            self._bar.set_postfix(loss=f"{loss:.4f}")
-
-
-def memory() -> str:
-    """Peak memory of this process so far (not known on Windows), and of CUDA if it was used, in words."""
-    parts = []
-    if sys.platform != "win32":
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-        parts.append(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of memory")
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
-        peak = max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-        parts.append(f"{peak / 2**30:.2f} GiB on the GPU")
-    return "peak " + " and ".join(parts) if parts else "peak memory not known"

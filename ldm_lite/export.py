@@ -51,7 +51,7 @@ def export(pipe: "Pipeline", options: Options) -> "list[Inputs]":
         for width, height in _sizes(pipe, options.sizes)
         for batch in batches
     ]
-    aot.export(pipe.unet, examples, Path(options.out).expanduser())
+    aot.export(pipe.unet, examples, Path(os.path.expanduser(options.out)))
     return examples
 
 
@@ -86,7 +86,7 @@ def run(options: Options, load: LoadOptions) -> None:
 
     from ldm_lite.runtime import aot
 
-    path = Path(options.out).expanduser()
+    path = Path(os.path.expanduser(options.out))
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # known before the minutes of compiling
         raise ValueError(f"cannot write to {path}: take another --out, a file in a folder that is there")
     pipe = ldm_lite.load(**load.arguments())

@@ -169,7 +169,7 @@ def read_image_statistics(path: Path) -> Tensor:
 def _file(pipe: Pipeline, prompt: str | None, wanted: str) -> Path:
     if not prompt:
         raise _not(pipe, prompt, wanted, guided=False)
-    path = Path(prompt).expanduser()
+    path = Path(os.path.expanduser(prompt))
     if not path.is_file():
         raise ValueError(f"{os.fspath(prompt)}: no such file: {pipe.family.title} reads {wanted}")
     return path

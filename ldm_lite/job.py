@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ldm_lite
-from ldm_lite import cli
 from ldm_lite.cli import FINITE, MOST, MOST_PX, SEEDS, LoadOptions, Ranged, option
+from ldm_lite.progress import Progress, memory
 from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def serve(
 
     with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
     start, in_grid = time.perf_counter(), []
-    progress: OnStep = cli.Progress()
+    progress: OnStep = Progress()
     if save.preview is not None:
         pipe, progress = previewed(pipe, save.preview, saver.preview, progress)
     for result in make(pipe, progress):
@@ -370,4 +370,4 @@ def serve(
             in_grid.append(result.image)
     if len({image.size for image in in_grid}) == 1:
         print(saver.grid(grid(in_grid, columns=save.n_rows or columns), result.parameters), flush=True)
-    log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, cli.memory())
+    log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, memory())

@@ -21,7 +21,7 @@ class Saver:
     def __init__(self, options: SaveOptions, command: str) -> None:
         """Raises ValueError for a folder that cannot be written to; makes nothing yet."""
         self.options = options
-        self.out = Path(f"outputs/{command}-samples" if options.out is None else options.out).expanduser()
+        self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
         folder = self.out.parent if self.single else self.out
         while not folder.exists():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ldm_lite
 from ldm_lite import cli
 from ldm_lite.cli import FINITE, MOST, LoadOptions, Ranged, option
+from ldm_lite.progress import TrainingBar
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,7 +49,7 @@ class Options(Ranged):
     resume: bool = option(False, "go on with the run in that folder")
     steps: int = option(10_000, "optimiser steps of the whole run", within=(1, MOST))
     minutes: float | None = option(None, "stop after so many minutes; --resume goes on", within=(0, MOST))
-    batch: int = option(64, "images at a time", within=(1, MOST))
+    batch: int = option(64, "images at a time", within=(1, 2**16))
     accumulate: int = option(1, "batches to an optimiser step", within=(1, MOST))
     lr: float = option(1e-3, "learning rate, after a warm-up and before a cosine down to 0", within=(0, math.inf))
     warmup: int = option(200, "steps of the warm-up", within=(0, MOST))
@@ -56,7 +57,7 @@ class Options(Ranged):
     average: float = option(
         0.999, "share of the running average of the weights kept at every step", "--ema-decay", within=(0, 1)
     )
-    clip: float = option(1.0, "most norm of the gradient", within=(0, math.inf))
+    clip: float = option(1.0, "most norm of the gradient", within=(1e-9, math.inf))
     freeze_encoder: bool = option(False, "of an autoencoder, train the decoder alone: latents stay what they are")
     freeze_text: bool = option(False, "leave the text encoder as it is")
     lora_rank: int | None = option(
@@ -67,7 +68,7 @@ class Options(Ranged):
     )
     lora_text: bool = option(False, "a LoRA of the text encoder too")
     caption_dropout: float = option(0.1, "share of captions left empty, for guidance", within=(0, 1))
-    min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)", within=(0, math.inf))
+    min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)", within=(1e-9, math.inf))
     tokens: int | None = option(
         None, "tokens of a caption (default: all that the text encoder takes)", within=(2, MOST)
     )
@@ -97,6 +98,7 @@ def train(
     from ldm_lite.training.norm import use_fast_backward
     from ldm_lite.training.tasks import checkpoint_activations
 
+    _check(options, load)
     ranks.join()
     folder = Path(options.out)
     if (folder / STATE).exists() and not options.resume:
@@ -131,16 +133,23 @@ def train(
         use_fast_backward(network)
     if options.checkpointing:  # after Run has copied the networks for their averages
         checkpoint_activations(pipe.unet)
-    for network in (
-        (task.networks.values() if options.lora_rank is None else [pipe.unet]) if options.compile_network else ()
-    ):
-        network.compile()
-    run.fit(
-        source,
-        on_step=on_step,
-        on_save=lambda step: _save(options, pipe, run),
-    )
+    if options.compile_network:
+        for network in task.networks.values() if options.lora_rank is None else [pipe.unet]:
+            network.compile()
+    run.fit(source, on_step=on_step, on_save=lambda step: _save(options, pipe, run))
     return _path(options)
+
+
+def _check(options: Options, load: LoadOptions) -> None:
+    """Raises ValueError for what would not be heeded."""
+    for name in ("offload", "storage", "compile", "compiled"):
+        if getattr(load, name) not in (None, "off"):
+            instead = ", or take --compile-network" if name == "compile" else ""
+            raise ValueError(f"train has no --{name}: leave it out{instead}")
+    if load.dtype not in (None, "fp32", "float32"):
+        raise ValueError(f"got dtype {load.dtype}, but weights are trained in float32: leave it out")
+    if options.preset is not None and (load.ckpt is not None or load.lora):
+        raise ValueError("--preset is a new model: leave out --ckpt and --lora, or it")
 
 
 def _path(options: Options) -> Path:
@@ -228,6 +237,8 @@ def _task(options: Options, pipe: "Pipeline", source: Any) -> "tuple[Pipeline, T
         raise ValueError(f"{pipe.family.title}: is distilled; what is trained here is the model it was distilled from")
     if not alone or not isinstance(text, CLIPTextEncoder):
         raise ValueError(f"{pipe.family.title}: only models of text alone, read by one CLIP-L, are trained here")
+    if options.tokens is not None and options.tokens > text.spec.length:
+        raise ValueError(f"got tokens {options.tokens}, wanted 2 to {text.spec.length}, the text encoder's")
     vae.requires_grad_(False).eval()
     if options.preset is not None:
         pixels = torch.stack(
@@ -343,11 +354,12 @@ def _plot(folder: Path) -> None:
     from ldm_lite.training.data import write_whole
     from ldm_lite.training.loop import LOG
 
-    if importlib.util.find_spec("matplotlib") is None:
+    log = folder / LOG
+    if importlib.util.find_spec("matplotlib") is None or not log.exists():  # before the first of its lines
         return
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.semilogy([row["step"] for row in rows], [row["loss"] for row in rows])
@@ -377,9 +389,8 @@ def _samples(pipe: "Pipeline", prompts: list[str], each: int = 4) -> "Image":
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
-    about = __doc__.splitlines()[0]
-    (options, load), _ = cli.parse(argv, "train", about, (Options, LoadOptions))
-    return cli.run(lambda: print(train(options, load, cli.TrainingBar(options.steps))), (options, load))
+    (options, load), _ = cli.parse(argv, "train", __doc__.splitlines()[0], (Options, LoadOptions))
+    return cli.run(lambda: print(train(options, load, TrainingBar(options.steps))), (options, load))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from make_goldens import repository
 from random_checkpoint import random_tensor
 
 import ldm_lite
-from ldm_lite import cli
 from ldm_lite.checkpoint import on_meta
 from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet_if import IFSpec, UNetIF
 from ldm_lite.networks import IF_I_XL, IF_II_L
+from ldm_lite.progress import memory
 
 STAGES = {
     "I-M": replace(IF_I_XL, model_channels=192),
@@ -80,10 +80,10 @@ def main() -> int:
         path = Path(folder) / f"IF-{args.stage}.bin"
         torch.save({key: random_tensor(key, shape) for key, shape in shapes.items()}, path)
         pipe = ldm_lite.load(path, device="cpu", dtype="fp32")
-        print(f"{pipe.description}; {cli.memory()}", flush=True)
+        print(f"{pipe.description}; {memory()}", flush=True)
         start = time.perf_counter()
         ours = pipe.unet(x, t, context, torch.tensor([250.0]) if spec.super_resolution else None)
-        print(f"one call at {args.size} px: {time.perf_counter() - start:.1f} s; {cli.memory()}", flush=True)
+        print(f"one call at {args.size} px: {time.perf_counter() - start:.1f} s; {memory()}", flush=True)
         theirs = original(spec, args.originals.resolve())
         theirs.load_state_dict(pipe.unet.state_dict(), strict=True, assign=True)
         theirs.eval()

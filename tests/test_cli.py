@@ -131,6 +131,30 @@ def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[
     assert options.prompt == options.negative_prompt == ""
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the shell is another")
+@pytest.mark.parametrize("how", ["", "PYTHONIOENCODING=ascii", ">&-", "2>&-", ">&- 2>&-"])
+def test_any_name_is_printed_to_any_stream_even_a_closed_one(how: str) -> None:
+    code = """
+import sys, tqdm
+from ldm_lite import cli
+def body():
+    cli.logging.getLogger("ldm_lite").info("loaded")
+    bar = tqdm.tqdm(total=2)
+    print("pictures/\\udcff \\u2764.png")
+    raise ValueError("wrong")
+sys.exit(cli.run(body))
+"""
+    root = Path(ldm_lite.__file__).parent.parent
+    variable, streams = (how, "") if "=" in how else ("", how)
+    command = f"{variable} exec '{sys.executable}' -c '{code.replace(chr(39), chr(34))}' {streams}"
+    done = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True)
+    assert done.returncode == 2
+    if "2>&-" not in how:
+        assert done.stderr.splitlines()[-1] == b"error: wrong"  # on a line of its own
+    if not how.startswith(">&-"):
+        assert done.stdout.startswith(b"pictures/")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes there are other")
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_command_that_nobody_reads_ends_without_a_line(flush: bool) -> None:

@@ -30,6 +30,7 @@ LAYERS = [
     {"job"},
     {"saver"},
     {"cli"},
+    {"progress"},
     {"benchmark"},
     {"generate", "training"},
     {"conditioning", "control"},
@@ -43,7 +44,7 @@ LAYERS = [
     {"models", "diffusion"},
 ]
 LEAVES = {
-    "cli",
+    "progress",
     "hub",
     "image",
     "boxes",

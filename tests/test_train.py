@@ -340,6 +340,31 @@ def test_photos_are_turned_upright_and_what_is_transparent_is_white(tmp_path: Pa
     assert (clear == 255).all()
 
 
+def test_what_training_does_not_heed_is_refused(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    load = load_options(small_path)
+    for changes, message in (
+        ({"storage": "int8"}, "train has no --storage: leave it out"),
+        ({"compile": "step"}, "train has no --compile: leave it out, or take --compile-network"),
+        ({"dtype": "fp16"}, "got dtype fp16, but weights are trained in float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(options(folder, tmp_path), replace(load, **changes))
+    with pytest.raises(ValueError, match="--preset is a new model: leave out --ckpt"):
+        train(options(folder, tmp_path, preset="emoji64"), load)
+    with pytest.raises(ValueError, match="got tokens 78, wanted 2 to 77"):
+        train(options(folder, tmp_path, tokens=78), load)
+
+
+def test_checkpoints_before_the_first_loss_is_logged(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was lost, since the run was ended between its last state and its checkpoint, is written again."""
+    monkeypatch.setattr(loop, "CHECK_EVERY", 20)
+    path = train(options(folder, tmp_path, steps=2, save_every=1), load_options(small_path))
+    path.unlink()
+    assert train(options(folder, tmp_path, steps=2, resume=True), load_options(small_path)).is_file()
+
+
 def test_a_run_is_not_overwritten(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, steps=1), load_options(small_path))
     with pytest.raises(ValueError, match="holds a run already: go on with --resume, or take another --out"):

@@ -102,7 +102,7 @@ def test_the_loss_falls(tmp_path: Path, folder: Path, small_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path, folder: Path, small_path: Path) -> None:  # noqa: F811
-    with pytest.raises(ValueError, match="got a LoRA rank of 0, wanted 1 or more"):
+    with pytest.raises(ValueError, match="got lora_rank 0, wanted 1 to 4096"):
         train(options(folder, tmp_path / "a", lora_rank=0), load_options(small_path))
     with pytest.raises(ValueError, match="a LoRA is of the diffusion stage of a checkpoint"):
         train(options(folder, tmp_path / "b", lora_rank=2, stage="autoencoder"), load_options(small_path))

@@ -128,6 +128,8 @@ class Run:
             ),
             recipe.workers,
         )
+        if self.step >= recipe.steps and ranks.own() == 0:  # it may have ended between its last state and on_save
+            on_save(self.step)
         while self.step < recipe.steps:
             losses.append(self._step(micro))
             self.step += 1

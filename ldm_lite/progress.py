@@ -1,0 +1,65 @@
+"""Progress bars on stderr, and the peak of memory.  Nothing here imports torch."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Progress:
+    """A progress bar per batch, in denoising steps; call it after every step."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._tqdm = tqdm
+        self._bar: Any = None
+
+    def __call__(self, step: int, num_steps: int, latents: "Tensor") -> None:
+        """step counts from 1; the bar appears with the first and goes to its end with the last."""
+        if self._bar is None:
+            self._bar = self._tqdm(total=num_steps, desc=f"{len(latents)} image{'s' * (len(latents) > 1)}", unit="it")
+        self._bar.update()
+        if step == num_steps:
+            self._bar.close()
+            self._bar = None
+
+
+class TrainingBar:
+    """A progress bar over the steps of a training run, with its loss; call it after every step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._bar: Any = None
+
+    def __call__(self, step: int, loss: float | None) -> None:
+        """step counts from 1, or on from where the run was left; the bar appears with the first call."""
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=self._steps, initial=step - 1, unit="step")
+        self._bar.update()
+        if loss is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}")
+
+
+def memory() -> str:
+    """Peak memory of this process so far (not known on Windows), and of CUDA if it was used, in words."""
+    parts = []
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        parts.append(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of memory")
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        peak = max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+        parts.append(f"{peak / 2**30:.2f} GiB on the GPU")
+    return "peak " + " and ".join(parts) if parts else "peak memory not known"
+
+
+def end_bars() -> None:
+    """Have progress bars that are open end their lines, since a message is to follow."""
+    if (tqdm := sys.modules.get("tqdm")) is not None:
+        for bar in list(getattr(tqdm.tqdm, "_instances", ())):
+            bar.close()
