@@ -187,7 +187,7 @@ def _run(
         if number > 0:
             larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
             level = pipe.schedule.at(int(options.noise_level * 1000))
-            y = torch.full((len(noise),), level.t)
+            y = torch.full((len(noise),), level.t, dtype=torch.float32, device="cpu")
             cond, uncond = (each._replace(y=y, concat=larger) for each in (cond, uncond))
             steer = _renoised(pipe, level.a, level.s, draw)
         branches = classifier_free(cond, uncond, family.scale if scale is None else float(scale))

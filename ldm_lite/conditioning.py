@@ -85,7 +85,7 @@ def guided(pipe: Pipeline, cond: Conditioning, uncond: Conditioning | None, scal
     if dim is None:
         return classifier_free(cond, uncond, scale)
     assert cond.context is not None
-    embedded = guidance_embedding(torch.tensor([scale], dtype=torch.float64), dim).to(cond.context)
+    embedded = guidance_embedding(torch.tensor([scale], dtype=torch.float64, device="cpu"), dim).to(cond.context)
     embedded = embedded.expand(len(cond.context), -1)
     y = embedded if cond.y is None else torch.cat([cond.y, embedded], dim=1)
     return classifier_free(cond._replace(y=y), None, scale)
@@ -167,9 +167,9 @@ def unclip(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
         raise ValueError(f"got image statistics {tuple(statistics.shape)}, wanted mean and deviation, (2, {width})")
     mean, deviation = (0.0, 1.0) if statistics is None else (statistics[:1].float(), statistics[1:].float())
     kept = float((1 - cosine_betas())[: level + 1].prod())
-    noise = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, width, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     noised = kept**0.5 * (embedding.cpu().float() - mean) / deviation + (1 - kept) ** 0.5 * noise
-    sinusoid = timestep_embedding(torch.tensor([level]), width)
+    sinusoid = timestep_embedding(torch.tensor([level], device="cpu"), width)
     y = torch.cat([noised * deviation + mean, sinusoid], dim=1).to(pipe.device)
     return clip(pipe, prompts, reading)._replace(y=(y * (not reading.negative)).repeat(len(prompts), 1))
 

@@ -27,13 +27,17 @@ Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w) float32, on any device
 
 def seeded_noise(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
     """A source of noise (B,C,h,w) with one CPU generator per image, B = len(seeds)."""
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return lambda: torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    # Kind and place are stated, since a process may have other defaults: in float64 the same seed is another noise.
+    return lambda: torch.stack(
+        [torch.randn(shape, generator=generator, dtype=torch.float, device="cpu") for generator in generators]
+    )
 
 
 def shared_noise(generator: torch.Generator, batch: int, shape: tuple[int, int, int]) -> Draw:
     """The original scripts' source: one generator on the device for all images of a job, in the order of its calls."""
-    return lambda: torch.randn((batch, *shape), generator=generator, device=generator.device)
+    size, device = (batch, *shape), generator.device
+    return lambda: torch.randn(size, generator=generator, dtype=torch.float, device=device)
 
 
 class Handover(NamedTuple):

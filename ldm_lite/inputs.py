@@ -91,7 +91,11 @@ def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditionin
     """
     rows = []
     for prompt in prompts:
-        values = read_embeddings(pipe, prompt) if prompt else torch.zeros(1, pipe.family.unet.context_dim or 0)
+        values = (
+            read_embeddings(pipe, prompt)
+            if prompt
+            else torch.zeros(1, pipe.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
+        )
         rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
     return Conditioning(torch.stack(rows).to(pipe.device))
 

@@ -196,7 +196,7 @@ class _Painter:
         if generator is None:
             return seeded
         # The original samples a picture's latents once a job, with a generator on the CPU.
-        on_cpu = generator if generator.device.type == "cpu" else torch.Generator().manual_seed(self.options.seed)
+        on_cpu = generator if generator.device.type == "cpu" else torch.Generator("cpu").manual_seed(self.options.seed)
         init = pictures(batch_size, generate.shared_noise(on_cpu, batch_size, shape))
         fixed = self.options.fixed_code and init is None
         code = generate.shared_noise(generator, batch_size, shape)() if fixed else None

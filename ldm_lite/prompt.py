@@ -81,7 +81,7 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
         raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
     if syntax == "plain":
         ids = tokenizer([text])
-        return Chunks(ids, torch.ones(ids.shape))
+        return Chunks(ids, torch.ones(ids.shape, dtype=torch.float32, device="cpu"))
     room, comma = tokenizer.room, tokenizer.encode(",")[0]
     full: list[list[tuple[int, float]]] = [[]]
     for piece, weight in parse(text):
@@ -95,12 +95,16 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
             full[-1] += [(token, weight) for token in unit]
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
-    ids, weights = torch.full((len(full), tokenizer.length), tokenizer.pad_id), torch.ones(len(full), tokenizer.length)
+    shape = (len(full), tokenizer.length)
+    ids = torch.full(shape, tokenizer.pad_id, dtype=torch.int64, device="cpu")
+    weights = torch.ones(shape, dtype=torch.float32, device="cpu")
     for i, row in enumerate(full):
         tokens = [*tokenizer.before, *(token for token, _ in row), *tokenizer.after]
-        ids[i, : len(tokens)] = torch.tensor(tokens)
+        ids[i, : len(tokens)] = torch.tensor(tokens, device="cpu")
         first = len(tokenizer.before)
-        weights[i, first : first + len(row)] = torch.tensor([weight for _, weight in row])
+        weights[i, first : first + len(row)] = torch.tensor(
+            [weight for _, weight in row], dtype=torch.float32, device="cpu"
+        )
     return Chunks(ids, weights)
 
 

@@ -72,10 +72,10 @@ class TextTokenizer:
         """
         if isinstance(texts, str):
             raise ValueError("got a single string, wanted a list of strings: pass [text]")
-        ids = torch.full((len(texts), self.length), self.pad_id, dtype=torch.int64)  # (B, T)
+        ids = torch.full((len(texts), self.length), self.pad_id, dtype=torch.int64, device="cpu")  # (B, T)
         for row, text in zip(ids, texts, strict=True):
             tokens = [*self.before, *self.encode(text)[: self.room], *self.after]
-            row[: len(tokens)] = torch.tensor(tokens)
+            row[: len(tokens)] = torch.tensor(tokens, device="cpu")
         return ids
 
     def encode(self, text: str) -> list[int]:

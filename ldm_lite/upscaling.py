@@ -60,9 +60,10 @@ def _canvas(pipe: "Pipeline", name: str | None, pixels: "Tensor", noise_level: i
 
     level = None
     if pipe.family.unet.num_classes is not None:  # it is told how noisy the picture is
-        generator = torch.Generator().manual_seed(seed + OWN_STREAM)
-        pixels = noised(pipe, pixels, noise_level, torch.randn(pixels.shape, generator=generator))
-        level = torch.tensor([noise_level])
+        generator = torch.Generator("cpu").manual_seed(seed + OWN_STREAM)
+        noise = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu")
+        pixels = noised(pipe, pixels, noise_level, noise)
+        level = torch.tensor([noise_level], device="cpu")
     return Canvas(
         latent_shape=(pipe.vae.spec.embed_dim, *pixels.shape[1:]),
         concat=pixels[None].to(pipe.device),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,24 @@ def test_sizes(bundled: Pipeline) -> None:
     assert result.image.size == (40, 72)
     with pytest.raises(ValueError, match="got H 70 and W 41, wanted multiples of 8: take 72 and 40"):
         txt2img(bundled, Options(prompt=APPLE, height=70, width=41))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+@pytest.mark.parametrize("compat", [False, True])
+def test_the_defaults_of_a_process_change_nothing(bundled: Pipeline, default: torch.dtype | str, compat: bool) -> None:
+    options = Options(prompt="a (red) apple", prompt_syntax="a1111", steps=2, sampler="ddim", eta=0.5, n_iter=1)
+    options = replace(options, n_samples=1, compat=compat)
+    [plain] = txt2img(bundled, options)
+    try:
+        if isinstance(default, str):
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        [result] = txt2img(bundled, options)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(result.pixels, plain.pixels)
 
 
 def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:

@@ -63,7 +63,7 @@ def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
     in float32, in which networks are trained: in the order of diffusers' operations, so that they round alike.
     """
     half = dim // 2
-    step = torch.log(torch.tensor(10000.0, device=scale.device)) / (half - 1)
+    step = torch.log(torch.tensor(10000.0, dtype=torch.float32, device=scale.device)) / (half - 1)
     freqs = torch.exp(torch.arange(half, dtype=torch.float32, device=scale.device) * -step)
     angles = (scale - 1).float()[:, None] * 1000 * freqs  # (B, dim/2)
     return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, dim % 2))

@@ -32,8 +32,8 @@ class TiledUNet(nn.Module):
         outs = [self.unet(x[place], t, context, y) for place in places]
         # The mean is taken in float32, whatever the network computes in.
         window = weights(min(self.tile, height), min(self.tile, width), x.device)
-        total = torch.zeros(*outs[0].shape[:2], height, width, device=x.device)
-        norm = torch.zeros(height, width, device=x.device)
+        total = torch.zeros(*outs[0].shape[:2], height, width, dtype=torch.float32, device=x.device)
+        norm = torch.zeros(height, width, dtype=torch.float32, device=x.device)
         for place, out in zip(places, outs, strict=True):
             total[place] += out * window
             norm[place] += window
@@ -51,7 +51,7 @@ def weights(height: int, width: int, device: torch.device | None = None) -> Tens
     """The window (h,w): the distance from the border as a share of the side, clamped to [0.01, 0.5]."""
 
     def distance(size: int) -> Tensor:
-        at = torch.linspace(0, 1, size, device=device)
+        at = torch.linspace(0, 1, size, dtype=torch.float32, device=device)
         return torch.minimum(at, 1 - at)
 
     return torch.minimum(distance(height)[:, None], distance(width)[None]).clamp(0.01, 0.5)
