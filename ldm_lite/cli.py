@@ -88,7 +88,9 @@ class LoadOptions(Ranged):
         None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
     )
     compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)")
-    matmul_precision: str | None = option(None, "of float32 on a GPU: highest, or high: TF32 (default: highest)")
+    matmul_precision: str | None = option(
+        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
+    )
     offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
     storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
     vae_tiling: bool = option(False, "encode and decode strip by strip: less memory, the same picture")

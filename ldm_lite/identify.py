@@ -4,6 +4,7 @@ fingerprint.py infers the architecture, and it is looked up in the rows of famil
 counts, prediction type, scale factor) is the row's, or for a network that no row describes its file's metadata's.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.families import FAMILIES, IN_THE_FILE, SD1, Family
 from ldm_lite.fingerprint import Shapes, infer_if, infer_text, infer_unet, infer_vae
-from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
@@ -159,7 +160,7 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
     row = FAMILIES[metadata.get("family", "sd1")]
     complete(shapes, row.networks)
     try:
-        return replace(
+        family = replace(
             row,
             title=metadata.get("title", row.title if "family" in metadata else "unnamed model"),
             unet=_with_heads(unet, row.unet, metadata),
@@ -173,8 +174,31 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
             steps=int(metadata.get("steps", row.steps)),
             scale=float(metadata.get("guidance", row.scale)),
         )
+        _check(family)
     except ValueError as error:
         raise ValueError(f"the metadata does not describe a model: {error}") from error
+    return family
+
+
+def _check(family: Family) -> None:
+    """Raises ValueError for numbers that no model can have."""
+    unet = family.unet
+    ok = {
+        "scale_factor": 0 < family.scale_factor < math.inf,
+        "beta_start": 0 < family.beta_start <= family.beta_end < 1,
+        "resolution": family.resolution > 0 and family.resolution % family.vae.factor == 0,
+        "steps": 1 <= family.steps <= 1000,
+        "guidance": math.isfinite(family.scale),
+    }
+    for name, size in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
+        width = unet.model_channels * unet.channel_mult[-1]  # where there is attention in any of them
+        ok[name] = size is None or (size > 0 and width % size == 0)
+    for name, text in (("text", family.text), ("text_2", family.text_2)):
+        if isinstance(text, CLIPTextSpec):
+            ok[f"{name}_num_heads"] = text.heads > 0 and text.width % text.heads == 0
+            ok[f"{name}_activation"] = text.activation in ACTIVATIONS
+    if wrong := [name for name, fits in ok.items() if not fits]:
+        raise ValueError(f"its {', '.join(wrong)} cannot be")
 
 
 def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:

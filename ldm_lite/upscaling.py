@@ -60,7 +60,7 @@ def _canvas(pipe: "Pipeline", name: str | None, pixels: "Tensor", noise_level: i
 
     level = None
     if pipe.family.unet.num_classes is not None:  # it is told how noisy the picture is
-        generator = torch.Generator("cpu").manual_seed(seed + OWN_STREAM)
+        generator = torch.Generator("cpu").manual_seed((seed + OWN_STREAM) % 2**64)
         noise = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu")
         pixels = noised(pipe, pixels, noise_level, noise)
         level = torch.tensor([noise_level], device="cpu")

@@ -116,6 +116,19 @@ def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:
     wrong = {**random_checkpoint.metadata(SMALL), "unet_num_heads": "four"}
     with pytest.raises(ValueError, match="the metadata does not describe a model"):
         ldm_lite.load(tmp_path / "bare", device="cpu", metadata=wrong)
+    for name, value in (
+        ("unet_num_heads", 0),
+        ("unet_num_heads", 7),
+        ("text_num_heads", 0),
+        ("text_activation", "x"),
+        ("scale_factor", "nan"),
+        ("beta_start", -1),
+        ("resolution", 7),
+        ("guidance", "inf"),
+    ):
+        wrong = {**random_checkpoint.metadata(SMALL), name: str(value)}
+        with pytest.raises(ValueError, match=f"the metadata does not describe a model: its {name} cannot be"):
+            ldm_lite.load(tmp_path / "bare", device="cpu", metadata=wrong)
 
 
 def test_the_file_s_own_noise_schedule_is_used_and_said(

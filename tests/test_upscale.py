@@ -112,6 +112,11 @@ def test_the_command(name: str, paths: dict[str, Path], tmp_path: Path, capsys: 
     assert ("Noise level: 20" in image.text["parameters"]) == (name == "x4")  # type: ignore[attr-defined]
 
 
+def test_the_largest_seed_is_gone_on_from(pipes: dict[str, Pipeline]) -> None:
+    options = Options(steps=1, seed=2**63 - 1)
+    assert len(list(upscale(pipes["x4"], options, pictures=[picture(), picture()]))) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"noise_level": 351}, "got noise_level 351, wanted 0 to 350"), ({"tile": 4}, "got tile 4, wanted 8 to 65536")],
