@@ -184,7 +184,7 @@ def _check(family: Family) -> None:
     """Raises ValueError for numbers that no model can have."""
     unet = family.unet
     ok = {
-        "scale_factor": 0 < family.scale_factor < math.inf,
+        "scale_factor": 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE,
         "beta_start": 0 < family.beta_start <= family.beta_end < 1,
         "resolution": family.resolution > 0 and family.resolution % family.vae.factor == 0,
         "steps": 1 <= family.steps <= 1000,
