@@ -38,7 +38,9 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     """
     if source is None:
         return bundled()
-    path = Path(source).expanduser()
+    if not os.fspath(source):
+        raise FileNotFoundError("got an empty name of a checkpoint, wanted a path or a name on the Hugging Face hub")
+    path = Path(os.path.expanduser(source))  # Path.expanduser raises for a user who is not there
     if path.exists():
         return path
     parts = SHORT.get(os.fspath(source), os.fspath(source)).split("/")

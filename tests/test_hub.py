@@ -109,9 +109,11 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert hub.resolve(DATA) == DATA
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt"):
+    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt", "~nobody/x.ckpt"):
         with pytest.raises(FileNotFoundError, match="no such file"):
             hub.resolve(name)
+    with pytest.raises(FileNotFoundError, match="got an empty name"):
+        hub.resolve("")
 
 
 def test_a_file_is_downloaded_once_and_where_it_is_is_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
