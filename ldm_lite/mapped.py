@@ -1,4 +1,4 @@
-"""Memory-mapped files: giving back the memory through which their tensors were read."""
+"""Giving memory back: that through which tensors of memory-mapped files were read, and what the heap has left."""
 
 import ctypes
 import mmap
@@ -30,6 +30,12 @@ def releaser() -> Callable[[Tensor], None]:
             madvise(first, last - first, mmap.MADV_DONTNEED)
 
     return release
+
+
+def trim_heap() -> None:
+    """Give back what is free in the C library's heap, after work whose tensors are gone; without glibc nothing."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _private_files() -> list[tuple[int, int]]:

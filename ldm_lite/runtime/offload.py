@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.mapped import releaser
+from ldm_lite.mapped import releaser, trim_heap
 from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
 
 OFFLOADS = ("model", "sequential")
@@ -53,6 +53,8 @@ class Placement:
             if device.type == "cuda":
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self._place(role, network, None if role == "vae" else storage)
+        if storage is not None:
+            trim_heap()  # to 8 bits by way of float32, a weight at a time
 
     @contextlib.contextmanager
     def phase(self, *roles: str) -> Iterator[None]:
