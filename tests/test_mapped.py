@@ -1,5 +1,6 @@
 """What was read through a memory-mapped file is given back, and nothing else."""
 
+import ctypes
 import re
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ldm_lite.benchmark.measure import status
 from ldm_lite.checkpoint import Component, load_weights, on_meta, open_checkpoint
-from ldm_lite.mapped import releaser
+from ldm_lite.mapped import releaser, trim_heap
+from ldm_lite.runtime.tuning import keep_freed_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 
@@ -73,3 +76,18 @@ def test_weights_that_are_cast_leave_nothing_of_the_file_in_memory(path: Path, d
     assert (most - 0.2) * 2**20 < resident(path) < most * 2**20
     assert all(torch.equal(value, file.read(key).to(dtype)) for key, value in network.state_dict().items())
     assert held.shape == (256, 1024)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc"
+)
+def test_the_heap_gives_back_what_is_free() -> None:
+    keep_freed_memory()
+    blocks = [torch.ones(2**20) for _ in range(32)]  # 4 MiB each
+    del blocks
+    before = status("RssAnon")
+    trim_heap()
+    after = status("RssAnon")
+    assert before is not None
+    assert after is not None
+    assert before - after > 100 * 2**20
