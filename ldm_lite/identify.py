@@ -182,23 +182,29 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
 
 def _check(family: Family) -> None:
     """Raises ValueError for numbers that no model can have."""
-    unet = family.unet
-    ok = {
-        "scale_factor": 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE,
-        "beta_start": 0 < family.beta_start <= family.beta_end < 1,
-        "resolution": family.resolution > 0 and family.resolution % family.vae.factor == 0,
-        "steps": 1 <= family.steps <= 1000,
-        "guidance": math.isfinite(family.scale),
-    }
+    unet, factor = family.unet, family.vae.factor
+    schedule = 0 < family.beta_start <= family.beta_end < 1
+    scaled = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
+    whole = family.resolution > 0 and family.resolution % factor == 0
+    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it can be, what can be
+        ("scale_factor", family.scale_factor, scaled, "more than 0"),
+        ("beta_start", family.beta_start, schedule, "0 < beta_start <= beta_end < 1"),
+        ("resolution", family.resolution, whole, f"a multiple of {factor}"),
+        ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
+        ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
+    ]
     for name, size in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
         width = unet.model_channels * unet.channel_mult[-1]  # where there is attention in any of them
-        ok[name] = size is None or (size > 0 and width % size == 0)
+        checks.append((name, size, size is None or (size > 0 and width % size == 0), f"a divisor of {width}"))
     for name, text in (("text", family.text), ("text_2", family.text_2)):
         if isinstance(text, CLIPTextSpec):
-            ok[f"{name}_num_heads"] = text.heads > 0 and text.width % text.heads == 0
-            ok[f"{name}_activation"] = text.activation in ACTIVATIONS
-    if wrong := [name for name, fits in ok.items() if not fits]:
-        raise ValueError(f"its {', '.join(wrong)} cannot be")
+            divides = text.heads > 0 and text.width % text.heads == 0
+            checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
+            known = text.activation in ACTIVATIONS
+            checks.append((f"{name}_activation", text.activation, known, f"one of {', '.join(ACTIVATIONS)}"))
+    for name, value, can_be, wanted in checks:
+        if not can_be:
+            raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
 
 
 def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:

@@ -127,7 +127,7 @@ def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:
         ("guidance", "inf"),
     ):
         wrong = {**random_checkpoint.metadata(SMALL), name: str(value)}
-        with pytest.raises(ValueError, match=f"the metadata does not describe a model: its {name} cannot be"):
+        with pytest.raises(ValueError, match=f"not describe a model: its {name} cannot be .*: wanted "):
             ldm_lite.load(tmp_path / "bare", device="cpu", metadata=wrong)
 
 
