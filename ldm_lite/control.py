@@ -211,8 +211,7 @@ def _load(pipe: Pipeline, request: Request) -> tuple[Request, ControlNet | T2IAd
         tune_alike(network, pipe.unet)
     if by_block:  # no weight of these networks is outside of a block, so there is no phase to enter
         Placement({"control": network}, pipe.device, offload="sequential", storage=None)
-    config = found.checkpoint.path / "config.json"  # of a folder of diffusers
-    if config.is_file() and re.search(r'"global_pool_conditions"\s*:\s*true', config.read_text(encoding="utf-8")):
+    if found.checkpoint.metadata.get("global_pool_conditions") == "True":  # of a folder of diffusers
         log.info("%s: averages over the picture, as its configuration says", source)
         request = replace(request, pool=True)
     return request, network

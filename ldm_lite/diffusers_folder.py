@@ -19,6 +19,7 @@ log = logging.getLogger("ldm_lite")
 ROLES = ("unet", "vae", "text_encoder", "text_encoder_2")
 UNREAD = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")  # beside those, with weights
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+TOLD = ("hidden_act", "global_pool_conditions")  # what no weights say of a network, and its configuration does
 ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that is there is read
 
 
@@ -104,8 +105,9 @@ def _network(folder: Path) -> Checkpoint:
             f"{folder}: is a folder without weights, wanted a checkpoint, or a folder of diffusers, whose networks lie "
             f"in {STEMS[0]}.safetensors and the like"
         )
-    act = _json(folder / "config.json").get("hidden_act")
-    return replace(checkpoint, path=folder, metadata={"hidden_act": act} if act is not None else {})
+    config = _json(folder / "config.json")
+    about = {name: str(config[name]) for name in TOLD if config.get(name) is not None}
+    return replace(checkpoint, path=folder, metadata=about)
 
 
 def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
