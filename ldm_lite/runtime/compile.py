@@ -266,9 +266,8 @@ class _Captured:
     def __init__(self, graph: Any, static: tuple[Any, ...], out: Tensor) -> None:
         self.graph, self.out = graph, out
         self._buffers = list(_tensors(static))
-        self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(
-            self._buffers
-        )  # whose copies, as of which version
+        # Whose copies the buffers hold, as of which version.
+        self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
 
     def run(self, values: list[Tensor]) -> Tensor:
         """Replay for these values; those that are the tensors of the last time, unchanged, are not copied again."""

@@ -119,9 +119,8 @@ class _Group:
         self.size = sum(tensor.numel() for tensor, _ in slots)
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None
-        self._home = [
-            stored.values.data for _, stored in slots
-        ]  # of now: what is stored in 8 bits comes and goes itself
+        # Of now: what is stored in 8 bits comes and goes itself.
+        self._home = [stored.values.data for _, stored in slots]
         self._leave()
 
     def __enter__(self) -> None:
