@@ -62,6 +62,15 @@ ADAPTERS = {
     "light_color": AdapterSpec(3, 8, WIDTHS, 4, light=True),
     "sdxl": AdapterSpec(1, 16, WIDTHS, 2, light=False),
 }
+RUN = {  # of whole pipelines
+    "negative_prompt": NEGATIVE,
+    "num_inference_steps": 4,
+    "guidance_scale": 5.0,
+    "height": 64,
+    "width": 64,
+    "latents": NOISE,
+    "output_type": "latent",
+}
 
 
 def shapes_of(network: nn.Module) -> Shapes:
@@ -191,16 +200,10 @@ def steered() -> tuple[Arrays, dict[str, Shapes]]:
         pipe.set_progress_bar_config(disable=True)
         arrays[f"steered.{name}"] = pipe(
             PROMPT,
-            negative_prompt=NEGATIVE,
             image=[picture] * len(chosen),
             controlnet_conditioning_scale=list(weights),
             control_guidance_end=list(ends),
-            num_inference_steps=4,
-            guidance_scale=5.0,
-            height=64,
-            width=64,
-            latents=NOISE,
-            output_type="latent",
+            **RUN,
         ).images
     return arrays, {f"small.steers.{name}": shapes_of(network) for name, network in nets.items()}
 
@@ -274,16 +277,7 @@ def folders() -> tuple[Arrays, dict[str, Shapes]]:
             pipe = sdxl_pipeline(family, weights, first, second)
         for role in family.networks:
             shapes[f"small.{name}.{role}"] = shapes_of(toy.fill(getattr(pipe, role)))
-        arrays[f"folder.{name}"] = pipe(
-            PROMPT,
-            negative_prompt=NEGATIVE,
-            num_inference_steps=4,
-            guidance_scale=5.0,
-            height=64,
-            width=64,
-            latents=NOISE,
-            output_type="latent",
-        ).images
+        arrays[f"folder.{name}"] = pipe(PROMPT, **RUN).images
     return arrays, shapes
 
 
