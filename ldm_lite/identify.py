@@ -135,7 +135,19 @@ def complete(got: Collection[str], wanted: Iterable[str]) -> None:
         raise ValueError(f"holds only {', '.join(got)}: name what is missing with {flags}")
 
 
+def known(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Metadata that a user gives, as they are.  Raises ValueError for a name that nothing here reads."""
+    if unknown := [name for name in metadata if name not in KNOWN]:
+        raise ValueError(f"got --metadata {unknown[0]}, wanted one of {', '.join(KNOWN)}")
+    return metadata
+
+
 NEEDED = ("unet_num_heads", "text_num_heads", "text_activation", "scale_factor", "beta_start", "beta_end", "resolution")
+KNOWN = (
+    *NEEDED,
+    *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
+    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation"),
+)
 
 
 def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:

@@ -88,9 +88,9 @@ class JobOptions(Ranged):
     refiner: str | None = option(
         None, "a checkpoint that goes on with the last steps: SDXL's refiner, or any of its kind"
     )
-    refiner_start: float = option(
-        0.8,
-        "share of the steps that come before the refiner, 0 to 1, of all from pure noise on, run or not",
+    refiner_start: float | None = option(
+        None,
+        "share of the steps that come before the refiner, 0 to 1, of all from pure noise on, run or not (default: 0.8)",
         within=(0, 1),
     )
     clip_vision: str | None = option(
@@ -208,13 +208,19 @@ def hand_over(
 ) -> "tuple[Pipeline, int] | None":
     """Who goes on with a plan and from which of its steps: a refiner, given or named by the options, if there is one.
 
-    skipped are the steps that a picture's strength leaves out before the plan's first.
+    skipped are the steps that a picture's strength leaves out before the plan's first.  Raises ValueError for a
+    start without a refiner.
     """
-    if plan is None or (refiner is None and options.refiner is None):
+    if refiner is None and options.refiner is None:
+        if options.refiner_start is not None:
+            raise ValueError("--refiner-start is where a refiner takes over: name it with --refiner FILE")
+        return None
+    if plan is None:
         return None
     if refiner is None:
         refiner = ldm_lite.load(options.refiner, device=pipe.device, dtype=pipe.dtype)
-    first = max(0, round(options.refiner_start * (skipped + plan.num_steps)) - skipped)
+    start = 0.8 if options.refiner_start is None else options.refiner_start
+    first = max(0, round(start * (skipped + plan.num_steps)) - skipped)
     log.info("%s: the last %d of %d steps are its", refiner.name, plan.num_steps - first, plan.num_steps)
     return refiner, first
 
@@ -253,6 +259,8 @@ def stated(options: JobOptions) -> dict[str, Any]:
     from ldm_lite.inputs import read_image_embedding, read_image_statistics
 
     embedding, statistics = options.image_embedding, options.image_statistics
+    if options.noise_level and embedding is None:
+        raise ValueError("--noise-level is of the picture that is followed: name it with --image-embedding FILE")
     others = {
         "aesthetic_score": options.aesthetic_score,
         "negative_aesthetic_score": options.negative_aesthetic_score,

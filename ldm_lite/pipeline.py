@@ -25,6 +25,7 @@ from ldm_lite.fingerprint import infer_t5, infer_vae
 from ldm_lite.identify import (
     complete,
     identify,
+    known,
     parse_prediction,
     read_prediction,
     stated_prediction,
@@ -149,7 +150,7 @@ def load(
     own = split(checkpoint)
     components = own | _others(parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
-    about = {**({"prediction": "v"} if "v_pred" in main.shapes else {}), **main.metadata, **(metadata or {})}
+    about = {**({"prediction": "v"} if "v_pred" in main.shapes else {}), **main.metadata, **known(metadata or {})}
     try:
         # By its own autoencoder: another one must fit.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}

@@ -34,6 +34,9 @@ def test_the_command(
     resumed = json.loads((tmp_path / "results.json").read_text())
     assert [table["cell"]["section"] for table in resumed["tables"]] == ["step", "image", "text"]
     assert resumed["tables"][:2] == results["tables"]
+    capsys.readouterr()
+    assert command.main([*arguments, "--batches", "1", "--sections", "step"]) == 2
+    assert f"{tmp_path}: holds results already: go on with --resume, or" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import FAMILIES, SD2, SDXL
 from ldm_lite.generate import Handover, decode, denoise
-from ldm_lite.identify import describe, identify, with_prediction
+from ldm_lite.identify import describe, identify, known, with_prediction
 from ldm_lite.image import depth_latent, open_depth
 from ldm_lite.pipeline import Pipeline
 
@@ -296,6 +296,13 @@ def test_miniatures_are_known_again_by_their_metadata() -> None:
         )
 
 
+def test_all_that_describes_a_family_can_be_given_and_nothing_else() -> None:
+    for family in FAMILIES.values():
+        assert set(describe(family)) <= set(known(describe(family)))
+    with pytest.raises(ValueError, match="got --metadata guidence, wanted one of unet_num_heads, "):
+        known({"family": "sd1", "guidence": "5"})
+
+
 def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
     unet = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}
     with pytest.raises(ValueError, match=r"the metadata name the family 'sdxl_turb', wanted one of sd1, .*sdxl_turbo"):
@@ -356,11 +363,13 @@ def test_painting_into_a_picture_is_refined(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
     mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
     given = {"pictures": [Image.fromarray(toy.waves())], "masks": [mask]}
-    options = inpaint.Options(PROMPT, steps=4, sampler="ddim", refiner_start=0.5)
+    options = inpaint.Options(PROMPT, steps=4, sampler="ddim")
+    halved = replace(options, refiner_start=0.5)
     pixels = {
-        refiner: next(inpaint.inpaint(load(name), options, refiner=refiner and load(refiner), **given)).pixels
-        for refiner in (None, name, "sdxl_refiner")
+        refiner: next(inpaint.inpaint(load(name), halved, refiner=load(refiner), **given)).pixels
+        for refiner in (name, "sdxl_refiner")
     }
+    pixels[None] = next(inpaint.inpaint(load(name), options, **given)).pixels
     assert torch.equal(pixels[None], pixels[name])
     changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
     assert changed[16:48, 16:48].float().mean() > 0.9
@@ -382,6 +391,18 @@ def test_a_picture_then_the_refiner_by_one_flag(
     with pytest.raises(SystemExit, match="2"):
         command.main([*arguments, "--refiner-start", "1.5"])
     assert "got refiner_start 1.5, wanted 0 to 1" in capsys.readouterr().err
+
+
+def test_where_a_refiner_or_noise_begins_without_either_is_one_line(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["--refiner-start", "0.5"], "--refiner-start is where a refiner takes over: name it with --refiner FILE"),
+        (["--noise-level", "100"], "--noise-level is of the picture that is followed: name it with --image-embedding"),
+    ):
+        assert command(tmp_path, files("sdxl_base"), *arguments) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out.png").exists()
 
 
 def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
