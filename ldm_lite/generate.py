@@ -8,7 +8,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch import Tensor
 from ldm_lite.checkpoint import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
-from ldm_lite.diffusion.step import Model, rows
+from ldm_lite.diffusion.step import Model, Row, rows
+from ldm_lite.models.controlnet import Steered
+from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Autoencoder, Pipeline
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 
@@ -96,20 +98,61 @@ def denoise(
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
     silence, now = torch.zeros_like(x), None
+    table = rows(plan, device)
     with contextlib.ExitStack() as phase:
-        for i, row in enumerate(rows(plan, device)):
+        for i, row in enumerate(table):
             fresh = _sent(draw(), device) if draw is not None and plan.draws[i] else silence
             computes, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
             if computes is not now:
                 phase.close()
                 phase.enter_context(computes.phase("unet"))
-                now = computes
+                now, ahead = computes, _ReadAhead(computes, conditioning, table)
             unet: Model = computes.unet
             if steer is not None and computes is pipe:
                 unet, conditioning = steer(int(plan.step[i]), conditioning)
+            row, conditioning = ahead(i, unet, conditioning)
             registers = computes.step(unet, registers, row, fresh, conditioning, guidance, dtype)
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield registers[0]
+
+
+class _ReadAhead:
+    """What a network makes of the text and of the timesteps alone, made once for all steps instead of in each.
+
+    Nothing is, where types change on the way (autocast), and where the network does not run as it is written, since who
+    replaced or hooked a part of it may look for the text there, or bring its weights.
+    """
+
+    def __init__(self, pipe: Pipeline, conditioning: Conditioning, table: Sequence[Row]) -> None:
+        """Within the UNet's phase; conditioning is what all steps read, but for those that are steered."""
+        unet, self._unet = pipe.unet, pipe.unet
+        self._context = self._text = conditioning.context
+        self._table = self._read = table
+        if torch.is_autocast_enabled(pipe.device.type) or not _as_written(unet):
+            return
+        if self._context is not None:
+            self._text = unet.read_text(self._context)
+        if conditioning.y is None:  # which is embedded with the timestep
+            times = unet.read_times(torch.stack([row.t for row in table]))
+            self._read = [row._replace(t=t) for row, t in zip(table, times, strict=True)]
+
+    def __call__(self, i: int, model: Model, conditioning: Conditioning) -> tuple[Row, Conditioning]:
+        """The row and the conditioning of a step, for what runs in it."""
+        if (model.unet if isinstance(model, Steered) else model) is not self._unet:
+            return self._table[i], conditioning
+        if conditioning.context is self._context:
+            conditioning = conditioning._replace(context=self._text)
+        return self._read[i], conditioning
+
+
+def _as_written(unet: Any) -> bool:
+    """Whether a network is a UNet that nobody has changed: no forward is another, and no module has hooks."""
+    if getattr(type(unet), "forward", None) is not UNet.forward:
+        return False
+    modules = list(unet.modules())
+    own = (module for module in modules if not type(module).__module__.startswith("torch."))  # kernels change others'
+    hooked = any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+    return not hooked and not any("forward" in vars(module) for module in own)
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:

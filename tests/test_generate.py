@@ -1,14 +1,18 @@
 """The loop: noise by seed, batches equal to single runs, threads, shapes that do not fit, results never not finite."""
 
+import contextlib
 import gc
 import resource
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import paint
@@ -18,6 +22,7 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, denoise, seeded_noise
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.attention import use
 from ldm_lite.txt2img import Options, txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
@@ -94,6 +99,106 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     assert calls == [1, 1, 1, 1, 2, 2]
     assert torch.equal(plain, one)
     assert not torch.equal(plain, guided)
+
+
+# ---- what is made of text and timesteps once for all steps -----------------------------------------------------------
+
+
+def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tuple[Tensor, dict[str, int]]:
+    """Latents, and how often each of the UNet's layers, by their names in the checkpoint, was called for them."""
+    calls = dict.fromkeys(layers, 0)
+    with contextlib.ExitStack() as stack:
+        for what, name in layers.items():
+            layer = pipe.unet.get_submodule(name)
+
+            def counted(x: Tensor, what: str = what, forward: Callable[[Tensor], Tensor] = layer.forward) -> Tensor:
+                calls[what] += 1
+                return forward(x)
+
+            stack.enter_context(mock.patch.object(layer, "forward", counted))
+        return run(pipe, "ddim", ["a red apple"], [1], steps), calls
+
+
+READERS = {
+    "keys": "middle_block.1.transformer_blocks.0.attn2.to_k",
+    "values": "middle_block.1.transformer_blocks.0.attn2.to_v",
+    "time": "middle_block.0.emb_layers.1",
+    "queries": "middle_block.1.transformer_blocks.0.attn2.to_q",
+}
+ONCE = {"keys": 1, "values": 1, "time": 1, "queries": 4}
+EVERY_STEP = dict.fromkeys(READERS, 4)
+
+
+def test_text_is_read_once_a_run_and_so_are_the_timesteps(bundled: Pipeline) -> None:
+    latents, calls = calls_in_a_run(bundled, READERS)
+    assert calls == ONCE
+    with torch.autocast("cpu", torch.bfloat16, enabled=True):
+        _, calls = calls_in_a_run(bundled, READERS)
+        assert calls == EVERY_STEP  # types change on the way there
+    use(bundled.unet, "mha")
+    try:
+        again, calls = calls_in_a_run(bundled, READERS)
+    finally:
+        use(bundled.unet, "sdpa")
+    assert calls["time"] == 4  # a layer's forward is another, which reads the text itself
+    torch.testing.assert_close(latents, again, rtol=1e-4, atol=1e-4)
+    for name in ("middle_block.1.transformer_blocks.0.attn2.to_k", "middle_block.1", ""):
+        seen: list[Any] = []
+        hook = bundled.unet.get_submodule(name).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args))
+        again, calls = calls_in_a_run(bundled, READERS)
+        hook.remove()
+        assert len(seen) == 4  # whoever looks sees what is read at every step
+        assert calls == EVERY_STEP
+        torch.testing.assert_close(latents, again, rtol=1e-4, atol=1e-4)
+    assert [tuple(arg.shape) for arg in seen[0][1:3]] == [(2,), (2, 32, 128)]
+
+
+@pytest.mark.parametrize(
+    ("tuning", "wanted"),
+    [({"offload": "model"}, ONCE), ({"offload": "sequential"}, EVERY_STEP), ({"storage": "int8"}, EVERY_STEP)],
+    ids=str,
+)
+def test_nothing_is_read_ahead_with_weights_that_come_and_go(
+    bundled: Pipeline, tuning: dict[str, str], wanted: dict[str, int]
+) -> None:
+    latents, calls = calls_in_a_run(ldm_lite.load(device="cpu", tuning=tuning), READERS)
+    assert calls == wanted
+    if "offload" in tuning:
+        torch.testing.assert_close(latents, run(bundled, "ddim", ["a red apple"], [1], 4), rtol=1e-4, atol=1e-4)
+
+
+def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipeline) -> None:
+    seen = []
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unet = bundled.unet
+
+        def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
+            seen.append((tuple(t.shape), context.shape[2]))
+            return self.unet(x, t, context, y)
+
+    plan, noise, other = make_plan("ddim", bundled.schedule, 3), torch.zeros(1, *SHAPE), Other()
+    list(denoise(bundled, noise, NOTHING, plan, steer=lambda step, conditioning: (other, conditioning)))
+    list(denoise(replace(bundled, unet=other), noise, NOTHING, plan))  # type: ignore[arg-type]
+    assert seen == [((1,), 128)] * 6
+
+
+def test_a_longer_text_than_was_read_is_read_in_its_step(bundled: Pipeline) -> None:
+    """As a style adapter makes it, in some of the steps."""
+    plan, noise = make_plan("ddim", bundled.schedule, 3), seeded_noise([1], SHAPE)()
+    longer = Conditioning(torch.cat([NOTHING.conditionings[0].context, torch.ones(1, 4, 128)], dim=1))  # type: ignore[list-item]
+
+    def steer(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
+        return bundled.unet, longer if step == 1 else conditioning
+
+    def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
+        return lambda *inputs: bundled.unet(*inputs), steer(step, conditioning)[1]
+
+    *_, found = denoise(bundled, noise, NOTHING, plan, steer=steer)
+    *_, wanted = denoise(bundled, noise, NOTHING, plan, steer=plain)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:

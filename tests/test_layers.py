@@ -58,6 +58,7 @@ LEAVES = {
     "runtime.precision",
 }
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
+BLOCKS |= {"models.unet": {"models.transformer"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.style_adapter": {"models.clip", "models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

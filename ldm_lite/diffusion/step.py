@@ -19,7 +19,7 @@ Model = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; one that 
 class Row(NamedTuple):
     """One row of a Plan as float32 tensors on the device; the columns of the table under their names."""
 
-    t: Tensor  # ()
+    t: Tensor  # (); or (1+P,), followed by what the network made of it before
     to_prediction: Tensor  # (2,)
     to_x0: Tensor  # (2,)
     mix: Tensor  # (R, R+2)
@@ -53,7 +53,8 @@ def denoise_step(
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
     steered = () if conditioning.control is None else (conditioning.control,)
-    out = model(batch.to(dtype), row.t.expand(batch.shape[0]), conditioning.context, conditioning.y, *steered).float()
+    t = row.t.expand(batch.shape[0], *row.t.shape)
+    out = model(batch.to(dtype), t, conditioning.context, conditioning.y, *steered).float()
     if out.shape[1] == 2 * x.shape[1]:
         out, variance = out.chunk(2, dim=1)
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)

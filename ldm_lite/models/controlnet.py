@@ -93,10 +93,14 @@ class Steered(nn.Module):
     def forward(self, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None, hints: Hints) -> Tensor:
         """As UNet.forward; a ControlNet reads as many of x's channels as it has, and of y's as its vector is wide."""
         control: tuple[Tensor, ...] | None = None
+        # What the UNet's layers made of time and text before is of no use to others.
+        time, text = t if t.ndim == 1 else t[:, 0], context
+        if context is not None:
+            text = context[:, :, : self.unet.spec.context_dim]
         for net, hint in zip(self.nets, hints.nets, strict=True):
             assert isinstance(net, ControlNet)
             if hint is not None:
-                more = _results(net, hint, x, t, context, y)
+                more = _results(net, hint, x, time, text, y)
                 control = more if control is None else tuple(a + b for a, b in zip(control, more, strict=True))
         return self.unet(x, t, context, y, control=control, features=hints.features)
 

@@ -70,13 +70,16 @@ def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
 
 
 class Conv1x1(nn.Conv2d):
-    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions: channels last, it moves nothing."""
+    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions: channels last, it moves nothing.
+
+    What is not channels last, as norms leave it on CUDA, is made so first: else the bias would be another kernel.
+    """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return F.linear(channels_last(x).permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 def channels_last(x: Tensor) -> Tensor:

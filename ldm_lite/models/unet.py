@@ -5,28 +5,27 @@ What is unusual about it:
 - one class spans Stable Diffusion 1.x, 2.x, XL, inpainting, the x4 upscaler, class-, BERT- and
   unconditional LDM: they differ only in the numbers of `UNetSpec`;
 - an upsampler goes to the size of the skip that it meets, so any latent size works;
-- tensors in, one tensor out: nothing that changes between steps is a Python number.
+- tensors in, one tensor out: nothing that changes between steps is a Python number;
+- what its layers make of the timestep and the text alone can be made before, once for all steps (`read_times`,
+  `read_text`).
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
 Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import (
-    GEGLU,
-    AttentionFn,
-    Conv1x1,
-    attention,
-    channels_last,
-    merge_heads,
-    split_heads,
-    timestep_embedding,
-)
+from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
+from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer
+
+L = TypeVar("L", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,16 @@ class UNetSpec:
             return self.num_heads
         assert self.head_dim is not None
         return channels // self.head_dim
+
+
+class Ahead(NamedTuple):
+    """What all the layers that read one thing made of it before, side by side."""
+
+    values: Tensor  # (B,P) of the timestep, or (B,T,P) of the text
+
+    def of(self, layer: "ResBlock | SpatialTransformer") -> tuple[Tensor, ...]:
+        """What the layer's own readers made."""
+        return tuple(self.values[..., columns] for columns in layer.columns)
 
 
 class Downsample(nn.Module):
@@ -90,6 +99,7 @@ class ResBlock(nn.Module):
         super().__init__()
         self.scale_shift = scale_shift
         self.resample = resample
+        self.columns: tuple[slice, ...] = ()  # of what is read ahead: the UNet's business
         self.in_layers = nn.Sequential(
             nn.GroupNorm(32, in_channels), nn.SiLU(inplace=True), nn.Conv2d(in_channels, out_channels, 3, padding=1)
         )
@@ -100,7 +110,11 @@ class ResBlock(nn.Module):
         same = in_channels == out_channels
         self.skip_connection = nn.Identity() if same else Conv1x1(in_channels, out_channels)
 
-    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
+    def readers(self) -> list[nn.Linear]:
+        """The linear that reads the timestep and nothing else."""
+        return [cast(nn.Linear, self.emb_layers[1])]
+
+    def forward(self, x: Tensor, emb: Tensor | tuple[Tensor, ...], size: tuple[int, int] | None) -> Tensor:
         # norm, activation, first convolution
         h = self.in_layers[1](self.in_layers[0](x))
         if self.resample == "down":
@@ -110,131 +124,28 @@ class ResBlock(nn.Module):
         h = self.in_layers[2](h)
 
         # the timestep, second convolution
-        emb = self.emb_layers(emb)[:, :, None, None]  # (B, C or 2C, 1, 1)
+        added = self.emb_layers(emb) if isinstance(emb, Tensor) else emb[0]
+        added = added[:, :, None, None]  # (B, C or 2C, 1, 1)
         if self.scale_shift:
-            scale, shift = emb.chunk(2, dim=1)
+            scale, shift = added.chunk(2, dim=1)
             h = self.out_layers[0](h) * (1 + scale) + shift
             h = self.out_layers[3](self.out_layers[1](h))
         else:
-            h = self.out_layers(h + emb)
+            h = self.out_layers(h + added)
         return self.skip_connection(x) + h
-
-
-class AttentionBlock(nn.Module):
-    """Self-attention over all positions, in the unconditional families; a residual (B,C,h,w) -> (B,C,h,w).
-
-    The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., the original's "legacy" order.
-    """
-
-    def __init__(self, channels: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = channels // num_heads
-        self.attention: AttentionFn = attention
-        self.norm = nn.GroupNorm(32, channels)
-        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
-        self.proj_out = nn.Conv1d(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # As linears over tokens (B, N, C): attention kernels want the channels of a head next to each other.
-        tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
-        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # (B, N, 3C)
-        q, k, v = qkv.view(*qkv.shape[:2], self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # (B, H, N, D) each
-        out = F.linear(merge_heads(self.attention(q, k, v)), self.proj_out.weight[:, :, 0], self.proj_out.bias)
-        return x + out.transpose(1, 2).view_as(x)
-
-
-class CrossAttention(nn.Module):
-    """Multi-head attention of x (B,N,C) to context (B,T,D), or to itself; queries, keys, values without bias."""
-
-    def __init__(self, channels: int, context_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = channels // num_heads
-        self.attention: AttentionFn = attention
-        self.to_q = nn.Linear(channels, channels, bias=False)
-        self.to_k = nn.Linear(context_dim, channels, bias=False)
-        self.to_v = nn.Linear(context_dim, channels, bias=False)
-        self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Identity())  # slot 1 held a Dropout
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        q = split_heads(self.to_q(x), self.num_heads)  # (B, H, N, D)
-        k = split_heads(self.to_k(context), self.num_heads)  # (B, H, T, D)
-        v = split_heads(self.to_v(context), self.num_heads)
-        return self.to_out(merge_heads(self.attention(q, k, v)))
-
-
-class FeedForward(nn.Module):
-    """GEGLU to four times the width and back."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(GEGLU(channels, 4 * channels), nn.Identity(), nn.Linear(4 * channels, channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-class BasicTransformerBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward, each on the normalised input and added to it."""
-
-    def __init__(self, channels: int, context_dim: int, num_heads: int, cross_only: bool) -> None:
-        super().__init__()
-        self.cross_only = cross_only
-        self.attn1 = CrossAttention(channels, context_dim if cross_only else channels, num_heads)
-        self.ff = FeedForward(channels)
-        self.attn2 = CrossAttention(channels, context_dim, num_heads)
-        self.norm1 = nn.LayerNorm(channels)
-        self.norm2 = nn.LayerNorm(channels)
-        self.norm3 = nn.LayerNorm(channels)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        x = x + self.attn1(normed, context if self.cross_only else normed)
-        x = x + self.attn2(self.norm2(x), context)
-        return x + self.ff(self.norm3(x))
-
-
-class SpatialTransformer(nn.Module):
-    """Transformer blocks over the positions of a feature map; a residual (B,C,h,w) -> (B,C,h,w)."""
-
-    def __init__(
-        self, channels: int, context_dim: int, num_heads: int, depth: int, linear_proj: bool, cross_only: bool
-    ) -> None:
-        super().__init__()
-        self.linear_proj = linear_proj
-        self.norm = nn.GroupNorm(32, channels, eps=1e-6)
-        self.proj_in = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
-        self.transformer_blocks = nn.ModuleList(
-            BasicTransformerBlock(channels, context_dim, num_heads, cross_only) for _ in range(depth)
-        )
-        self.proj_out = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        size = x.shape[2:]
-        tokens = self.norm(x)
-        if self.linear_proj:
-            tokens = self.proj_in(tokens.flatten(2).transpose(1, 2))  # (B, N, C)
-        else:
-            tokens = self.proj_in(tokens).flatten(2).transpose(1, 2)  # (B, N, C)
-        for block in self.transformer_blocks:
-            tokens = block(tokens, context)
-        if self.linear_proj:
-            out = self.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
-        else:
-            out = self.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
-        return x + out
 
 
 class Block(nn.ModuleList):
     """The layers at one index of input_blocks, middle_block or output_blocks, each given what it needs."""
 
-    def forward(self, x: Tensor, emb: Tensor, context: Tensor | None, size: tuple[int, int] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, emb: Tensor | Ahead, context: Tensor | Ahead | None, size: tuple[int, int] | None
+    ) -> Tensor:
         for layer in self:
             if isinstance(layer, ResBlock):
-                x = layer(x, emb, size)
+                x = layer(x, emb.of(layer) if isinstance(emb, Ahead) else emb, size)
             elif isinstance(layer, SpatialTransformer):
-                x = layer(x, context)
+                x = layer(x, context.of(layer) if isinstance(context, Ahead) else context)
             elif isinstance(layer, Upsample):
                 x = layer(x, size)
             else:
@@ -331,6 +242,25 @@ class UNet(Encoder):
         self.out = nn.Sequential(
             nn.GroupNorm(32, channels), nn.SiLU(inplace=True), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
         )
+        _place(self._layers(ResBlock))
+        _place(self._layers(SpatialTransformer))
+
+    def _layers(self, kind: type[L]) -> list[L]:
+        return [layer for layer in self.modules() if isinstance(layer, kind)]
+
+    def read_times(self, t: Tensor) -> Tensor:
+        """Timesteps t (S,) -> (S,1+P) float32 for forward, in which each is followed by what all layers make of it.
+
+        Where a label or a guidance scale is embedded with the timestep (`spec`), that is not the same for all images.
+        """
+        emb = self.embed(t, None, next(self.parameters()).dtype)
+        ahead = [reader(emb) for layer in self._layers(ResBlock) for reader in layer.readers()]
+        return torch.cat([each.float() for each in (t[:, None], *ahead)], dim=1)
+
+    def read_text(self, context: Tensor) -> Tensor:
+        """The text (B,T,D) -> (B,T,D+P) for forward, in which it is followed by the keys and values of all layers."""
+        ahead = [reader(context) for layer in self._layers(SpatialTransformer) for reader in layer.readers()]
+        return torch.cat([context, *ahead], dim=2)
 
     def forward(
         self,
@@ -347,26 +277,39 @@ class UNet(Encoder):
         vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), one after the other where it has both,
         or class indices (B,).  control and features have one entry for each input block and one for the middle: a
         ControlNet's is added to the skip alone, a T2I-Adapter's to what goes on as well.
-        All are in the weights' dtype; t in any.
+        All are in the weights' dtype; t in any.  In place of t and context it takes what read_times, a row for each
+        latent, and read_text make of them.
         """
-        x, emb = channels_last(x), self.embed(t, y, x.dtype)  # (B, C, h, w), (B, E)
+        x = channels_last(x)
+        emb = self.embed(t, y, x.dtype) if t.ndim == 1 else Ahead(t[:, 1:].to(x.dtype))  # (B, E) or (B, P)
+        text: Tensor | Ahead | None = context
+        if context is not None and context.shape[2] != self.spec.context_dim:
+            text = Ahead(context[:, :, self.spec.context_dim :])  # (B, T, P)
         add = features if features is not None else (None,) * (len(self.input_blocks) + 1)
 
         # down, keeping what the way up will need
         skips = []
         for i, block in enumerate(self.input_blocks):
-            x = _plus(block(x, emb, context, None), add[i])
+            x = _plus(block(x, emb, text, None), add[i])
             skips.append(x if control is None else x + control[i])
 
-        x = _plus(self.middle_block(x, emb, context, None), add[-1])
+        x = _plus(self.middle_block(x, emb, text, None), add[-1])
         x = x if control is None else x + control[-1]
 
         # up, to the size of the skip that comes next
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
             size = skips[-1].shape[2:] if skips else None
-            x = block(x, emb, context, size)
+            x = block(x, emb, text, size)
         return self.out(x)
+
+
+def _place(layers: Iterable[ResBlock | SpatialTransformer]) -> None:
+    """Give each layer its columns of what is read ahead for all of them."""
+    start = 0
+    for layer in layers:
+        ends = list(accumulate((reader.out_features for reader in layer.readers()), initial=start))
+        layer.columns, start = tuple(map(slice, ends, ends[1:])), ends[-1]
 
 
 def _plus(x: Tensor, feature: Tensor | None) -> Tensor:

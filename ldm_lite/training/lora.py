@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ldm_lite.adapters import file_names
 from ldm_lite.models.clip import EncoderLayer
-from ldm_lite.models.unet import SpatialTransformer
+from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.pipeline import Pipeline
 
 

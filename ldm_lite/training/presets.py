@@ -6,7 +6,8 @@ from torch import nn
 
 from ldm_lite.families import SD1
 from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.unet import AttentionBlock, ResBlock, SpatialTransformer, UNet
+from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer
+from ldm_lite.models.unet import ResBlock, UNet
 from ldm_lite.networks import CLIP_L, KL_F8, SD1_UNET
 
 EMOJI_64 = replace(

@@ -12,7 +12,7 @@ import toy
 from torch import nn
 
 from ldm_lite.families import UNETS
-from ldm_lite.models.controlnet import ControlNet, guess_scales
+from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
 
@@ -77,6 +77,19 @@ def test_the_unet_takes_its_results_at_any_size_and_zeros_change_nothing() -> No
     plain = unet(x, toy.T, context)
     assert toy.relative_error(unet(x, toy.T, context, control=control), plain.numpy()) > 0.1
     torch.testing.assert_close(unet(x, toy.T, context, control=tuple(0 * c for c in control)), plain)
+
+
+def test_it_steers_a_unet_that_is_given_what_it_made_of_time_and_text_before() -> None:
+    spec = toy.SD1
+    x, context, _ = toy.unet_inputs(spec)
+    unet, net = toy.fill(UNet(spec)), toy.fill(ControlNet(spec), "net.")
+    num = len(net.zero_convs) + 1
+    hints = Hints((Hint(net.embed_hint(toy.picture()), torch.ones(num), len(x), pool=False),), None)
+    steered = Steered(unet, [net])
+    wanted = steered(x, toy.T, context, None, hints)
+    found = steered(x, unet.read_times(toy.T), unet.read_text(context), None, hints)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, unet(x, toy.T, context), rtol=1e-3)
 
 
 def test_guess_scales_are_the_originals() -> None:

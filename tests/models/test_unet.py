@@ -16,7 +16,8 @@ from random_checkpoint import SMALL
 from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.fingerprint import infer_unet
-from ldm_lite.models.unet import AttentionBlock, UNet, UNetSpec
+from ldm_lite.models.transformer import AttentionBlock
+from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.networks import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
@@ -119,6 +120,22 @@ def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
     for name in ("sd1", "ldm_lsun_churches256"):
         spec = replace(toy.UNETS[name], num_res_blocks=(1, 2, 3))
         assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+
+
+@pytest.mark.parametrize("name", toy.UNETS)
+def test_what_was_made_of_time_and_text_before_is_as_good(name: str) -> None:
+    unet, (x, context, y) = toy.fill(UNet(toy.UNETS[name])), toy.unet_inputs(toy.UNETS[name])
+    wanted = unet(x, toy.T, context, y)
+    if context is not None:
+        text = unet.read_text(context)
+        assert torch.equal(text[:, :, : context.shape[2]], context)
+        torch.testing.assert_close(unet(x, toy.T, text, y), wanted, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():  # it is read: other keys and values are another prediction
+            assert not torch.allclose(unet(x, toy.T, text * 1.5, y), wanted, rtol=1e-3)
+    if y is None:
+        times = unet.read_times(toy.T)
+        assert torch.equal(times[:, 0], toy.T)
+        torch.testing.assert_close(unet(x, times, context), wanted, rtol=1e-5, atol=1e-5)
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------
