@@ -143,6 +143,8 @@ def check(options: JobOptions) -> None:
 
     parse(options.control, options.preprocess)
     _sizes(options)
+    if options.noise_level and options.image_embedding is None:
+        raise ValueError("--noise-level is of the picture that is followed: name it with --image-embedding FILE")
     if options.sampler is not None:
         sampler, _ = resolve(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):
@@ -259,8 +261,6 @@ def stated(options: JobOptions) -> dict[str, Any]:
     from ldm_lite.inputs import read_image_embedding, read_image_statistics
 
     embedding, statistics = options.image_embedding, options.image_statistics
-    if options.noise_level and embedding is None:
-        raise ValueError("--noise-level is of the picture that is followed: name it with --image-embedding FILE")
     others = {
         "aesthetic_score": options.aesthetic_score,
         "negative_aesthetic_score": options.negative_aesthetic_score,

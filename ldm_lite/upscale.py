@@ -4,6 +4,7 @@ Takes Stable Diffusion's x4 upscaler, which reads a prompt too and is told how n
 diffusion's super-resolution model (bsr_sr), which reads the picture alone.  Any size: large pictures go tile by tile.
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def upscale(
 
 def check(options: Options) -> None:
     """Raises ValueError for options that are wrong whatever the checkpoint."""
-    check_job(options)
+    check_job(dataclasses.replace(options, noise_level=0))  # which is of something else there
     if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
         raise ValueError("upscale has no --compat, --from-file, --fixed-code, --control or --refiner: leave them out")
     if options.height is not None or options.width is not None:
