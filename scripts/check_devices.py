@@ -86,19 +86,8 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
     elif family.task == "cascade":
         small, text = family.unet.num_classes is None, torch.empty(1, 77, 4096)
         stages = [pipe] if small else [pipeline("if_I", FAMILIES["if_I"]), pipe]
-        yield (
-            "cascade",
-            lambda: list(
-                cascade.cascade(
-                    stages,
-                    cascade.Options(
-                        "x",
-                    ),
-                    text,
-                    text,
-                )
-            ),
-        )
+        options = cascade.Options("x")
+        yield "cascade", lambda: list(cascade.cascade(stages, options, text, text))
     elif family.task.startswith("inpaint"):
         yield "inpaint", lambda: list(inpaint.inpaint(pipe, inpaint.Options(**prompt), masks=[mask], **given))
     elif family.task == "instruct":
