@@ -27,8 +27,8 @@ def open_source(source: str | os.PathLike[str] | None) -> Checkpoint:
     """Open a checkpoint by its name: a file, or a folder of diffusers, of a whole pipeline or of one network.
 
     Either may be on the hub: "owner/repository/file", and "owner/repository" for a folder.  What the folder of a
-    pipeline says of its prediction is in the metadata.  Raises FileNotFoundError, and ValueError, one line, for a
-    folder without weights, with a part of them, or of a pipeline that has no UNet.
+    pipeline says of its prediction and its scheduler is in the metadata.  Raises FileNotFoundError, and ValueError, one
+    line, for a folder without weights, with a part of them, or of a pipeline that has no UNet.
     """
     repository = hub.repository(source)
     path = hub.resolve(source) if repository is None else _fetched(repository)
@@ -82,6 +82,8 @@ def _pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
     shapes = {key: checkpoint.shapes[stored] for key, (checkpoint, stored) in places.items()}
     scheduler = _json(folder / "scheduler" / "scheduler_config.json")
     about = {"prediction": scheduler["prediction_type"]} if "prediction_type" in scheduler else {}
+    if scheduler:
+        about["scheduler"] = f"{scheduler.get('_class_name')}, {scheduler.get('timestep_spacing')}"
 
     def read(key: str) -> Tensor:
         checkpoint, stored = places[key]

@@ -297,7 +297,7 @@ FAMILIES = {
         UNCLIP, title="Stable Diffusion 2.1 unCLIP (L)", unet=UNETS["sd2_unclip_l"], conditioner="unclip_l"
     ),
     "sdxl_base": SDXL,
-    "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # by its metadata alone
+    "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # weights do not tell: identify.TURBOS
     "sdxl_inpaint": replace(SDXL, title="Stable Diffusion XL inpainting", unet=UNETS["sdxl_inpaint"], task="inpaint"),
     "lcm_sdxl": replace(SDXL, title="Latent Consistency Model (Stable Diffusion XL)", unet=UNETS["lcm_sdxl"], **LCM),
     "sdxl_refiner": replace(

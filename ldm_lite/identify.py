@@ -19,6 +19,9 @@ from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.networks import UNETS, AutoencoderSpec, EncoderSpec
 
+# What diffusers' folders of them name as their scheduler, and how its timesteps are spaced: their weights do not tell.
+TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
+
 
 def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
     """Shapes of a file's networks by role, keys without prefixes, and the file's metadata -> the family.
@@ -37,7 +40,7 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
             return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
         spec = infer_unet(shapes["unet"])
         rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
-        named = FAMILIES.get(metadata.get("family", ""))
+        named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
         if rows:
             row = next((row for row in rows if row.sgm == sgm), rows[0])
             family = _fitted(named if named in rows else row, shapes)
@@ -84,6 +87,12 @@ def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
 def _as_inferred(spec: UNetSpec) -> UNetSpec:
     """A row as inference returns it: weights do not tell the number of heads."""
     return replace(spec, num_heads=None, head_dim=None)
+
+
+def turbo_of(family: Family) -> str | None:
+    """The name of the Turbo model with a family's UNet; None if there is none, or it is that."""
+    name = next((name for name in TURBOS.values() if FAMILIES[name].unet == family.unet), None)
+    return None if name is None or FAMILIES[name].title == family.title else name
 
 
 def stated_prediction(metadata: Mapping[str, str]) -> Prediction | None:

@@ -29,6 +29,7 @@ from ldm_lite.identify import (
     parse_prediction,
     read_prediction,
     stated_prediction,
+    turbo_of,
     with_prediction,
     with_vae,
 )
@@ -167,11 +168,7 @@ def load(
     tuning = {} if tuning is None else tuning
     dtypes = pick_dtypes(dtype, torch_device, family.networks, ("vae",) if family.vae_overflows else ())
     networks = _networks(family, components, _home(tuning, torch_device), dtypes)
-    if prediction is not None:
-        family = with_prediction(family, parse_prediction(prediction))
-    elif family.v_resolution is not None and stated_prediction(about) is None:
-        family, why = read_prediction(family, networks["unet"])
-        log.info("%s: predicts %s %s; --prediction overrules that", title, family.prediction, why)
+    family = _predicting(family, prediction, about, networks["unet"], title)
     schedule = _schedule(family, main, zero_snr)
     adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
     step, placement = _tune(networks, tuning, torch_device)
@@ -181,6 +178,8 @@ def load(
         f"parameters, {_words(dtypes)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
+    if "turbo" in title.lower() and "family" not in (metadata or {}) and (turbo := turbo_of(family)) is not None:
+        log.warning("its name says Turbo, which its weights do not tell: if it is, add --metadata family=%s", turbo)
     networks = _without_weights(family, torch_device, dtypes["unet"]) | networks
     return Pipeline(
         name=title if path.is_dir() else path.stem,
@@ -192,6 +191,16 @@ def load(
         step=step,
         **networks,
     )
+
+
+def _predicting(family: Family, prediction: str | None, about: Mapping[str, str], unet: UNet, title: str) -> Family:
+    """The family's variant with the prediction that is asked for, stated by the file, or read off the weights."""
+    if prediction is not None:
+        return with_prediction(family, parse_prediction(prediction))
+    if family.v_resolution is not None and stated_prediction(about) is None:
+        family, why = read_prediction(family, unet)
+        log.info("%s: predicts %s %s; --prediction overrules that", title, family.prediction, why)
+    return family
 
 
 def _networks(

@@ -49,8 +49,11 @@ def told(family: Family, *without: str) -> dict[str, str]:
 def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) -> None:
     save(tmp_path, "sd2")
     (tmp_path / "scheduler").mkdir()
-    (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "v_prediction"}')
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(
+        '{"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "timestep_spacing": "leading"}'
+    )
     pipe = ldm_lite.load(tmp_path, metadata=told(small("sd2"), "prediction"), device="cpu")
+    assert open_source(tmp_path).metadata == {"prediction": "v_prediction", "scheduler": "DDIMScheduler, leading"}
     assert pipe.family.prediction == "v"
     assert pipe.name == tmp_path.name
     assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sd2"]) < 1e-5

@@ -23,7 +23,7 @@ from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families import FAMILIES, SD2, SDXL
 from ldm_lite.generate import Handover, decode, denoise
-from ldm_lite.identify import describe, identify, known, with_prediction
+from ldm_lite.identify import describe, identify, known, turbo_of, with_prediction
 from ldm_lite.image import depth_latent, open_depth
 from ldm_lite.pipeline import Pipeline
 
@@ -253,7 +253,32 @@ def test_turbo_is_told_by_its_layout_or_by_metadata() -> None:
     shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
     assert identify(shapes, {}, sgm=True) == SDXL
     assert identify(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
+    ancestral, euler = ({"scheduler": f"Euler{kind}DiscreteScheduler, trailing"} for kind in ("Ancestral", ""))
+    assert identify(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert identify(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
+    assert identify(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
+    assert identify(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
+    of_sd2 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}}
+    assert identify(of_sd2, euler) == FAMILIES["sd_turbo"]
+    assert identify(of_sd2, ancestral) == SD2
+    of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
+    assert identify(of_sd1, euler) == FAMILIES["sd1"]
     assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
+
+
+def test_a_name_that_says_turbo_is_not_passed_over(
+    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [turbo_of(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
+        *("sdxl_turbo", "sd_turbo", None, None, None)
+    ]
+    assert turbo_of(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
+    monkeypatch.setattr("ldm_lite.pipeline.turbo_of", lambda family: "sdxl_turbo")  # a small one has no row
+    for name in ("sd_xl_turbo_1.0.safetensors", "other.safetensors"):
+        (tmp_path / name).symlink_to(small_path)
+        caplog.clear()
+        ldm_lite.load(tmp_path / name, device="cpu")
+        assert ("if it is, add --metadata family=sdxl_turbo" in caplog.text) == ("turbo" in name)
 
 
 def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
