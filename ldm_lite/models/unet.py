@@ -91,7 +91,10 @@ class Upsample(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Two 3x3 convolutions, the timestep in between, and a skip; with `resample` it halves or follows `size`."""
+    """Two 3x3 convolutions, the timestep in between, and a skip; with `resample` it halves or follows `size`.
+
+    In place of the timestep's embedding it takes what its reader makes of that, as the only item of a tuple.
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
