@@ -334,10 +334,10 @@ def run(options: Options) -> None:
     """Measure, write what there is as it comes, and print the tables."""
     from ldm_lite.benchmark import report as reports
 
-    folder = _folder(options)
     if options.memory or options.loading:
         print(memory(options) if options.memory else loading(options))
         return
+    folder = _folder(options)
     if not options.resume and (folder / reports.RESULTS).exists():
         raise ValueError(f"{folder}: holds results already: go on with --resume, or take another --out")
     folder.mkdir(parents=True, exist_ok=True)  # before the minutes of measuring, if it cannot be

@@ -125,7 +125,7 @@ class _ReadAhead:
 
     def __init__(self, pipe: Pipeline, conditioning: Conditioning, table: Sequence[Row]) -> None:
         """Within the UNet's phase; conditioning is what all steps read, but for those that are steered."""
-        unet, self._unet = pipe.unet, pipe.unet
+        unet = self._unet = pipe.unet
         self._context = self._text = conditioning.context
         self._table = self._read = table
         if torch.is_autocast_enabled(pipe.device.type) or not _as_written(unet):

@@ -221,8 +221,8 @@ def _check(family: Family) -> None:
         if isinstance(text, CLIPTextSpec):
             divides = text.heads > 0 and text.width % text.heads == 0
             checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
-            known = text.activation in ACTIVATIONS
-            checks.append((f"{name}_activation", text.activation, known, f"one of {', '.join(ACTIVATIONS)}"))
+            wanted, found = f"one of {', '.join(ACTIVATIONS)}", text.activation
+            checks.append((f"{name}_activation", found, found in ACTIVATIONS, wanted))
     for name, value, can_be, wanted in checks:
         if not can_be:
             raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
