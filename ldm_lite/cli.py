@@ -93,7 +93,9 @@ class LoadOptions(Ranged):
     )
     offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
     storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
-    vae_tiling: bool = option(False, "encode and decode strip by strip: less memory, the same picture")
+    vae_tiling: bool = option(
+        False, "encode and decode strip by strip, as in fp32 on a CPU always: less memory, the same picture"
+    )
 
     def arguments(self) -> dict[str, Any]:
         """As ldm_lite.load takes them.  Raises ValueError for metadata without a "="."""
@@ -317,8 +319,8 @@ def _is_unread() -> bool:
     return False
 
 
-def _cheaper(options: Sequence[object]) -> str:
-    """What to try next, what costs least first, when the memory is too small for what a command was asked."""
+def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
+    """What to try next, what costs least first, when a GPU's memory, or the CPU's, is too small for what was asked."""
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
         return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
@@ -326,12 +328,12 @@ def _cheaper(options: Sequence[object]) -> str:
     steps = {
         "--n-samples 1": (given.get("n_samples") or 1) > 1 and not one_by_one,
         "--batches 1": given.get("batches", "1") != "1",
-        "--vae-tiling": not given.get("vae_tiling", True),
+        "--vae-tiling": not on_cpu and not given.get("vae_tiling", True),
         "--tile 64": given.get("tile", 0) > 64 and given.get("stage_3", "") is not None,
         "--dtype fp16": given.get("dtype") in ("fp32", "float32"),
-        "--offload model": given.get("offload", "") is None,
+        "--offload model": not on_cpu and given.get("offload", "") is None,
         "--storage int8": given.get("storage", "") is None,
-        "--offload sequential": given.get("offload") == "model",
+        "--offload sequential": not on_cpu and given.get("offload") == "model",
     }
     return next((step for step, remains in steps.items() if remains), "a smaller picture")
 
@@ -340,7 +342,8 @@ def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
     """An exception -> (one line, exit status)."""
     texts = ("CUDA error: out of memory", "alloc_cpu", "ALLOC_FAILED")  # the last is of cuBLAS and cuDNN
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or any(t in str(error) for t in texts):
-        return f"out of memory: try {_cheaper(options)}", 1
+        on_cpu = isinstance(error, MemoryError) or "alloc_cpu" in str(error)
+        return f"out of memory: try {_cheaper(options, on_cpu)}", 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
     line = " ".join(str(error).split()) or type(error).__name__

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from ldm_lite.diffusion.step import Model, Row, rows
 from ldm_lite.models.controlnet import Steered
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Autoencoder, Pipeline
-from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
+from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
+from ldm_lite.runtime.tuning import unchanged
 
 log = logging.getLogger("ldm_lite")
 
@@ -128,7 +129,8 @@ class _ReadAhead:
         unet = self._unet = pipe.unet
         self._context = self._text = conditioning.context
         self._table = self._read = table
-        if torch.is_autocast_enabled(pipe.device.type) or not _as_written(unet):
+        as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
+        if torch.is_autocast_enabled(pipe.device.type) or not as_written:
             return
         if self._context is not None:
             self._text = unet.read_text(self._context)
@@ -143,16 +145,6 @@ class _ReadAhead:
         if conditioning.context is self._context:
             conditioning = conditioning._replace(context=self._text)
         return self._read[i], conditioning
-
-
-def _as_written(unet: Any) -> bool:
-    """Whether a network is a UNet that nobody has changed: no forward is another, and no module has hooks."""
-    if getattr(type(unet), "forward", None) is not UNet.forward:
-        return False
-    modules = list(unet.modules())
-    own = (module for module in modules if not type(module).__module__.startswith("torch."))  # kernels change others'
-    hooked = any(module._forward_pre_hooks or module._forward_hooks for module in modules)
-    return not hooked and not any("forward" in vars(module) for module in own)
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:
@@ -212,7 +204,7 @@ def encode(pipe: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
     is run again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
     """
     with pipe.phase("vae"):
-        vae, dtype = pipe.vae, next(pipe.vae.parameters()).dtype
+        vae, dtype = tiled_on_cpu(pipe.vae), next(pipe.vae.parameters()).dtype
         mean, deviation = vae.distribution(pixels.to(pipe.device, dtype))
         if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
             log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
@@ -235,8 +227,8 @@ def decode(pipe: Pipeline, latents: Tensor) -> Iterator[Tensor]:
     if not torch.isfinite(latents).all():
         advice = "try --dtype fp32" if pipe.dtype != torch.float32 else "the checkpoint or the settings are at fault"
         raise ValueError(f"the latents are not finite: {broken_weights(pipe.networks) or advice}")
-    vae = pipe.vae
     with pipe.phase("vae"):
+        vae = tiled_on_cpu(pipe.vae)
         for z in latents.to(pipe.device) / pipe.family.scale_factor:
             dtype = next(vae.parameters()).dtype
             vae, pixels = _decode(vae, z[None].to(dtype))

@@ -50,12 +50,13 @@ def reconstruct(vae: "Autoencoder", picture: "Image") -> Reconstruction:
     import torch
 
     from ldm_lite.image import pad, to_array, to_picture, to_pil, to_pixels
+    from ldm_lite.runtime.tiling import tiled_on_cpu
 
     picture = to_picture(picture)
     weight = next(vae.parameters())
     pixels = pad(to_pixels(picture), vae.spec.factor).to(weight.device, weight.dtype)
     with torch.no_grad():
-        result = vae(pixels[None])[0, :, : picture.height, : picture.width].float().cpu()
+        result = tiled_on_cpu(vae)(pixels[None])[0, :, : picture.height, : picture.width].float().cpu()
     if not torch.isfinite(result).all():
         raise ValueError(f"the result is not finite in {weight.dtype}: try --dtype fp32")
     error = np.square(to_array(result).astype(np.float64) - np.asarray(picture, dtype=np.float64)).mean()

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite import paint
+from ldm_lite import generate, paint
 from ldm_lite.conditioning import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, denoise, seeded_noise
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
 from ldm_lite.txt2img import Options, txt2img
 
@@ -292,7 +293,9 @@ def test_decoding_goes_on_in_tiles_when_memory_runs_out(
     def fails(self: object, x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
+    monkeypatch.setattr(generate, "tiled_on_cpu", lambda vae: vae)  # as on a GPU
     monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
+    monkeypatch.setattr(tiling, "STRIP", 2**14)
     got = list(decode(bundled, latents))
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(got, wanted, strict=True))
     assert [record.getMessage() for record in caplog.records] == [
@@ -304,6 +307,7 @@ def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkey
     def fails(self: object, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("another reason")
 
+    monkeypatch.setattr(generate, "tiled_on_cpu", lambda vae: vae)  # as on a GPU
     monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
     with pytest.raises(RuntimeError, match="another reason"):
         list(decode(bundled, torch.zeros(1, *bundled.latent_shape(64, 64))))

@@ -77,6 +77,14 @@ def _set_attention(role: str, network: nn.Module, name: str) -> None:
         log.info("%s keeps attention sdpa: %s", role.replace("_", " "), error)
 
 
+def unchanged(network: nn.Module) -> bool:
+    """Whether a network runs as it is written, but for what tune does: no forward is another, no module has hooks."""
+    modules = list(network.modules())
+    own = (module for module in modules if not type(module).__module__.startswith("torch."))  # tune changes others'
+    hooked = any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+    return not hooked and not any("forward" in vars(module) for module in own)
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep what is freed, up to 2 GiB, for the next tensor; without glibc this does nothing.
 

@@ -70,7 +70,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
     pixels = x.permute(0, 2, 3, 1)
     out = x.new_empty(batch, rows * m, columns * m, num_out)
     together = min(rows, max(1, TILES // (batch * columns)))  # rows of tiles
-    strip = x.new_zeros(batch, together * m + 2, columns * m + 2, channels)  # their pixels, and the padding
+    strip = x.new_empty(batch, together * m + 2, columns * m + 2, channels)  # their pixels, and the padding
+    strip[:, 0], strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0, 0
     image, line, pixel, _ = strip.stride()
 
     for first in range(0, rows, together):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.runtime import tiling
-from ldm_lite.runtime.tiling import is_tiled, tiled
+from ldm_lite.runtime.tiling import is_tiled, tiled, tiled_on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,46 @@ def test_no_convolution_sees_more_than_a_strip() -> None:
     tiled(vae).decode(z)
     # a strip, the rows beside it, and twice as high and wide after an upsampler
     assert largest["strips"] < largest["whole"] / 8
+
+
+def test_a_picture_of_one_strip_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, up to the size of a strip; of a row more it is so to rounding."""
+    vae, channels = toy.fill(AutoencoderKL(SMALL.vae)), SMALL.vae.channels
+    x, z = toy.normal(0, 1, 3, 64, 80), toy.normal(1, 1, 4, 8, 10)
+    monkeypatch.setattr(tiling, "STRIP", 64 * 80 * max(channels, vae.decoder.conv_out.in_channels))
+    assert torch.equal(tiled(vae).encode(x)[0], vae.encode(x)[0])
+    assert torch.equal(tiled(vae).decode(z), vae.decode(z))
+    monkeypatch.setattr(tiling, "STRIP", 63 * 80 * channels)
+    assert not torch.equal(tiled(vae).encode(x)[0], vae.encode(x)[0])
+    assert not torch.equal(tiled(vae).decode(z), vae.decode(z))
+
+
+def test_gradients_are_those_of_the_whole_picture() -> None:
+    vae = toy.fill(AutoencoderKL(SMALL.vae))
+    gradients = []
+    with torch.enable_grad():
+        for network in (vae, tiled(vae)):
+            z = toy.normal(1, 1, 4, 8, 10).requires_grad_()
+            network.decode(z).square().sum().backward()  # type: ignore[no-untyped-call]
+            gradients.append(z.grad)
+    assert toy.relative_error(gradients[1], gradients[0].double().numpy()) < 1e-5
+
+
+def test_it_is_how_pictures_are_decoded_on_a_cpu_in_float32() -> None:
+    """But for an autoencoder of which a part is replaced or hooked: what counts on its calls gets them."""
+    vae, calls = toy.fill(AutoencoderKL(SMALL.vae)), []
+    assert is_tiled(tiled_on_cpu(vae))
+    strips = tiled(vae, "cpu")
+    assert tiled_on_cpu(strips) is strips
+    assert tiled_on_cpu(vae.bfloat16()) is vae
+    assert tiled_on_cpu(vae.float().to("meta")) is vae, "elsewhere it is left as it is"
+    block = vae.to_empty(device="cpu").decoder.up[0].block[0]
+    handle = block.register_forward_hook(lambda *args: calls.append(args))
+    assert tiled_on_cpu(vae) is vae
+    handle.remove()
+    assert is_tiled(tiled_on_cpu(vae))
+    block.forward = lambda x: x[:, :32]
+    assert tiled_on_cpu(vae) is vae
 
 
 def test_an_autoencoder_without_large_feature_maps() -> None:
