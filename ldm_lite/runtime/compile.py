@@ -32,6 +32,7 @@ log = logging.getLogger("ldm_lite")
 
 TIERS = ("off", "auto", "regional", "step", "max")
 COLD_START_S = 60.0  # what a compilation of the step takes, about
+FOLD = 8  # of h and w: what a UNet of four levels divides them by
 MOST_GRAPHS = 8  # CUDA graphs of a network that are kept, each with its buffers
 Step = Callable[..., Tensor]  # called as diffusion.step.denoise_step
 
@@ -132,11 +133,12 @@ class CompiledStep:
         given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}
         if self._tier == "max":
             return torch.compile(denoise_step, fullgraph=True, dynamic=False, backend=self._backend, **given)
-        function: Step = torch.compile(denoise_step, fullgraph=True, backend=self._backend, **given)
+        function: Step = torch.compile(_unfolded_step, fullgraph=True, backend=self._backend, **given)
 
         def step(model: nn.Module, *args: Any) -> Tensor:
-            mark_sizes(*args)
-            return function(model, *args)
+            folded = fold(*args)
+            mark_sizes(*folded)
+            return function(model, *folded)
 
         return step
 
@@ -157,19 +159,52 @@ def regions(network: nn.Module) -> Iterator[nn.Module]:
     return walk(network)
 
 
-def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, *others: Any) -> None:
+def fold(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any) -> tuple[Any, ...]:
+    """A step's arguments, with maps (...,h,w) as views (...,h/8,8,w/8,8) if h and w are larger multiples of 8.
+
+    So the compiler knows that h and w can be halved three times.  Of sizes that may be odd it does not see that maps of
+    a UNet's lower levels are tokens as they lie, and copies each: 66 kernels of Stable Diffusion's step on a GPU.
+    """
+    if any(side % FOLD or side == FOLD for side in registers.shape[-2:]):
+        return registers, row, noise, conditioning, guidance, *others
+
+    def folded(x: Any) -> Any:
+        return _map(x, lambda each: each.view(*each.shape[:-2], each.shape[-2] // FOLD, FOLD, -1, FOLD))
+
+    conditioning = conditioning._replace(concat=folded(conditioning.concat))
+    return folded(registers), row, folded(noise), conditioning, guidance._replace(kept=folded(guidance.kept)), *others
+
+
+def _unfolded_step(
+    model: Any, registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any
+) -> Tensor:
+    """denoise_step, of arguments that may be folded."""
+    if registers.ndim == 7:
+
+        def unfolded(x: Any) -> Any:
+            return _map(x, lambda each: each.flatten(-2).flatten(-3, -2))
+
+        registers, noise = unfolded(registers), unfolded(noise)
+        conditioning = conditioning._replace(concat=unfolded(conditioning.concat))
+        guidance = guidance._replace(kept=unfolded(guidance.kept))
+    return denoise_step(model, registers, row, noise, conditioning, guidance, *others)
+
+
+def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any) -> None:
     """Tell the compiler which sizes of a step's arguments will change: batch, height, width, tokens.
 
     A size of 1 is not marked: the compiler takes it for a constant, so that a batch of one has a graph of its own.
     """
-    marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, 3, 4)), (noise, (0, 2, 3))]
-    marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, 2, 3))]
+    sides = (-4, -2) if registers.ndim == 7 else (-2, -1)
+    marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
+    marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, *sides))]
     marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
+    marks += [(tensor, (0, *sides)) for tensor in guidance.kept or ()]
     for tensor, axes in marks:
         if tensor is not None:
             for axis in axes:
                 if tensor.shape[axis] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, axis)
+                    torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
 
 
 def _options(tier: str, device: str) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def _lay_out(network: nn.Module) -> None:
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if on_cpu and in_float32:
         winograd.use(network)
+    if first.is_cuda or (on_cpu and in_float32):
         group_norm.use(network)
     if on_cpu:
         keep_freed_memory()

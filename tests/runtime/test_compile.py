@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.cli import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, Kept
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
@@ -104,22 +104,58 @@ VARIED = [
     arguments(0, 2, 8, 8),
     arguments(1, 2, 8, 12, sampler="ddim"),
     arguments(2, 3, 12, 8, tokens=10),
-    arguments(3, 4, 16, 16, sampler="plms"),
+    arguments(3, 4, 20, 28, sampler="plms"),
+]
+EIGHTS = [  # the sizes that pictures usually have
+    arguments(0, 2, 16, 16),
+    arguments(1, 2, 16, 24, sampler="ddim"),
+    arguments(2, 3, 40, 16, tokens=10),
+    arguments(3, 4, 32, 32, sampler="plms"),
 ]
 
 
+@pytest.mark.parametrize("sizes", [VARIED, EIGHTS], ids=["any", "eights"])
 @pytest.mark.parametrize("kind", ["tiny", pytest.param("unet", marks=pytest.mark.slow)])
-def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(kind: str, tiny: nn.Module) -> None:
+def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
+    kind: str, sizes: list[list[object]], tiny: nn.Module
+) -> None:
     network = tiny if kind == "tiny" else toy.fill(UNet(SMALL.unet))
     counter = CompileCounter()
     step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
-    for given in VARIED if kind == "tiny" else map(read_ahead, itertools.repeat(network), VARIED):
+    for given in sizes if kind == "tiny" else map(read_ahead, itertools.repeat(network), sizes):
         torch.testing.assert_close(step(network, *given), denoise_step(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     if kind == "tiny":  # the compiler takes a size of one for a constant
         for i in range(2):
-            step(network, *arguments(i, 1, 8, 8 + 4 * i))
+            least = min(sizes[0][0].shape[-1], sizes[0][0].shape[-2])  # type: ignore[attr-defined]
+            step(network, *arguments(i, 1, least, least + i * least // 2))
         assert counter.frame_count == 2
+
+
+def test_an_inpainting_step_is_one_graph_for_sizes(tiny: nn.Module) -> None:
+    counter = CompileCounter()
+    step = CompiledStep("step", tiny, counter)  # type: ignore[arg-type]
+    for given in EIGHTS:
+        kept = Kept(torch.ones_like(given[2]), torch.rand_like(given[2][:, :1]))  # type: ignore[call-overload, index]
+        given = [*given[:4], given[4]._replace(kept=kept)]  # type: ignore[attr-defined]
+        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    assert counter.frame_count == 1
+
+
+def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
+    """Where they are multiples of 8, no size within the UNet is rounded."""
+    three = {"channel_mult": (1, 1, 1), "num_res_blocks": (1, 1, 1), "transformer_depth": (0, 0, 0)}
+    unet = toy.fill(UNet(replace(PLAIN, **three, cross_only=(False, False, False))))  # type: ignore[arg-type]
+    shapes: list[str] = []
+
+    def backend(module: Any, inputs: object) -> Any:
+        values = [node.meta.get("example_value") for node in module.graph.nodes]
+        shapes.append(" ".join(str(tuple(value.shape)) for value in values if isinstance(value, Tensor)))
+        return module.forward
+
+    for given in (EIGHTS[1], VARIED[1]):
+        CompiledStep("step", unet, backend)(unet, *given)  # type: ignore[arg-type]
+    assert ["//" in text for text in shapes] == [False, True]
 
 
 @pytest.mark.parametrize(

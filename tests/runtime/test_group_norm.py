@@ -1,4 +1,4 @@
-"""Group norms of large maps in strips, against float64, and when they are taken."""
+"""Group norms in strips and written out, against float64, and when they are taken."""
 
 import pytest
 import torch
@@ -52,3 +52,19 @@ def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     network.float()(x)  # gradients are the plain way's
     assert len(calls) == 1
     assert list(network.state_dict()) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "contiguous"])
+def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
+    x = large(2, 17, 24).contiguous(memory_format=layout)
+    found = group_norm.written_out(x, norm())
+    assert found.is_contiguous(memory_format=layout)
+    assert error(found, norm(), x) < 5e-7
+
+
+def test_written_out_it_computes_in_float32() -> None:
+    """Also where all values are far from zero: the error is that of rounding the result."""
+    x, half = (large(2, 16, 16) + 20).half(), norm().half()
+    found = group_norm.written_out(x, half)
+    assert found.dtype == torch.float16
+    assert error(found, norm().half().float(), x.float()) < 5e-4
