@@ -31,11 +31,11 @@ Network = TypeVar("Network", bound=nn.Module)
 def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
     """The same autoencoder with the same weights, computing strip by strip, for inference; vae stays as it is.
 
-    rest is where feature maps are kept between layers, None for where they are computed.  An autoencoder without large
-    feature maps (TAESD) is returned as it is.
+    rest is where feature maps are kept between layers, None for where they are computed.  An autoencoder of other parts
+    than KL's (TAESD, a subclass's) is returned as it is.
     """
     encoder, decoder = getattr(vae, "encoder", None), getattr(vae, "decoder", None)
-    if not isinstance(encoder, Encoder) or not isinstance(decoder, Decoder):
+    if type(encoder) is not Encoder or type(decoder) is not Decoder:
         return vae
     result: Any = _shallow(vae)
     result.encoder, result.decoder = _shallow(encoder), _shallow(decoder)

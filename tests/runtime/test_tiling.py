@@ -9,7 +9,7 @@ from random_checkpoint import SMALL
 from torch import Tensor, nn
 
 from ldm_lite.models.taesd import TAESD, TAESDSpec
-from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
+from ldm_lite.models.vae_kl import AutoencoderKL, Decoder, VAESpec
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.tiling import is_tiled, tiled, tiled_on_cpu
 
@@ -114,6 +114,12 @@ def test_it_is_how_pictures_are_decoded_on_a_cpu_in_float32() -> None:
     assert tiled_on_cpu(vae) is vae
 
 
-def test_an_autoencoder_without_large_feature_maps() -> None:
+def test_an_autoencoder_of_other_parts_is_left_as_it_is() -> None:
+    class Other(Decoder):
+        pass
+
     vae = TAESD(TAESDSpec(embed_dim=4, encoder=True, decoder=True))
     assert tiled(vae) is vae
+    fork = toy.fill(AutoencoderKL(SMALL.vae))
+    fork.decoder = Other(SMALL.vae)
+    assert tiled(fork) is fork
