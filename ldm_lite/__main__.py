@@ -5,7 +5,7 @@ import platform
 import sys
 
 import ldm_lite
-from ldm_lite import cli
+from ldm_lite.cli import console
 
 COMMANDS = {
     "txt2img": "text to image",
@@ -23,7 +23,7 @@ COMMANDS = {
 
 def main() -> int:
     """Print what there is -> exit status."""
-    return cli.run(_print)
+    return console.run(_print)
 
 
 def _print() -> None:

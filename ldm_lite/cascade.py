@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ldm_lite
-from ldm_lite import cli
-from ldm_lite.cli import MOST, MOST_PX, SEEDS, Ranged, SaveOptions, option
-from ldm_lite.job import JobOptions, OnStep
-from ldm_lite.progress import Progress, memory
-from ldm_lite.saver import Saver
-from ldm_lite.upscaling import MOST_NOISE, enlarge
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import MOST, MOST_PX, SEEDS, Ranged, SaveOptions, option
+from ldm_lite.cli.output import Saver
+from ldm_lite.cli.progress import Progress, memory
+from ldm_lite.tasks.job import JobOptions, OnStep
+from ldm_lite.tasks.upscale import MOST_NOISE, enlarge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ldm_lite.checkpoint.model import Pipeline
     from ldm_lite.diffusion.guidance import Conditioning
     from ldm_lite.diffusion.step import Model
-    from ldm_lite.pipeline import Pipeline
 
 log = logging.getLogger("ldm_lite")
 
@@ -242,11 +242,11 @@ def embed(prompts: Sequence[str], options: StageOptions) -> "Tensor":
     """
     import torch
 
-    from ldm_lite import hub
-    from ldm_lite.caption import clean
-    from ldm_lite.pipeline import load_t5
+    from ldm_lite.checkpoint import hub
+    from ldm_lite.checkpoint.model import load_t5
     from ldm_lite.runtime.precision import pick_device, pick_dtype
-    from ldm_lite.tokenizer import T5Tokenizer
+    from ldm_lite.text.caption import clean
+    from ldm_lite.text.tokenizer import T5Tokenizer
 
     if not options.t5:
         raise ValueError("no T5 for the prompt: name its file with --t5, or give --prompt-embeds and --negative-embeds")
@@ -276,7 +276,7 @@ def read_embeds(path: str) -> "Tensor":
 
     Raises ValueError, one line, for other files.
     """
-    from ldm_lite.inputs import read_tensor
+    from ldm_lite.conditioning.inputs import read_tensor
 
     values = read_tensor(Path(path))
     if values.ndim not in (2, 3):
@@ -333,10 +333,10 @@ def _opener(source: str, stages: StageOptions) -> "Callable[[], Pipeline]":
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
-    (options, stages, save), _ = cli.parse(
+    (options, stages, save), _ = flags.parse(
         argv, "cascade", __doc__.splitlines()[0], (Options, StageOptions, SaveOptions)
     )
-    return cli.run(lambda: run(options, stages, save), (options, stages, save))
+    return console.run(lambda: run(options, stages, save), (options, stages, save))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ldm_lite
-from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, Ranged, option
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import LoadOptions, Ranged, numbers, option
 
 if TYPE_CHECKING:
-    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.checkpoint.model import Pipeline
     from ldm_lite.runtime.aot import Inputs
 
 log = logging.getLogger("ldm_lite")
@@ -45,7 +45,7 @@ def export(pipe: "Pipeline", options: Options) -> "list[Inputs]":
     """
     from ldm_lite.runtime import aot
 
-    batches = cli.numbers(options.batches, "--batches")
+    batches = numbers(options.batches, "--batches")
     examples = [
         _example(pipe, width, height, batch * options.branches, options.chunks)
         for width, height in _sizes(pipe, options.sizes)
@@ -69,7 +69,7 @@ def _example(pipe: "Pipeline", width: int, height: int, batch: int, chunks: int)
     """Inputs of the UNet as the denoising loop gives them: latents, timesteps, context, vectors or classes."""
     import torch
 
-    from ldm_lite.conditioning import Reading, encode_prompts, guided
+    from ldm_lite.conditioning.prompts import Reading, encode_prompts, guided
 
     _, h, w = pipe.latent_shape(height, width)
     text = guided(pipe, encode_prompts(pipe, [""] * batch, Reading(num_chunks=chunks)), None, 1.0).conditionings[0]
@@ -106,8 +106,8 @@ def run(options: Options, load: LoadOptions) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
-    (options, load), _ = cli.parse(argv, "export", __doc__.splitlines()[0], (Options, LoadOptions))
-    return cli.run(lambda: run(options, load), (options,))
+    (options, load), _ = flags.parse(argv, "export", __doc__.splitlines()[0], (Options, LoadOptions))
+    return console.run(lambda: run(options, load), (options,))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint import broken_weights
+from ldm_lite.checkpoint.model import Autoencoder, Pipeline
+from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import Model, Row, rows
 from ldm_lite.models.controlnet import Steered
 from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Autoencoder, Pipeline
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.runtime.tuning import unchanged
 

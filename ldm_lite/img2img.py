@@ -11,20 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ldm_lite import cli
-from ldm_lite.cli import FINITE, MOST_PX, LoadOptions, SaveOptions, option
-from ldm_lite.from_image import (
-    ImageOptions,
-    as_original,
-    begin,
-    open_source,
-    padded,
-    size_of,
-    sources,
-)
-from ldm_lite.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
-from ldm_lite.job import check as check_job
-from ldm_lite.saver import Saver
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import FINITE, MOST_PX, LoadOptions, SaveOptions, option
+from ldm_lite.cli.output import Saver
+from ldm_lite.tasks.image_inputs import ImageOptions, as_original, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
+from ldm_lite.tasks.job import check as check_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,8 +24,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from ldm_lite.paint import Canvas
-    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.checkpoint.model import Pipeline
+    from ldm_lite.tasks.batching import Canvas
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def img2img(
     is as large as the picture is resized to, whatever multiples of pixels the model takes.  At strength 0 it is the
     picture through the autoencoder, at 1 it is txt2img's.  Raises ValueError, one line, for options that do not fit.
     """
-    from ldm_lite.paint import Setup, paint
+    from ldm_lite.tasks.batching import Setup, paint
 
     check(options)
     check_command(pipe, "img2img")
@@ -124,7 +116,7 @@ def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
 def _canvas(pipe: "Pipeline", options: Options, source: "Path | Image", strength: float) -> "Canvas":
     from ldm_lite.generate import encode
     from ldm_lite.image import resize
-    from ldm_lite.paint import Canvas
+    from ldm_lite.tasks.batching import Canvas
 
     picture = open_source(source)
     how = "stretch" if options.compat else options.resize
@@ -171,8 +163,8 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, LoadOptions, SaveOptions)
-    (options, load, save), original = cli.parse(argv, "img2img", __doc__.splitlines()[0], groups, _flags)
-    return cli.run(lambda: run(options, load, save, original), (options, load, save))
+    (options, load, save), original = flags.parse(argv, "img2img", __doc__.splitlines()[0], groups, _flags)
+    return console.run(lambda: run(options, load, save, original), (options, load, save))
 
 
 if __name__ == "__main__":

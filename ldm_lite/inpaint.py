@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ldm_lite import cli
-from ldm_lite.cli import MOST_PX, LoadOptions, SaveOptions, option
-from ldm_lite.from_image import ImageOptions, begin, open_source, padded, size_of, sources
-from ldm_lite.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
-from ldm_lite.job import check as check_job
-from ldm_lite.saver import Saver
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import MOST_PX, LoadOptions, SaveOptions, option
+from ldm_lite.cli.output import Saver
+from ldm_lite.tasks.image_inputs import ImageOptions, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.job import OnStep, Result, check_command, hand_over, original_flags, read_prompts, serve
+from ldm_lite.tasks.job import check as check_job
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from ldm_lite.paint import Canvas
-    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.checkpoint.model import Pipeline
+    from ldm_lite.tasks.batching import Canvas
 
 log = logging.getLogger("ldm_lite")
 
@@ -71,7 +71,7 @@ def inpaint(
     options.mask; context, uncond, refiner (which need not be made for it) and on_step as in txt2img.  Raises
     ValueError, one line, for options that do not fit.
     """
-    from ldm_lite.paint import Setup, paint
+    from ldm_lite.tasks.batching import Setup, paint
 
     check(options)
     check_command(pipe, "inpaint")
@@ -158,7 +158,7 @@ def _canvas(
 ) -> "Canvas":
     from ldm_lite.generate import encode
     from ldm_lite.image import mask_latent, mask_weights, pad
-    from ldm_lite.paint import Canvas
+    from ldm_lite.tasks.batching import Canvas
 
     name, image, mask = _resized(pipe, options, source, mask_source)
     weights = mask_weights(mask)  # (1, H, W)
@@ -237,8 +237,8 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, LoadOptions, SaveOptions)
-    (options, load, save), original = cli.parse(argv, "inpaint", __doc__.splitlines()[0], groups, original_flags)
-    return cli.run(lambda: run(options, load, save, original), (options, load, save))
+    (options, load, save), original = flags.parse(argv, "inpaint", __doc__.splitlines()[0], groups, original_flags)
+    return console.run(lambda: run(options, load, save, original), (options, load, save))
 
 
 if __name__ == "__main__":

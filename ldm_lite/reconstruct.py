@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ldm_lite import cli
-from ldm_lite.cli import Ranged, SaveOptions, option
-from ldm_lite.saver import Saver
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import Ranged, SaveOptions, option
+from ldm_lite.cli.output import Saver
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ldm_lite.pipeline import Autoencoder
+    from ldm_lite.checkpoint.model import Autoencoder
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def reconstruct(vae: "Autoencoder", picture: "Image") -> Reconstruction:
 
 def run(options: Options, save: SaveOptions) -> None:
     """Load, reconstruct, save, and print where the result is and its PSNR."""
+    from ldm_lite.checkpoint.model import load_autoencoder
     from ldm_lite.image import open_picture
-    from ldm_lite.pipeline import load_autoencoder
 
     if save.preview is not None:
         raise ValueError("reconstruct has no steps: leave out --preview")
@@ -83,8 +83,8 @@ def run(options: Options, save: SaveOptions) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, SaveOptions)
-    (options, save), _ = cli.parse(argv, "reconstruct", __doc__.splitlines()[0], groups)
-    return cli.run(lambda: run(options, save), (options, save))
+    (options, save), _ = flags.parse(argv, "reconstruct", __doc__.splitlines()[0], groups)
+    return console.run(lambda: run(options, save), (options, save))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ldm_lite
-from ldm_lite import cli
-from ldm_lite.cli import FINITE, SEEDS, LoadOptions, Ranged, SaveOptions, option
-from ldm_lite.saver import Saver
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import FINITE, SEEDS, LoadOptions, Ranged, SaveOptions, numbers, option
+from ldm_lite.cli.output import Saver
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.checkpoint.model import Pipeline
 
 log = logging.getLogger("ldm_lite")
 
@@ -58,7 +58,7 @@ class Comparison:
 def compare(pipe: "Pipeline", options: Options, on_run: Callable[[], None] = lambda: None) -> list[Comparison]:
     """Run every sampler at every number of steps; on_run is called after each.  Raises ValueError for unknown names."""
     from ldm_lite import generate
-    from ldm_lite.conditioning import encode_prompts, guided
+    from ldm_lite.conditioning.prompts import encode_prompts, guided
     from ldm_lite.diffusion.names import make_plan, resolve
     from ldm_lite.diffusion.samplers import SAMPLERS
 
@@ -79,7 +79,7 @@ def compare(pipe: "Pipeline", options: Options, on_run: Callable[[], None] = lam
     for name in names:
         plan = make_plan(name, pipe.schedule, 20)
         # With noise there is no one solution; an LCM's answers are not this equation's.
-        counts = [] if plan.draws.any() else cli.numbers(options.steps, "--steps")
+        counts = [] if plan.draws.any() else numbers(options.steps, "--steps")
         errors = {steps: float((run(name, steps) - truth).norm() / truth.norm()) for steps in counts}
         spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
         about = (SAMPLERS[name].__doc__ or "").splitlines()[0]
@@ -120,7 +120,7 @@ def picture(pipe: "Pipeline", rows: Sequence[Comparison], options: Options) -> "
     right.set(
         title=f"{pipe.name}, {options.spacing} spacing", xlabel="steps", ylabel="relative error of the last latents"
     )
-    counts = cli.numbers(options.steps, "--steps")
+    counts = numbers(options.steps, "--steps")
     right.set_xticks(counts, labels=map(str, counts))
     right.minorticks_off()
     for axes in (left, right) if drawn else (left,):
@@ -141,7 +141,7 @@ def run(options: Options, load: LoadOptions) -> None:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
     for name in () if options.samplers is None else options.samplers.split(","):
         resolve(name)
-    steps, saver = cli.numbers(options.steps, "--steps"), Saver(SaveOptions(out=options.out), "samplers")
+    steps, saver = numbers(options.steps, "--steps"), Saver(SaveOptions(out=options.out), "samplers")
     pipe = ldm_lite.load(**load.arguments())
     for count in (*steps, options.reference):
         make_plan("heun", pipe.schedule, count, spacing=options.spacing)
@@ -155,8 +155,8 @@ def run(options: Options, load: LoadOptions) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
-    (options, load), _ = cli.parse(argv, "samplers", __doc__.splitlines()[0], (Options, LoadOptions))
-    return cli.run(lambda: run(options, load), (options, load))
+    (options, load), _ = flags.parse(argv, "samplers", __doc__.splitlines()[0], (Options, LoadOptions))
+    return console.run(lambda: run(options, load), (options, load))
 
 
 if __name__ == "__main__":

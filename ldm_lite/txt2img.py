@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ldm_lite import cli
-from ldm_lite.cli import LoadOptions, SaveOptions
-from ldm_lite.job import (
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import LoadOptions, SaveOptions
+from ldm_lite.cli.output import Saver
+from ldm_lite.tasks.job import (
     JobOptions,
     OnStep,
     Result,
@@ -24,12 +25,11 @@ from ldm_lite.job import (
     sampler_of,
     serve,
 )
-from ldm_lite.saver import Saver
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.checkpoint.model import Pipeline
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def txt2img(
     prompt.  refiner is a loaded one, in place of options.refiner.  on_step is called after every denoising step.
     Raises ValueError, one line, for options that do not fit.
     """
-    from ldm_lite.control import natural_size
+    from ldm_lite.control.control import natural_size
     from ldm_lite.diffusion.names import make_plan
-    from ldm_lite.paint import Canvas, Setup, paint
+    from ldm_lite.tasks.batching import Canvas, Setup, paint
 
     check(options)
     check_command(pipe, "txt2img")
@@ -108,8 +108,8 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, LoadOptions, SaveOptions)
-    (options, load, save), original = cli.parse(argv, "txt2img", __doc__.splitlines()[0], groups, _flags)
-    return cli.run(lambda: run(options, load, save, original), (options, load, save))
+    (options, load, save), original = flags.parse(argv, "txt2img", __doc__.splitlines()[0], groups, _flags)
+    return console.run(lambda: run(options, load, save, original), (options, load, save))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ldm_lite import cli
-from ldm_lite.cli import MOST_PX, LoadOptions, SaveOptions, option
-from ldm_lite.from_image import open_source, sources
-from ldm_lite.job import JobOptions, OnStep, Result, check_command, original_flags, serve
-from ldm_lite.job import check as check_job
-from ldm_lite.saver import Saver
-from ldm_lite.upscaling import MOST_NOISE, enlarge
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import MOST_PX, LoadOptions, SaveOptions, option
+from ldm_lite.cli.output import Saver
+from ldm_lite.tasks.image_inputs import open_source, sources
+from ldm_lite.tasks.job import JobOptions, OnStep, Result, check_command, original_flags, serve
+from ldm_lite.tasks.job import check as check_job
+from ldm_lite.tasks.upscale import MOST_NOISE, enlarge
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ldm_lite.pipeline import Pipeline
+    from ldm_lite.checkpoint.model import Pipeline
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def run(options: Options, load: LoadOptions, save: SaveOptions, original: dict[s
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line -> its exit status."""
     groups = (Options, LoadOptions, SaveOptions)
-    (options, load, save), original = cli.parse(argv, "upscale", __doc__.splitlines()[0], groups, original_flags)
-    return cli.run(lambda: run(options, load, save, original), (options, load, save))
+    (options, load, save), original = flags.parse(argv, "upscale", __doc__.splitlines()[0], groups, original_flags)
+    return console.run(lambda: run(options, load, save, original), (options, load, save))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ import toy
 from make_diffusers_goldens import CONTROLS, controlnet
 from torch import Tensor
 
-from ldm_lite.checkpoint import on_meta
-from ldm_lite.control import Request, load_controls
-from ldm_lite.families import FAMILIES
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.control.control import Request, load_controls
 from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet import UNet
+from ldm_lite.zoo.families import FAMILIES
 
 
 def error(name: str) -> float:

@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ldm_lite import cascade, control, generate, img2img, inpaint, txt2img, upscale
-from ldm_lite.checkpoint import on_meta
+from ldm_lite import cascade, generate, img2img, inpaint, txt2img, upscale
+from ldm_lite.checkpoint.model import Pipeline, tokenizer_of
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.control import control
 from ldm_lite.diffusion.schedule import Schedule
-from ldm_lite.families import FAMILIES, Family
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.pixels import Pixels
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.networks import build
-from ldm_lite.pipeline import Pipeline, tokenizer_of
-from ldm_lite.training.tasks import DiffusionTask
+from ldm_lite.train.tasks import DiffusionTask
+from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.networks import build
 
 CUDA = torch.device("cuda")
 ADAPTER = AdapterSpec(3, 8, (320, 640, 1280, 1280), 2, light=False)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.benchmark.subjects import random_checkpoint
-from ldm_lite.families import FAMILIES
+from ldm_lite.bench.subjects import random_checkpoint
 from ldm_lite.runtime.precision import DTYPES
+from ldm_lite.zoo.families import FAMILIES
 
 PROMPT, NEGATIVE, SCALE, STEPS = "a photo of an astronaut riding a horse on mars", "blurry", 5.0, 2
 LIMITS = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
@@ -32,7 +32,7 @@ LIMITS = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 def ours(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tensor]:
     """Seconds to load, seconds for the steps, the latents."""
-    from ldm_lite.conditioning import Reading, encode_prompts
+    from ldm_lite.conditioning.prompts import Reading, encode_prompts
     from ldm_lite.diffusion.guidance import classifier_free
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.generate import denoise

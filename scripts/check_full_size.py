@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.benchmark import peers
-from ldm_lite.conditioning import encode_prompts
+from ldm_lite.bench import peers
+from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import denoise

@@ -20,11 +20,11 @@ from make_goldens import repository
 from random_checkpoint import random_tensor
 
 import ldm_lite
-from ldm_lite.checkpoint import on_meta
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.progress import memory
 from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet_if import IFSpec, UNetIF
-from ldm_lite.networks import IF_I_XL, IF_II_L
-from ldm_lite.progress import memory
+from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 STAGES = {
     "I-M": replace(IF_I_XL, model_channels=192),

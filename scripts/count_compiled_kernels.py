@@ -24,10 +24,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.step import Row
-from ldm_lite.families import FAMILIES
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime import group_norm
+from ldm_lite.zoo.families import FAMILIES
 
 H100 = SimpleNamespace(
     name="NVIDIA H100",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ldm_lite.families import FAMILIES
 from ldm_lite.models.unet import UNet
+from ldm_lite.zoo.families import FAMILIES
 
 
 class Counted(TorchDispatchMode):

@@ -40,12 +40,12 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.conditioning import encode_prompts
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
-from ldm_lite.pipeline import Pipeline
 
 # No training caption is worded like these.
 NEW_WORDINGS = (

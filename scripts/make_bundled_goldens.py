@@ -17,9 +17,9 @@ from render_emoji import render
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite import hub
-from ldm_lite.benchmark import peers
-from ldm_lite.checkpoint import open_checkpoint
+from ldm_lite.bench import peers
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.reader import open_checkpoint
 
 PATH = Path(__file__).resolve().parents[1] / "tests" / "data" / "bundled.npz"
 PROMPTS = ("a red apple on a blue background", "a cat on a yellow background")

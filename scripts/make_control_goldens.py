@@ -30,7 +30,7 @@ from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor
 
-from ldm_lite.benchmark import peers
+from ldm_lite.bench import peers
 from ldm_lite.diffusion.schedule import SECTIONS
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.unet import UNet

@@ -23,13 +23,13 @@ from PIL import Image
 from random_checkpoint import LCM, SMALL, small, state_dict
 from torch import nn
 
-from ldm_lite.benchmark import peers
-from ldm_lite.checkpoint import on_meta, prefix
-from ldm_lite.families import FAMILIES, Family
-from ldm_lite.identify import with_prediction
+from ldm_lite.bench import peers
+from ldm_lite.checkpoint.reader import on_meta, prefix
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.networks import SD1_UNET, SD2_UNET, SDXL_UNET, build
+from ldm_lite.zoo.detection import with_prediction
+from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.networks import SD1_UNET, SD2_UNET, SDXL_UNET, build
 
 Shapes = dict[str, list[int]]
 PREFIX = "model.diffusion_model."

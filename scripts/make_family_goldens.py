@@ -28,10 +28,10 @@ from make_vocab import read_merges, source
 from PIL import Image
 from random_checkpoint import small, state_dict
 
-from ldm_lite.benchmark import peers
-from ldm_lite.families import Family
-from ldm_lite.identify import with_prediction
+from ldm_lite.bench import peers
 from ldm_lite.models.taesd import TAESD
+from ldm_lite.zoo.detection import with_prediction
+from ldm_lite.zoo.families import Family
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"

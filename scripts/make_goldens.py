@@ -38,7 +38,7 @@ import transformers
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor, nn
 
-from ldm_lite.benchmark import peers
+from ldm_lite.bench import peers
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 Arrays = dict[str, Any]

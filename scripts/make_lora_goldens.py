@@ -30,9 +30,9 @@ from random_checkpoint import SMALL, random_tensor, small, state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ldm_lite.benchmark import peers
-from ldm_lite.families import SD1, SDXL, Family
-from ldm_lite.tokenizer import CLIPTokenizer
+from ldm_lite.bench import peers
+from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.zoo.families import SD1, SDXL, Family
 
 OUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "lora.npz"
 SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0

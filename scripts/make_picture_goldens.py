@@ -29,8 +29,8 @@ from PIL import Image
 from random_checkpoint import state_dict
 from torch import Tensor
 
-from ldm_lite.benchmark import peers
-from ldm_lite.families import Family
+from ldm_lite.bench import peers
+from ldm_lite.zoo.families import Family
 
 PIPELINES = {
     ("txt2img", "img2img"): diffusers.StableDiffusionImg2ImgPipeline,

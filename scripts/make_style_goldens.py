@@ -25,7 +25,7 @@ from random_checkpoint import SMALL, state_dict
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from ldm_lite.benchmark import peers
+from ldm_lite.bench import peers
 
 STEPS, SCALE, WEIGHT, END = 4, 5.0, 0.8, 0.5
 

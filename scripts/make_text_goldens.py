@@ -34,7 +34,7 @@ from make_goldens import write as write_arrays
 from make_tokenizer_goldens import APOSTROPHES, CONTROL, DIGITS, EMOJI, HTML, LETTERS, LONG, PLAIN, WHITE, random_texts
 
 from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.tokenizer import _BERT_VOCAB
+from ldm_lite.text.tokenizer import _BERT_VOCAB
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 STUBS = ("torchvision", "torchvision.ops", "torchvision.ops.misc", "kornia", "clip", "open_clip", "pytorch_lightning")

@@ -1,4 +1,4 @@
-"""Make ldm_lite/clip_merges.txt.gz and ldm_lite/bert_vocab.txt.gz: the vocabularies of CLIP and of LDM's BERT.
+"""Make clip_merges.txt.gz and bert_vocab.txt.gz in ldm_lite/text: the vocabularies of CLIP and of LDM's BERT.
 
 CLIP: the 48,894 BPE merges that it uses, from OpenAI's full list of 262,144: bpe_simple_vocab_16e6.txt.gz of OpenAI
 CLIP (MIT, Copyright (c) 2021 OpenAI), the data file of open_clip_torch (MIT).
@@ -24,7 +24,7 @@ NUM_MERGES = 49152 - 256 - 2  # CLIP's 49,408 ids: 2 x 256 bytes, these merges, 
 HEADER = "# CLIP BPE merges, the first 48894 of bpe_simple_vocab_16e6.txt. MIT licence, Copyright (c) 2021 OpenAI"
 BERT_HEADER = "# BERT's vocabulary (uncased). Apache-2.0, Copyright 2018 The Google AI Language Team Authors"
 BERT_SHA256 = "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"  # of its vocab.txt
-PACKAGE = Path(__file__).resolve().parents[1] / "ldm_lite"
+PACKAGE = Path(__file__).resolve().parents[1] / "ldm_lite" / "text"
 
 
 def source() -> Path:

@@ -27,9 +27,9 @@ from make_goldens import COMPVIS, DATA, LDM, ORIGINAL_UNETS, UNCONDITIONAL, Arra
 from random_checkpoint import SCALE_FACTOR, random_tensor
 from torch import nn
 
-from ldm_lite.boxes import Box, tokens
+from ldm_lite.conditioning.boxes import Box, tokens
 from ldm_lite.models.vae_vq import VQSpec
-from ldm_lite.tokenizer import BERTTokenizer
+from ldm_lite.text.tokenizer import BERTTokenizer
 
 REPOSITORIES = ("latent-diffusion", "taming-transformers", "stablediffusion", "taesd")
 

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ldm_lite.benchmark.subjects import random_tensor
-from ldm_lite.checkpoint import EMA, on_meta, prefix
+from ldm_lite.bench.subjects import random_tensor
+from ldm_lite.checkpoint.reader import EMA, on_meta, prefix
 from ldm_lite.diffusion.schedule import linear_betas
-from ldm_lite.families import FAMILIES, SD1, Family
-from ldm_lite.identify import describe as metadata
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.networks import CLIP_L, KL_F8, SD1_UNET, build
+from ldm_lite.zoo.detection import describe as metadata
+from ldm_lite.zoo.families import FAMILIES, SD1, Family
+from ldm_lite.zoo.networks import CLIP_L, KL_F8, SD1_UNET, build
 
 # SD 1.x in miniature: every kind of layer, a few hundred thousand parameters.
 SMALL = replace(

@@ -9,12 +9,12 @@ import time
 import torch
 from torch.nn import functional as F
 
-from ldm_lite.benchmark.subjects import random_checkpoint
-from ldm_lite.checkpoint import load_weights, on_meta, split
-from ldm_lite.families import FAMILIES
-from ldm_lite.networks import build
-from ldm_lite.runtime import winograd
+from ldm_lite.bench.subjects import random_checkpoint
+from ldm_lite.checkpoint.reader import load_weights, on_meta, split
+from ldm_lite.runtime.cpu import winograd
 from ldm_lite.runtime.tuning import keep_freed_memory
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.networks import build
 
 # (B, C, K, side): of a guided step at 512 px, then of the decoder
 SHAPES = [

@@ -10,10 +10,10 @@ import time
 import torch
 from torch import nn
 
-from ldm_lite.families import FAMILIES
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.runtime.tuning import tune
+from ldm_lite.zoo.families import FAMILIES
 
 
 @torch.inference_mode()

@@ -7,9 +7,9 @@ import torch
 import toy
 from torch import Tensor
 
-from ldm_lite.families import FAMILIES, Family
 from ldm_lite.models.bert import BERTSpec
-from ldm_lite.networks import BERT_LARGE, OPEN_CLIP_H
+from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.networks import BERT_LARGE, OPEN_CLIP_H
 
 VQ = replace(toy.VQ_F16, z_channels=3, embed_dim=3, attn_levels=())
 KL = replace(toy.KL_F16, z_channels=4, embed_dim=4, attn_levels=())

@@ -8,7 +8,7 @@ import random_checkpoint
 import toy
 
 import ldm_lite
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.checkpoint.model import Pipeline
 
 
 @pytest.fixture(autouse=True)

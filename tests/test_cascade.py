@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite import upscale
 from ldm_lite.cascade import Options, StageOptions, cascade, embed, main, read_embeds
+from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet_if import UNetIF
-from ldm_lite.networks import IF_I_XL, IF_II_L
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "if.npz")
 CONTEXT, UNCOND = toy.normal(21, 1, 7, 192), toy.normal(22, 1, 7, 192)
@@ -72,7 +72,7 @@ def test_stages_are_known_by_their_shapes(stages: list[Pipeline]) -> None:
 
 
 def test_the_released_stages_are_rows() -> None:
-    from ldm_lite.families import FAMILIES
+    from ldm_lite.zoo.families import FAMILIES
 
     assert (FAMILIES["if_I"].unet, FAMILIES["if_II"].unet) == (IF_I_XL, IF_II_L)
 

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite import generate, paint
-from ldm_lite.conditioning import encode_prompts
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, denoise, seeded_noise
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
+from ldm_lite.tasks import batching as paint
 from ldm_lite.txt2img import Options, txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]

@@ -15,15 +15,15 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite import img2img as command
+from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.from_image import share
 from ldm_lite.generate import decode, encode
 from ldm_lite.image import to_pixels
 from ldm_lite.img2img import Options, edit_size, img2img
 from ldm_lite.inpaint import Options as InpaintOptions
 from ldm_lite.inpaint import inpaint
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.image_inputs import share
 from ldm_lite.txt2img import Options as TextOptions
 from ldm_lite.txt2img import txt2img
 

@@ -10,11 +10,11 @@ import toy
 from PIL import Image
 
 from ldm_lite import inpaint as command
+from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import encode
 from ldm_lite.image import to_pixels
 from ldm_lite.inpaint import Options, inpaint
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.txt2img import Options as TextOptions
 from ldm_lite.txt2img import txt2img
 

@@ -13,21 +13,22 @@ from random_checkpoint import LCM
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, train, txt2img
-from ldm_lite.adapters import file_names
-from ldm_lite.checkpoint import on_meta
-from ldm_lite.cli import LoadOptions
-from ldm_lite.conditioning import encode_prompts, guided
+from ldm_lite import generate, txt2img
+from ldm_lite.checkpoint.lora import file_names
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule
-from ldm_lite.families import FAMILIES
-from ldm_lite.identify import describe
 from ldm_lite.models.unet import UNet
-from ldm_lite.networks import UNETS
-from ldm_lite.pipeline import Pipeline
-from tests.test_diffusers_keys import GOLDEN, shapes_of, weights_of
-from tests.test_families import NEGATIVE, NOISE, PROMPT
+from ldm_lite.train import __main__ as train
+from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.networks import UNETS
+from tests.checkpoint.test_diffusers_keys import GOLDEN, shapes_of, weights_of
+from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
 
 Load = Callable[..., Pipeline]
 

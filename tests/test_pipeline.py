@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.conditioning import encode_prompts
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.families import FAMILIES
 from ldm_lite.generate import denoise
-from ldm_lite.identify import identify
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
-from ldm_lite.networks import CLIP_L, KL_F8, UNETS
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.networks import CLIP_L, KL_F8, UNETS
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = dict(np.load(DATA / "bundled.npz"))  # by diffusers and transformers on these weights, float32

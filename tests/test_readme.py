@@ -54,7 +54,7 @@ def _commands() -> list[str]:
 @pytest.mark.parametrize("command", _commands())
 def test_the_commands_have_these_flags(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *arguments = shlex.split(command, comments=True)
-    monkeypatch.setattr("ldm_lite.cli.run", lambda *args, **kwargs: 0)
+    monkeypatch.setattr("ldm_lite.cli.flags.run", lambda *args, **kwargs: 0)
     assert importlib.import_module(name).main(arguments) == 0
 
 

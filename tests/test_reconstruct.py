@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite import cli, generate, img2img
+from ldm_lite import generate, img2img
+from ldm_lite.checkpoint.model import load_autoencoder
+from ldm_lite.cli import console
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.models.taesd import TAESD
-from ldm_lite.networks import AutoencoderSpec, build
-from ldm_lite.pipeline import load_autoencoder
 from ldm_lite.reconstruct import main, reconstruct
+from ldm_lite.zoo.networks import AutoencoderSpec, build
 
 SPECS: dict[str, AutoencoderSpec] = {"kl": toy.KL_F16, "vq": toy.VQ_F16, "noattn": toy.VQS["noattn"], "taesd": toy.TINY}
 
@@ -214,5 +215,5 @@ def test_an_autoencoder_of_other_latents_does_not_fit(small_path: Path, tmp_path
 
 
 def test_messages_go_through_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(lambda: ldm_lite.load(small_path, parts={"vae": "no.pth"}) and None) == 2
+    assert console.run(lambda: ldm_lite.load(small_path, parts={"vae": "no.pth"}) and None) == 2
     assert "no.pth: no such file" in capsys.readouterr().err

@@ -16,8 +16,8 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite import txt2img as command
-from ldm_lite.conditioning import encode_prompts
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.txt2img import Options, txt2img
 
 APPLE = "a red apple on a blue background"

@@ -14,12 +14,12 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite import generate
+from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.tiled_unet import TiledUNet
+from ldm_lite.tasks.upscale import noised
 from ldm_lite.upscale import Options, main, upscale
-from ldm_lite.upscaling import noised
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.mapped import releaser, trim_heap
+from ldm_lite.runtime.memory import releaser, trim_heap
 from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
 
 OFFLOADS = ("model", "sequential")

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.runtime import aot, group_norm, winograd
+from ldm_lite.runtime import aot, group_norm
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.compile import Step, compiled_step
+from ldm_lite.runtime.cpu import winograd
 from ldm_lite.runtime.precision import set_matmul_precision
 
 log = logging.getLogger("ldm_lite")

@@ -12,9 +12,9 @@ import torch
 import toy
 from random_checkpoint import SMALL
 
-from ldm_lite.fingerprint import infer_text
 from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.networks import CLIP_L
+from ldm_lite.zoo.inference import infer_text
+from ldm_lite.zoo.networks import CLIP_L
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")

@@ -11,10 +11,10 @@ import torch
 import toy
 from torch import nn
 
-from ldm_lite.families import UNETS
 from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
+from ldm_lite.zoo.families import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "control.npz")

@@ -11,11 +11,11 @@ import torch
 import toy
 from torch import nn
 
-from ldm_lite.fingerprint import infer_text
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.t5 import T5Encoder, T5Spec, relative_buckets
-from ldm_lite.networks import BERT_LARGE, OPEN_CLIP_G, OPEN_CLIP_H
+from ldm_lite.zoo.inference import infer_text
+from ldm_lite.zoo.networks import BERT_LARGE, OPEN_CLIP_G, OPEN_CLIP_H
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "text.npz")

@@ -15,10 +15,10 @@ import toy
 from random_checkpoint import SMALL
 from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.fingerprint import infer_unet
 from ldm_lite.models.transformer import AttentionBlock
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.networks import UNETS
+from ldm_lite.zoo.inference import infer_unet
+from ldm_lite.zoo.networks import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")

@@ -11,9 +11,9 @@ import torch
 import toy
 from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.fingerprint import infer_if
 from ldm_lite.models.unet_if import UNetIF
-from ldm_lite.networks import IF_I_XL, IF_II_L
+from ldm_lite.zoo.inference import infer_if
+from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "control.npz")

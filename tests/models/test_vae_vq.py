@@ -11,7 +11,7 @@ import toy
 
 from ldm_lite.models import vae_vq
 from ldm_lite.models.vae_vq import VectorQuantizer, VQModel
-from ldm_lite.networks import AUTOENCODERS
+from ldm_lite.zoo.networks import AUTOENCODERS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "zoo.npz")

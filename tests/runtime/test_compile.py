@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.cli import LoadOptions
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, Kept
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite.control import load_controls, parse
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.control.control import load_controls, parse
 from ldm_lite.generate import decode
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import offload, storage
 from ldm_lite.runtime.offload import _blocks
 from ldm_lite.runtime.storage import STORAGES, Stored, restore, store

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ldm_lite
-from ldm_lite.cli import LoadOptions
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
 from ldm_lite.txt2img import Options, txt2img

@@ -1,0 +1,116 @@
+"""Running a command: its messages, its errors as one line, its exit status."""
+
+import errno
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+
+from ldm_lite.cli.progress import end_bars
+
+
+class _Messages(logging.Handler):
+    """Log records as single lines on stderr, each once, beside a progress bar rather than through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        line = ("warning: " if record.levelno >= logging.WARNING else "") + record.getMessage()
+        if line not in self._shown:
+            self._shown.add(line)
+            tqdm.write(line, file=sys.stderr)
+
+
+def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
+    """Run a command's body; its exit status: 0, 1 (the machine failed), 2 (the user's input) or 130 (Ctrl-C).
+
+    options are what the command was given.  What goes wrong is one line on stderr; if they ask for debug, a traceback,
+    and the warnings of libraries.
+    Where nobody reads what is printed any more, as behind `| head -1`, the command ends there, without a line: 141.
+    """
+    log, messages, debug = logging.getLogger("ldm_lite"), _Messages(), any(getattr(o, "debug", False) for o in options)
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    _open_streams()
+    try:
+        with warnings.catch_warnings():
+            if not debug:  # what a user must know is said by us
+                warnings.simplefilter("ignore")
+            body()
+        sys.stdout.flush()  # here, since at the interpreter's end it is too late for a status
+        return 0
+    except KeyboardInterrupt:
+        end_bars()
+        print("interrupted: what is finished is saved", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 141
+        if debug:
+            raise
+        end_bars()
+        message, status = _explain(error, options)
+        print(f"error: {message}", file=sys.stderr)
+        return status
+    finally:
+        log.removeHandler(messages)
+
+
+def _open_streams() -> None:
+    """Have a stdout and a stderr that take what is printed: all names of files, and all if they are closed (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))  # noqa: SIM115  # for as long as the process lasts
+        elif getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _is_unread() -> bool:
+    """Whether the other end of stdout is closed; then what is still to be printed is dropped."""
+    try:
+        print(flush=True)  # an empty line, since a failed flush may have left nothing to try again
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
+    """What to try next, what costs least first, when a GPU's memory, or the CPU's, is too small for what was asked."""
+    given = {name: value for group in options for name, value in vars(group).items()}
+    if "checkpointing" in given:  # training
+        return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
+    one_by_one = "tile" in given and "stage_3" not in given  # as pictures are upscaled
+    steps = {
+        "--n-samples 1": (given.get("n_samples") or 1) > 1 and not one_by_one,
+        "--batches 1": given.get("batches", "1") != "1",
+        "--vae-tiling": not on_cpu and not given.get("vae_tiling", True),
+        "--tile 64": given.get("tile", 0) > 64 and given.get("stage_3", "") is not None,
+        "--dtype fp16": given.get("dtype") in ("fp32", "float32"),
+        "--offload model": not on_cpu and given.get("offload", "") is None,
+        "--storage int8": given.get("storage", "") is None,
+        "--offload sequential": not on_cpu and given.get("offload") == "model",
+    }
+    return next((step for step, remains in steps.items() if remains), "a smaller picture")
+
+
+def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
+    """An exception -> (one line, exit status)."""
+    texts = ("CUDA error: out of memory", "alloc_cpu", "ALLOC_FAILED")  # the last is of cuBLAS and cuDNN
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or any(t in str(error) for t in texts):
+        on_cpu = isinstance(error, MemoryError) or "alloc_cpu" in str(error)
+        return f"out of memory: try {_cheaper(options, on_cpu)}", 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
+    line = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        line = f"{error.filename}: {error.strerror}"
+    if isinstance(error, (ValueError, OSError)):
+        return line, 2
+    return f"{type(error).__name__}: {line} (this is a fault of ldm_lite: --debug shows where)", 1

@@ -1,0 +1,184 @@
+"""Prompts that are no text: classes, boxes, maps of labels, embeddings, and none at all -> what the network reads.
+
+Each function takes prompts as the command line has them ("207", the name of a file), B of them; None or "" is none,
+which stands for what to keep away from, where a model was trained with it.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.conditioning import boxes
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.image import read
+from ldm_lite.models.bert import BERTTextEncoder
+from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
+
+Prompts = Sequence[str | None]
+
+
+def nothing(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+    """Unconditional models.  Raises ValueError for a prompt, and for something to keep away from."""
+    for prompt in prompts:
+        if prompt:
+            raise ValueError(f"{pipe.family.title} reads no prompt: got {prompt!r}, leave it out")
+    return Conditioning()
+
+
+def classes(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+    """Class numbers -> context (B,1,D).  Raises ValueError for what is none."""
+    assert isinstance(pipe.text_encoder, ClassEmbedder)
+    spec = pipe.text_encoder.spec
+    most = spec.num_classes - 1 if spec.unconditional is None else spec.unconditional - 1
+
+    def number(prompt: str | None) -> int:
+        if not prompt and spec.unconditional is not None:
+            return spec.unconditional
+        if not prompt or not prompt.strip().isdecimal() or int(prompt) > most:
+            raise _not(pipe, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
+        return int(prompt)
+
+    return Conditioning(pipe.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=pipe.device)))
+
+
+def layouts(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for what is none."""
+    assert isinstance(pipe.text_encoder, BERTTextEncoder)
+    rows = [
+        boxes.tokens(boxes.read(_file(pipe, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
+        for prompt in prompts
+    ]
+    return Conditioning(pipe.text_encoder(torch.tensor(rows, device=pipe.device)))
+
+
+def label_maps(pipe: Pipeline, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
+    """Images whose values are labels -> concat (B,C',h,w) for images of size (height, width).
+
+    A map of another size is scaled to it by nearest neighbour.  Raises ValueError for what is no map of labels.
+    """
+    assert isinstance(pipe.text_encoder, LabelMapRescaler)
+    num_labels = pipe.text_encoder.spec.num_labels
+    maps = []
+    for prompt in prompts:
+        path = _file(pipe, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
+        labels = read(path, lambda image: _labels(image, size))
+        if labels.max() >= num_labels or labels.min() < 0:
+            raise ValueError(
+                f"{path}: is no map of labels: holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+            )
+        maps.append(torch.from_numpy(labels))
+    return Conditioning(concat=pipe.text_encoder(torch.stack(maps).to(pipe.device)))
+
+
+def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
+    if image.mode not in ("L", "P", "I;16", "I"):
+        raise ValueError(f"is no map of labels: has the mode {image.mode}, wanted one channel (L or P) of labels")
+    return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
+
+
+def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditioning:
+    """Files of embeddings, (D,) or (T,D), as CLIP's normalised ones -> context (B,T,D); zeros where there is none.
+
+    Those that are shorter than num_tokens are filled up with zeros.  Raises ValueError for what is none.
+    """
+    rows = []
+    for prompt in prompts:
+        values = (
+            read_embeddings(pipe, prompt)
+            if prompt
+            else torch.zeros(1, pipe.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
+        )
+        rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
+    return Conditioning(torch.stack(rows).to(pipe.device))
+
+
+def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
+    """A .npy file -> its embeddings (T,D) float32, D being the width of the pipeline's context.  Raises ValueError."""
+    width = pipe.family.unet.context_dim
+    path = _file(pipe, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
+    values = _npy(path)
+    values = values[None] if values.ndim == 1 else values
+    if values.ndim != 2 or values.shape[1] != width:
+        raise ValueError(f"{path}: holds floats of shape {tuple(values.shape)}, wanted ({width},) or (T, {width})")
+    return values
+
+
+def read_image_embedding(path: Path) -> Tensor:
+    """The one vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for another."""
+    values = read_tensor(path)
+    if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
+    return values.reshape(1, -1)
+
+
+def read_tensor(path: Path) -> Tensor:
+    """The one tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line, for another."""
+    if path.suffix == ".npy":
+        return _npy(path)
+    if path.suffix in (".pt", ".pth", ".bin"):
+        try:
+            value = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # of what is no pickle torch raises nearly anything
+            raise ValueError(f"{path}: is no file of torch's, or not one of tensors alone") from error
+        found = list(value.values()) if isinstance(value, dict) else [value]
+    else:
+        file = open_checkpoint(path)
+        found = [file.read(name) for name in list(file.shapes)[:2]]
+    if len(found) != 1 or not isinstance(found[0], Tensor):
+        raise ValueError(f"{path}: holds something other than one tensor, the embedding")
+    return found[0].float()
+
+
+def _npy(path: Path) -> Tensor:
+    """The floats in a .npy file, as float32."""
+    try:
+        values = np.load(path, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: is no .npy file of numbers, or not whole") from error
+    if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+        raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def read_image_statistics(path: Path) -> Tensor:
+    """Mean and standard deviation of image embeddings, (2,D) float32: karlo's .th file, or diffusers' `mean` and `std`.
+
+    Raises ValueError for another.
+    """
+    try:
+        if path.suffix in (".th", ".pt"):  # no names: two tensors
+            mean, deviation = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            file = open_checkpoint(path)
+            mean, deviation = (file.read(name) for name in ("mean", "std"))
+        return torch.stack([mean.reshape(-1), deviation.reshape(-1)]).float()
+    except OSError:
+        raise
+    except Exception as error:  # of what is no pickle torch raises nearly anything
+        raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
+
+
+def _file(pipe: Pipeline, prompt: str | None, wanted: str) -> Path:
+    if not prompt:
+        raise _not(pipe, prompt, wanted, guided=False)
+    path = Path(os.path.expanduser(prompt))
+    if not path.is_file():
+        raise ValueError(f"{os.fspath(prompt)}: no such file: {pipe.family.title} reads {wanted}")
+    return path
+
+
+def _not(pipe: Pipeline, prompt: str | None, wanted: str, guided: bool) -> ValueError:
+    unguided = "" if guided else ", and nothing to keep away from (leave out --scale)"
+    return ValueError(f"{pipe.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")

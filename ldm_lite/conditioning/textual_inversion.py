@@ -1,0 +1,102 @@
+"""Textual inversion: vectors that a prompt calls by a name, which stand where a word's tokens would.
+
+Gal et al. 2022.  Files are those of the original and of AUTOMATIC1111 (`string_to_param`), kohya's (`emb_params`, and
+for SDXL `clip_l` and `clip_g`) and diffusers' (one tensor by the name of its token).
+Shape letters: n vectors of a name, D width of a text encoder.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.checkpoint.unpickle import INVERSION
+from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """The vectors of one file, which any of its names stands for in a prompt."""
+
+    file: str
+    names: tuple[str, ...]  # the file's without its extension, and the one that is stored in it
+    vectors: Mapping[int, Tensor]  # (n,D) by D, the same n for all
+
+
+def open_embedding(source: str | os.PathLike[str]) -> Embedding:
+    """Open a file of textual inversion: a path, or owner/repository/file on the hub.
+
+    Raises FileNotFoundError or ValueError, one line, if it is none.
+    """
+    file = open_checkpoint(hub.resolve(source))
+    several = file.shapes.keys() <= {"clip_l", "clip_g"}
+    if not several and (len(file.shapes) > 1 or any(len(shape) not in (1, 2) for shape in file.shapes.values())):
+        some = next(iter(file.shapes))
+        raise ValueError(
+            f"{file.path}: holds {len(file.shapes)} tensors (has {some}), which are no textual inversion: "
+            "wanted string_to_param, emb_params, clip_l and clip_g, or one tensor by the name of its token"
+        )
+    found = {key: file.read(key).detach().float().reshape(-1, shape[-1]) for key, shape in list(file.shapes.items())}
+    if len({len(vectors) for vectors in found.values()}) > 1:
+        raise ValueError(f"{file.path}: clip_l and clip_g have not as many vectors: the file is damaged")
+    stored = next(iter(found)).removeprefix(f"{INVERSION}.")
+    own = () if stored in ("emb_params", "clip_l", "clip_g", "*", "") else (stored,)
+    names = tuple({name.lower(): name for name in (file.path.stem, *own)}.values())
+    return Embedding(file.path.name, names, {vectors.shape[1]: vectors for vectors in found.values()})
+
+
+def with_embeddings(pipe: Pipeline, sources: Sequence[str | os.PathLike[str]]) -> Pipeline:
+    """The pipeline, in whose prompts the names of embeddings' files are their vectors; networks are shared.
+
+    What stands for what is said.  Raises ValueError, one line, for an embedding that is not of its text encoders'
+    widths, and where two have the same name.
+    """
+    if not sources:
+        return pipe
+    encoders = [net for net in (pipe.text_encoder, pipe.text_encoder_2) if net is not None]
+    specs = [net.spec for net in encoders if isinstance(net, CLIPTextEncoder | OpenCLIPTextEncoder)]
+    if pipe.tokenizer is None or not specs:
+        raise ValueError(
+            f"{pipe.family.title} reads no text with CLIP, for which embeddings are: leave out --embedding"
+        )
+    widths, added, learned = [spec.width for spec in specs], dict(pipe.tokenizer.added), dict(pipe.learned)
+    first = max(spec.vocab_size for spec in specs) + len(next(iter(learned.values()), ()))
+    for embedding in map(open_embedding, sources):
+        count = _check(embedding, widths, pipe.tokenizer.room)
+        for name in embedding.names:
+            if name.lower() in map(str.lower, added):
+                raise ValueError(f"{embedding.file}: there is another embedding of the name {name!r}: rename the file")
+            added[name] = tuple(range(first, first + count))
+        for width in widths:
+            learned[width] = torch.cat([*([learned[width]] if width in learned else []), embedding.vectors[width]])
+        first += count
+        names = " or ".join(map(repr, embedding.names))
+        log.info("%s: in a prompt, %s is %d vector%s", embedding.file, names, count, "s" * (count > 1))
+    return replace(pipe, tokenizer=replace(pipe.tokenizer, added=tuple(added.items())), learned=learned)
+
+
+def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
+    """How many vectors an embedding has.  Raises ValueError if they are not for encoders of those widths."""
+    count = len(next(iter(embedding.vectors.values())))
+    if missing := [width for width in widths if width not in embedding.vectors]:
+        got = " and ".join(map(str, embedding.vectors))
+        wanted = " and ".join(map(str, missing))
+        raise ValueError(
+            f"{embedding.file}: is for another model: its vectors are {got} wide, wanted {wanted} for its text encoder"
+        )
+    if not 1 <= count <= room:
+        raise ValueError(
+            f"{embedding.file}: holds {count} vectors, wanted 1 to {room}, which is what a prompt has room for"
+        )
+    if unread := [width for width in embedding.vectors if width not in widths]:
+        log.warning("%s: its vectors of width %d are not read by this model", embedding.file, unread[0])
+    return count

@@ -1,0 +1,179 @@
+"""Folders as diffusers saves them: read whole, or refused in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from random_checkpoint import LCM, small
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite import reconstruct, txt2img
+from ldm_lite.checkpoint.diffusers_folder import open_source
+from ldm_lite.checkpoint.model import load_autoencoder
+from ldm_lite.checkpoint.reader import Checkpoint, split
+from ldm_lite.conditioning.prompts import Reading
+from ldm_lite.zoo.detection import describe, identify
+from ldm_lite.zoo.families import FAMILIES, Family
+from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
+from tests.zoo.test_families import NEGATIVE, PROMPT, run
+
+FILES = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}  # others: model
+
+
+def save(path: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A miniature of the goldens as a folder, as save_pretrained lays it out."""
+    for role in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        if f"small.{name}.{role}" not in THEIRS:
+            continue
+        (path / role).mkdir(parents=True)
+        values = {key: value.to(dtype) for key, value in weights_of(f"{name}.{role}").items()}
+        if (name, role) == ("sd2", "text_encoder"):  # the layer that is not read: 23 without one are known, not 2
+            values |= {
+                key.replace(".1.", ".2."): torch.zeros_like(v) for key, v in values.items() if "layers.1." in key
+            }
+        save_file(values, path / role / f"{FILES.get(role, 'model')}.safetensors", {"format": "pt"})
+        act = "quick_gelu" if role == "text_encoder" and name != "sd2" else "gelu"
+        (path / role / "config.json").write_text(json.dumps({"hidden_act": act} if "text" in role else {}))
+    return path
+
+
+def told(family: Family, *without: str) -> dict[str, str]:
+    """What no file of a miniature tells."""
+    return {key: value for key, value in describe(family).items() if key not in without}
+
+
+def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) -> None:
+    save(tmp_path, "sd2")
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(
+        '{"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "timestep_spacing": "leading"}'
+    )
+    pipe = ldm_lite.load(tmp_path, metadata=told(small("sd2"), "prediction"), device="cpu")
+    assert open_source(tmp_path).metadata == {"prediction": "v_prediction", "scheduler": "DDIMScheduler, leading"}
+    assert pipe.family.prediction == "v"
+    assert pipe.name == tmp_path.name
+    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sd2"]) < 1e-5
+
+
+def test_a_folder_of_sdxl_has_two_text_encoders(tmp_path: Path) -> None:
+    pipe = ldm_lite.load(save(tmp_path, "sdxl_base"), metadata=told(small("sdxl_base")), device="cpu")
+    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sdxl_base"]) < 1e-5
+
+
+def test_a_refiner_has_but_the_second(tmp_path: Path) -> None:
+    save(tmp_path, "sdxl_base")
+    for path in (tmp_path / "text_encoder").iterdir():
+        path.unlink()
+    (tmp_path / "text_encoder").rmdir()
+    assert sorted(split(open_source(tmp_path))) == ["text_encoder", "unet", "vae"]
+
+
+def test_the_command_takes_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an LCM, in half precision; one network's beside a checkpoint; and what is beside the networks is said."""
+    folder = save(tmp_path / "lcm", "lcm", torch.float16)
+    (folder / "safety_checker").mkdir()
+    about = [flag for pair in told(LCM).items() for flag in ("--metadata", "=".join(pair))]
+    common = ["--device", "cpu", "--out", str(tmp_path / "out"), *about]
+    assert txt2img.main([PROMPT, "--ckpt", str(folder), *common]) == 0
+    said = capsys.readouterr().err
+    assert "lcm: not read of it: safety_checker" in said
+    assert re.search("lcm: small LCM, eps prediction", said)
+    flags = ("--vae", "--text-encoder")
+    parts = [each for flag in flags for each in (flag, str(folder / flag[2:].replace("-", "_")))]
+    assert txt2img.main([PROMPT, "--ckpt", str(folder / "unet"), *parts, *common]) == 0
+    first, second = sorted((tmp_path / "out").rglob("*.png"))
+    assert first.read_bytes().partition(b"IDAT")[2] == second.read_bytes().partition(b"IDAT")[2]
+    assert reconstruct.main([str(first), "--ckpt", str(folder), "--out", str(tmp_path / "rec")]) == 0
+
+
+@pytest.mark.parametrize("kind", [".bin", "shards"])
+def test_weights_may_be_pickled_or_in_several_files(tmp_path: Path, kind: str) -> None:
+    folder, values = save(tmp_path, "lcm"), weights_of("lcm.unet")
+    plain = ldm_lite.load(folder, metadata=told(LCM), device="cpu").unet.state_dict()
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    file.unlink()
+    if kind == ".bin":
+        torch.save(values, file.with_suffix(".bin"))
+    else:
+        places = {key: f"part-{i % 2}.safetensors" for i, key in enumerate(sorted(values))}
+        for name in set(places.values()):
+            save_file({key: value for key, value in values.items() if places[key] == name}, folder / "unet" / name)
+        file.with_name(f"{file.name}.index.json").write_text(json.dumps({"weight_map": places}))
+    other = ldm_lite.load(folder, metadata=told(LCM), device="cpu").unet.state_dict()
+    assert plain.keys() == other.keys()
+    assert all(torch.equal(plain[key], other[key]) for key in plain)
+    if kind == "shards":
+        (folder / "unet" / "part-1.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"lacks part-1.safetensors, which .*index.json names: download it whole"):
+            ldm_lite.load(folder, metadata=told(LCM), device="cpu")
+
+
+def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
+    folder, about = save(tmp_path / "lcm", "lcm"), told(LCM)
+    unet = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    (tmp_path / "empty").mkdir()
+
+    def refused(message: str, source: Path, **arguments: object) -> None:
+        with pytest.raises(ValueError, match=message) as caught:
+            ldm_lite.load(source, device="cpu", **arguments)
+        assert "\n" not in str(caught.value)
+
+    refused("is a folder without weights, wanted a checkpoint, or a folder of diffusers", tmp_path / "empty")
+    refused("holds no unet, only vae", folder, parts={"unet": folder / "vae"}, metadata=about)
+    refused("holds no unet, only text_encoder", folder, parts={"unet": folder / "text_encoder"}, metadata=about)
+    refused("holds only unet: name what is missing with --vae FILE and --text-encoder FILE", unet, metadata=about)
+
+    values = weights_of("lcm.unet")
+    for name, changed, message in (
+        (
+            "missing",
+            {key: value for key, value in values.items() if "mid_block.resnets.1.conv2" not in key},
+            r"the unet does not fit: 2 tensors missing \(middle_block.2.out_layers.3.bias",
+        ),
+        (
+            "no_conv_out",
+            {key: value for key, value in values.items() if "conv_out" not in key},
+            r"a tensor that every such network has is missing: out.2.weight",
+        ),
+        (
+            "misshapen",
+            {**values, "conv_out.bias": torch.zeros(5)},
+            r"1 tensors of another shape \(out.2.bias \(5,\) in place of \(4,\)\)",
+        ),
+        (
+            "another",
+            {**values, "down_blocks.0.attentions.0.transformer_blocks.0.attn2.add_k_proj.weight": torch.zeros(2, 2)},
+            r"1 tensors unexpected \(input_blocks.1.1.transformer_blocks.0.attn2.add_k_proj.weight\)",
+        ),
+        (
+            "if",
+            {**values, "down_blocks.0.downsamplers.1.conv1.weight": torch.zeros(2, 2)},
+            r"is a UNet in the format of diffusers, of a kind that is not read",
+        ),
+    ):
+        save_file(changed, tmp_path / f"{name}.safetensors")
+        refused(message, folder, parts={"unet": tmp_path / f"{name}.safetensors"}, metadata=about)
+    bare = {key: value for key, value in weights_of("vae").items() if "quant_conv" not in key}  # Flux has such ones
+    save_file(bare, tmp_path / "flux.safetensors")
+    message = (
+        r"flux.safetensors: holds an autoencoder that is none of those known here: it has no post_quant_conv.weight"
+    )
+    refused(message, folder, parts={"vae": tmp_path / "flux.safetensors"}, metadata=about)
+    with pytest.raises(ValueError, match=message):
+        load_autoencoder(tmp_path / "flux.safetensors", device="cpu")
+    (folder / "unet").rename(folder / "transformer")
+    refused("is a pipeline without a UNet", folder)
+
+
+def test_released_folders_need_nothing_told(tmp_path: Path) -> None:
+    """Keys and shapes of the released networks alone, as a folder of theirs has them."""
+    parts = {"unet": "unet_lcm", "vae": "vae_kl_f8_sd", "text_encoder": "text_clip_l"}
+    shapes = {}
+    for role, name in parts.items():
+        theirs = {key: tuple(shape) for key, shape in THEIRS[name].items()}
+        shapes[role] = split(Checkpoint(tmp_path / role, theirs, {}, torch.zeros))[role].shapes
+    assert identify(shapes, {}) == FAMILIES["lcm"]

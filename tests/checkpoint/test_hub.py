@@ -1,0 +1,274 @@
+"""Names of files: paths, the bundled model, and the hub, whose part a server on this machine plays."""
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import huggingface_hub.constants
+import huggingface_hub.file_download
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ldm_lite
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.diffusers_folder import open_source
+from tests.checkpoint.test_diffusers_folder import FILES, LCM, save, told
+
+DATA = Path(__file__).parents[1] / "data"
+CONTENT = os.urandom(20_000)
+ETAG = hashlib.sha256(CONTENT).hexdigest()
+CONNECT, GETADDRINFO = socket.socket.connect, socket.getaddrinfo  # before the tests' fixture forbids them
+ERRORS = {  # by repository
+    "owner/gated": (403, {"X-Error-Code": "GatedRepo"}),
+    "owner/gone": (404, {"X-Error-Code": "RepoNotFound"}),
+    "owner/other": (404, {"X-Error-Code": "EntryNotFound"}),
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the hub does, and remembers which ranges it was asked for.
+
+    `files` are those of the repository owner/pipe, by their names in it; all others have one content.
+    """
+
+    ranges: ClassVar[list[str | None]] = []
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def _content(self) -> bytes:
+        return self.files.get(self.path.partition("/owner/pipe/resolve/main/")[2], CONTENT)
+
+    def do_HEAD(self) -> None:
+        repository, content = "/".join(self.path.split("/")[1:3]), self._content()
+        etag = hashlib.sha256(content).hexdigest()
+        status, headers = ERRORS.get(repository, (200, {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40}))
+        self._answer(status, headers, len(content) if status == 200 else 0)
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/models/owner/pipe/tree/main"):
+            listing = [{"type": "file", "path": name, "size": len(c), "oid": "0"} for name, c in self.files.items()]
+            content = json.dumps(listing).encode()
+            self._answer(200, {"Content-Type": "application/json"}, len(content))
+            self.wfile.write(content)
+            return
+        if self.path.startswith("/api/"):  # the library asks for things of its own
+            missing = {"X-Error-Code": "RepoNotFound"} if "tree" in self.path else {}
+            return self._answer(404, missing, 0)
+        asked = self.headers.get("Range")
+        self.ranges.append(asked)
+        asked = None if "whole" in self.path else asked
+        content = self._content()[int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0 :]
+        self._answer(206 if asked else 200, {}, len(content))
+        self.wfile.write(content)
+
+    def _answer(self, status: int, headers: dict[str, str], length: int) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(length)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The hub's empty cache, while the server stands for the hub."""
+    monkeypatch.setattr(socket.socket, "connect", CONNECT)
+    monkeypatch.setattr(socket, "getaddrinfo", GETADDRINFO)
+    monkeypatch.setattr(Handler, "ranges", [])
+    monkeypatch.setattr(Handler, "files", {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        template = here + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", here)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", os.fspath(tmp_path))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield tmp_path
+        server.shutdown()
+
+
+def part(cache: Path) -> Path:
+    path = cache / "models--owner--repo" / "blobs" / f"{ETAG}.part"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.resolve(None) == hub.bundled()
+    assert hub.resolve(DATA) == DATA
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt", "~nobody/x.ckpt"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            hub.resolve(name)
+    with pytest.raises(FileNotFoundError, match="got an empty name"):
+        hub.resolve("")
+
+
+def test_a_file_is_downloaded_once_and_where_it_is_is_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ldm_lite")
+    first, again = (hub.resolve("owner/repo/folder/file.ckpt") for _ in range(2))
+    assert first == again
+    assert first.is_relative_to(cache)
+    assert first.parts[-2:] == ("folder", "file.ckpt")
+    assert first.read_bytes() == CONTENT
+    assert Handler.ranges == [None]
+    assert caplog.messages == [f"owner/repo/folder/file.ckpt: at {first}"] * 2
+
+
+def test_a_download_that_was_cut_off_goes_on(cache: Path) -> None:
+    part(cache).write_bytes(CONTENT[:8_000])
+    assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
+    assert Handler.ranges == ["bytes=8000-"]
+    assert [path.name for path in cache.rglob("blobs/*")] == [ETAG]
+
+
+@pytest.mark.parametrize("broken", [None, lambda url, stream: stream], ids=["missing", "another signature"])
+def test_a_library_without_the_parts_for_that_downloads_by_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, broken: object
+) -> None:
+    part(cache).write_bytes(CONTENT[:8_000])
+    real = hub._fetch
+
+    def fetch(*args: Any) -> None:
+        with monkeypatch.context() as patch:
+            if broken is None:
+                patch.delattr(huggingface_hub.file_download, "http_get")
+            else:
+                patch.setattr(huggingface_hub.file_download, "http_get", broken)
+            real(*args)
+
+    monkeypatch.setattr(hub, "_fetch", fetch)
+    assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
+
+
+def test_a_server_that_knows_no_ranges_sends_all_of_it(cache: Path) -> None:
+    part(cache).write_bytes(CONTENT[:8_000])
+    assert hub.resolve("owner/repo/whole.ckpt").read_bytes() == CONTENT
+    assert Handler.ranges == ["bytes=8000-"]
+
+
+def test_what_is_not_the_file_is_not_kept(cache: Path) -> None:
+    part(cache).write_bytes(bytes(8_000))
+    with pytest.raises(FileNotFoundError, match="is not what it should be, and was removed: try again"):
+        hub.resolve("owner/repo/file.ckpt")
+    assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("repository", "reason"),
+    [
+        ("owner/gated", r"accept its licence at https://huggingface.co/owner/gated, and log in with `hf auth login`"),
+        ("owner/gone", r"owner/gone is not there, was moved, or is private and wants `hf auth login`"),
+        ("owner/other", r"the repository has no such file; what it has is listed at \S+/owner/other/tree/main"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_one_line(cache: Path, repository: str, reason: str) -> None:
+    wanted = rf"^{repository}/file.ckpt: no such file, and the hub did not give it: {reason}$"
+    with pytest.raises(FileNotFoundError, match=wanted):
+        hub.resolve(f"{repository}/file.ckpt")
+
+
+def test_without_a_network_what_is_in_the_cache_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = hub.resolve("owner/repo/file.ckpt")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    assert hub.resolve("owner/repo/file.ckpt") == path
+    with pytest.raises(
+        FileNotFoundError, match=r"^owner/repo/no\.ckpt: .*the hub did not give it: OSError: no network$"
+    ):
+        hub.resolve("owner/repo/no.ckpt")
+
+
+# ---- whole repositories ---------------------------------------------------------------------------------------------
+
+
+def publish(folder: Path, *more: str) -> None:
+    """Have the server's repository owner/pipe hold a folder, and files of no use here."""
+    names = (path for path in folder.rglob("*") if path.is_file())
+    Handler.files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in names}
+    Handler.files |= dict.fromkeys(("README.md", "safety_checker/model.safetensors", *more), b"")
+
+
+def test_a_repository_that_diffusers_has_saved_is_a_checkpoint(
+    cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Only what is read of it is downloaded; without a network what is in the cache is taken."""
+    folder = save(tmp_path_factory.mktemp("saved"), "lcm")
+    publish(folder)
+    here, there = (ldm_lite.load(source, metadata=told(LCM), device="cpu") for source in (folder, "owner/pipe"))
+    assert there.name == "pipe"
+    assert there.description.startswith("pipe: small LCM")
+    for role, network in here.networks.items():
+        theirs = there.networks[role].state_dict()
+        assert all(torch.equal(value, theirs[key]) for key, value in network.state_dict().items())
+    fetched = {path.relative_to(cache).as_posix().split("/", 3)[3] for path in cache.glob("models--*/snapshots/**/*.*")}
+    assert fetched == {f"{role}/{FILES.get(role, 'model')}.safetensors" for role in here.networks} | {
+        f"{role}/config.json" for role in here.networks
+    }
+
+
+def test_without_a_network_a_repository_in_the_cache_is_taken(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    publish(save(tmp_path_factory.mktemp("saved"), "lcm"))
+    first = open_source("owner/pipe")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    again = open_source("owner/pipe")
+    assert (again.path, again.shapes) == (first.path, first.shapes)
+    with pytest.raises(FileNotFoundError, match=r"^owner/none: no such file or folder, .*: OSError: no network$"):
+        open_source("owner/none")
+
+
+def test_a_network_alone_and_in_several_files(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = save(tmp_path_factory.mktemp("saved"), "lcm") / "vae"
+    whole = open_source(folder)
+    values = load_file(folder / "diffusion_pytorch_model.safetensors")
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    places = {key: f"part-{i % 2}.safetensors" for i, key in enumerate(sorted(values))}
+    for name in set(places.values()):
+        save_file({key: value for key, value in values.items() if places[key] == name}, folder / name)
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    publish(folder)
+    assert open_source("owner/pipe").shapes == whole.shapes
+
+
+def test_a_repository_of_other_files_names_them(cache: Path) -> None:
+    Handler.files |= {"README.md": b"", "v1-4.ckpt": b"", "lora/more.safetensors": b""}
+    with pytest.raises(ValueError, match=r"is no folder .*: owner/pipe/v1-4.ckpt, owner/pipe/lora/more.safetensors$"):
+        open_source("owner/pipe")
+    with pytest.raises(FileNotFoundError, match=r"^owner/gone: no such file or folder, .* is not there, was moved, or"):
+        open_source("owner/gone")
+    Handler.files.clear()
+    Handler.files["README.md"] = b""
+    with pytest.raises(ValueError, match=r"it has no weights that are read here$"):
+        open_source("owner/pipe")
+
+
+def test_what_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        hub.repository("stable-diffusion-v1-5/stable-diffusion-v1-5") == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    )
+    for name in (None, "a", "a/b/c", "a/b.ckpt", "models/sd", "./b", "~/b", "/b", "a/", tmp_path):
+        assert hub.repository(name) is None

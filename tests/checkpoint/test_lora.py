@@ -1,0 +1,324 @@
+"""LoRA files in kohya's and PEFT's format: merged, they compute what kohya's and diffusers' own code computed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL, random_tensor
+from random_checkpoint import small as miniature
+from random_checkpoint import write as write_checkpoint
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ldm_lite
+from ldm_lite import generate
+from ldm_lite.checkpoint.lora import Lora, Merged, file_names, open_lora, parse, weights_of
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.unet import UNet
+from ldm_lite.zoo.families import SD1, SDXL
+from ldm_lite.zoo.networks import build
+
+GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "lora.npz"))
+SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0
+
+
+def golden(name: str) -> dict[str, object]:
+    return json.loads(str(GOLDEN[name]))
+
+
+def kohya() -> dict[str, Tensor]:
+    """The file of the goldens."""
+    values = {key: random_tensor(key, tuple(shape)) for key, shape in golden("shapes").items()}
+    return values | {key: torch.tensor(value) for key, value in golden("alphas").items()}
+
+
+def write(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Lora:
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata=metadata or None)
+    return open_lora(path)
+
+
+@pytest.fixture
+def small(small_path: Path) -> Pipeline:
+    """With weights of its own: the tests change them."""
+    return ldm_lite.load(small_path, device="cpu")
+
+
+def networks(pipe: Pipeline) -> dict[str, torch.nn.Module]:
+    return {"unet": pipe.unet, "text_encoder": pipe.text_encoder}
+
+
+def check(pipe: Pipeline) -> None:
+    """The networks compute what kohya's did, and a run what diffusers' did."""
+    x, context, _ = toy.unet_inputs(SMALL.unet)
+    assert toy.relative_error(pipe.unet(x, toy.T, context), GOLDEN["unet"]) < 1e-5
+    ids = torch.from_numpy(GOLDEN["ids"])
+    text = pipe.text_encoder(ids)
+    assert toy.relative_error(text[:, ::5], GOLDEN["text"]) < 1e-5
+    plan = make_plan("ddim", pipe.schedule, STEPS)
+    uncond, cond = (Conditioning(each) for each in text[:, None])
+    *_, latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), classifier_free(cond, uncond, GUIDANCE), plan)
+    assert toy.relative_error(latents, GOLDEN["latents"]) < 1e-5
+    image = pipe.vae.decode(latents / SMALL.scale_factor)
+    assert toy.relative_error(image[..., ::3], GOLDEN["image"]) < 1e-5
+
+
+def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
+    """Linears, convolutions of 1x1 and 3x3, alphas: in both networks, and taken out again bit for bit."""
+    before = {role: {k: v.clone() for k, v in net.state_dict().items()} for role, net in networks(small).items()}
+    pointers = [p.data_ptr() for p in small.unet.parameters()]
+    merged = Merged(networks(small), [(write(tmp_path / "a.safetensors", kohya()), SCALE)])
+    check(small)
+    changes = {}
+    for role, prefix in (("unet", "lora_unet_"), ("text_encoder", "lora_te_text_model_")):
+        table = {f"{module}.weight": names[0] for module, names in file_names(role, networks(small)[role]).items()}
+        for key, value in networks(small)[role].state_dict().items():
+            if norm := float((value - before[role][key]).norm()):
+                assert table[key].startswith(prefix)
+                changes[table[key]] = norm
+    assert changes.keys() == golden("changes").keys()
+    assert all(abs(norm - golden("changes")[name]) < 1e-4 * norm for name, norm in changes.items())
+    assert pointers == [p.data_ptr() for p in small.unet.parameters()], "compiled code would run with the old weights"
+    merged.remove()
+    for role, network in networks(small).items():
+        assert all(torch.equal(value, before[role][key]) for key, value in network.state_dict().items())
+
+
+def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
+    """As diffusers writes it: dotted names; ranks and alphas of convolutions differ, so it has an alpha of its own."""
+    values, names = kohya(), golden("peft")
+    tensors = {}
+    for key, same in names.items():
+        module = same.removesuffix(".lora_down.weight").removesuffix(".lora_up.weight")
+        rank = len(values[f"{module}.lora_down.weight"])
+        # without an alpha the rank is meant
+        factor = float(values[f"{module}.alpha"]) / rank if "lora_A" in key else 1.0
+        tensors[key] = values[same] * factor
+    Merged(networks(small), [(write(tmp_path / "b.safetensors", tensors), SCALE)])
+    check(small)
+
+
+def filled(name: str) -> dict[str, Tensor]:
+    """The file of a golden, as the script filled it: what has no shape is an alpha of 3."""
+    shapes = {key: tuple(shape) for key, shape in golden(f"{name}.shapes").items()}
+    return {key: random_tensor(key, shape) if shape else torch.tensor(3.0) for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("spelling", ["kohya", "peft"])
+def test_both_text_encoders_of_sdxl(tmp_path: Path, spelling: str) -> None:
+    """Trap 24: the second is OpenCLIP's, whose q, k and v are one tensor; files name them as transformers does."""
+    write_checkpoint(tmp_path / "sdxl.safetensors", miniature("sdxl_base"))
+    pipe = ldm_lite.load(tmp_path / "sdxl.safetensors", device="cpu")
+    texts = {"text_encoder": pipe.text_encoder, "text_encoder_2": pipe.text_encoder_2}
+    before = {role: {key: v.clone() for key, v in net.state_dict().items()} for role, net in texts.items()}
+    tensors = filled("sdxl")
+    if spelling == "peft":  # which has no alphas beside the factors
+        names = golden("sdxl.peft")
+        tensors = {key: tensors[same] * (3 / 4 if "lora_A" in key else 1) for key, same in names.items()}
+    merged = Merged(pipe.networks, [(write(tmp_path / "a.safetensors", tensors), SCALE)])
+    ids = torch.from_numpy(GOLDEN["ids"])
+    padded = ids.where((ids == 49407).cumsum(dim=1) <= 1, 0)
+    hidden, pooled = pipe.text_encoder_2.context_and_pooled(padded)
+    context = torch.cat([pipe.text_encoder(padded), hidden], dim=2)
+    assert toy.relative_error(context[:, ::11], GOLDEN["sdxl.context"]) < 1e-5
+    assert toy.relative_error(pooled, GOLDEN["sdxl.pooled"]) < 1e-5
+    merged.remove()
+    for role, network in texts.items():
+        assert all(torch.equal(value, before[role][key]) for key, value in network.state_dict().items())
+
+
+def test_the_text_encoder_of_stable_diffusion_2(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ldm_lite")
+    write_checkpoint(tmp_path / "sd2.safetensors", miniature("sd2"))
+    write(tmp_path / "a.safetensors", filled("sd2"))
+    pipe = ldm_lite.load(tmp_path / "sd2.safetensors", device="cpu", lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"])
+    assert "a.safetensors: 12 of 12 modules merged" in caplog.text  # of the two layers that transformers has of three
+    ids = torch.from_numpy(GOLDEN["ids"])
+    context = pipe.text_encoder(ids.where((ids == 49407).cumsum(dim=1) <= 1, 0))
+    assert toy.relative_error(context[:, ::11], GOLDEN["sd2.context"]) < 1e-5
+
+
+def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
+    with on_meta():
+        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_2)}
+    weights = {role: weights_of(network) for role, network in networks.items()}
+    table = {
+        name: weights[role][module]
+        for role, network in networks.items()
+        for module, names in file_names(role, network).items()
+        for name in names
+    }
+    downs = {key: shape for key, shape in golden("sdxl").items() if key.endswith("lora_down.weight")}
+    assert len(downs) == 72 + 192
+    assert all(list(table[key.split(".")[0]].shape[1:]) == shape[1:] for key, shape in downs.items())
+
+
+def test_alpha_of_pefts_metadata(tmp_path: Path, small: Pipeline) -> None:
+    down, up = toy.normal(0, 2, 64), toy.normal(1, 64, 2)
+    key = "text_encoder.base_model.model.text_model.encoder.layers.0.self_attn.q_proj"
+    tensors = {f"{key}.lora_A.default.weight": down, f"{key}.lora_B.default.weight": up}
+    weight = small.text_encoder.encoder.layers[0].self_attn.q_proj.weight
+    before = weight.clone()
+    about = {"text_encoder.lora_alpha": 6, "text_encoder.use_rslora": False, "text_encoder_2.lora_alpha": 9}
+    lora = write(tmp_path / "a.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
+    Merged(networks(small), [(lora, 0.5)])
+    assert torch.allclose(weight - before, 0.5 * 6 / 2 * up @ down, atol=1e-5)
+    second = {key.replace("text_encoder", "text_encoder_2"): value for key, value in tensors.items()}
+    lora = write(tmp_path / "a.safetensors", second, lora_adapter_metadata=json.dumps(about))
+    assert [factors.alpha for factors in lora.modules.values()] == [9]
+    about["text_encoder.use_rslora"] = True
+    with pytest.raises(ValueError, match=r"its text_encoder\.use_rslora is True, which is not supported"):
+        write(tmp_path / "b.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.processor.to_out_lora.{}.weight",
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_out.0.lora.{}.weight",
+        "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_out.0.lora.{}.weight",
+        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_out_0.lora_{}.weight",
+        "lora_unet_input_blocks_1_1_transformer_blocks_0_attn2_to_out_0.lora_{}.weight",  # the original's names
+    ],
+)
+def test_other_spellings(tmp_path: Path, small: Pipeline, module: str) -> None:
+    down, up = toy.normal(0, 2, 32), toy.normal(1, 32, 2)
+    weight = small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_out.0.weight")
+    before = weight.clone()
+    lora = write(tmp_path / "a.safetensors", {module.format("down"): down, module.format("up"): up})
+    Merged(networks(small), [(lora, 1.0)])
+    assert torch.allclose(weight - before, up @ down, atol=1e-5)
+
+
+def test_every_module_of_stable_diffusion_by_kohyas_names() -> None:
+    with on_meta():
+        unet, text = UNet(SD1.unet), CLIPTextEncoder(SD1.text)
+    table = {
+        role: {name: f"{module}.weight" for module, names in file_names(role, net).items() for name in names}
+        for role, net in (("unet", unet), ("text_encoder", text))
+    }
+    shapes = {role: net.state_dict() for role, net in (("unet", unet), ("text_encoder", text))}
+    names = {key.split(".")[0] for key in golden("sd1")}
+    found = {"unet": set(), "text_encoder": set()}
+    for name in names:
+        role = "unet" if name.startswith("lora_unet") else "text_encoder"
+        key = table[role][name]
+        found[role].add(key)
+        down = golden("sd1")[f"{name}.lora_down.weight"]
+        assert shapes[role][key].shape[1:] == torch.Size(down[1:])
+    assert len(found["unet"]) == 192 + 86
+    assert len(found["text_encoder"]) == 72
+
+
+def test_several_loras_add_up(tmp_path: Path, small: Pipeline) -> None:
+    lora, key = write(tmp_path / "a.safetensors", kohya()), "middle_block.1.transformer_blocks.0.attn1.to_q.weight"
+    weight = small.unet.get_parameter(key)
+    before = weight.clone()
+    Merged(networks(small), [(lora, 1.0)]).remove()
+    first = Merged(networks(small), [(lora, 1.0)])
+    change = weight - before
+    second = Merged(networks(small), [(lora, -0.5)])
+    assert torch.allclose(weight - before, 0.5 * change, atol=1e-6)
+    second.remove()
+    first.remove()
+    assert torch.equal(weight, before)
+    Merged(networks(small), [(lora, 1.0), (lora, -1.0)])
+    assert torch.allclose(weight, before, atol=1e-6)
+
+
+def test_tucker(tmp_path: Path, small: Pipeline) -> None:
+    """A convolution of 1x1, one of 3x3, and one of 1x1 are the convolution that the merged weight is."""
+    down, mid, up = toy.normal(0, 2, 32, 1, 1), toy.normal(1, 2, 2, 3, 3), toy.normal(2, 32, 2, 1, 1)
+    name = "lora_unet_down_blocks_0_resnets_0_conv1.lora_{}.weight"
+    tensors = {name.format("down"): down, name.format("mid"): mid, name.format("up"): up}
+    layer = small.unet.input_blocks[1][0].in_layers[2]
+    x = toy.normal(3, 1, 32, 6, 6)
+    conv = torch.nn.functional.conv2d
+    wanted = layer(x) + 0.3 * conv(conv(conv(x, down), mid, padding=1), up)
+    Merged(networks(small), [(write(tmp_path / "a.safetensors", tensors), 0.3)])
+    assert toy.relative_error(layer(x), wanted.numpy()) < 1e-5
+
+
+def test_alphas_that_mean_the_rank(tmp_path: Path, small: Pipeline) -> None:
+    name = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    tensors = {f"{name}.lora_down.weight": toy.normal(0, 2, 64), f"{name}.lora_up.weight": toy.normal(1, 256, 2)}
+    weight = small.text_encoder.encoder.layers[0].mlp.fc1.weight
+    before, changes = weight.clone(), []
+    for alpha in (None, 0.0, float("nan"), 2.0):
+        extra = {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha)}
+        merged = Merged(networks(small), [(write(tmp_path / f"{alpha}.safetensors", tensors | extra), 1.0)])
+        changes.append(weight - before)
+        merged.remove()
+    assert all(torch.equal(change, changes[0]) for change in changes)
+
+
+def test_half_precision_is_computed_in_float32(tmp_path: Path, small_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu", dtype="bf16")
+    weight = pipe.unet.get_parameter("middle_block.1.transformer_blocks.0.attn1.to_q.weight")
+    before = weight.float()
+    lora = write(tmp_path / "a.safetensors", kohya())
+    Merged(networks(pipe), [(lora, 1.0)])
+    change = lora.modules["lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"].change()
+    assert torch.equal(weight, (before + change).bfloat16())
+
+
+def test_what_is_not_matched_is_said(tmp_path: Path, small: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ldm_lite")
+    stray = {f"lora_unet_up_blocks_9.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
+    lora = write(tmp_path / "a.safetensors", kohya() | stray | {"emphasis": torch.ones(1)})
+    Merged(networks(small), [(lora, 0.5)])
+    assert "ignored 1 tensors that are none of a LoRA: emphasis" in caplog.text
+    assert "1 modules are not in this model and have no effect: lora_unet_up_blocks_9" in caplog.text
+    count = len(golden("changes"))
+    assert f"a.safetensors: {count} of {count + 1} modules merged, at 0.5" in caplog.text
+
+
+def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path) -> None:
+    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+    wide = {f"{name}.lora_down.weight": torch.ones(2, 1024), f"{name}.lora_up.weight": torch.ones(32, 2)}
+    before = small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight").clone()
+    for tensors, message in (
+        (wide, r"is for another model: its .*attn2.to_k.weight is 32 x 1024, here it is 32 x 64"),
+        (
+            {f"x{key}": value for key, value in wide.items()},
+            r"none of its 1 modules is in this model \(has xlora_unet_",
+        ),
+        ({f"{name}.lora_up.weight": torch.ones(2, 2)}, "has no up or no down: the file is damaged"),
+        ({f"{name}.hada_w1_a": torch.ones(2, 2)}, "holds LoHa, which is not supported"),
+        (wide | {f"{name}.dora_scale": torch.ones(2)}, "holds DoRA, which is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Merged(networks(small), [(write(tmp_path / "a.safetensors", tensors), 1.0)])
+    with pytest.raises(ValueError, match=r"is no LoRA .*give a whole checkpoint as --ckpt"):
+        open_lora(small_path)
+    assert torch.equal(small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"), before)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a.safetensors", ("a.safetensors", 1.0)),
+        ("a.safetensors:0.5", ("a.safetensors", 0.5)),
+        ("a.safetensors:-1", ("a.safetensors", -1.0)),
+        (r"C:\loras\a.safetensors", (r"C:\loras\a.safetensors", 1.0)),
+        (r"C:\loras\a.safetensors:0.8", (r"C:\loras\a.safetensors", 0.8)),
+    ],
+)
+def test_a_file_and_its_weight(text: str, wanted: tuple[str, float]) -> None:
+    assert parse(text) == wanted
+
+
+def test_loading_with_loras(tmp_path: Path, small: Pipeline, small_path: Path) -> None:
+    lora = write(tmp_path / "a.safetensors", kohya())
+    Merged(networks(small), [(lora, 0.2), (lora, 0.5)])
+    pipe = ldm_lite.load(small_path, device="cpu", lora=[f"{tmp_path / 'a.safetensors'}:{x}" for x in (0.2, 0.5)])
+    assert all(map(torch.equal, pipe.unet.state_dict().values(), small.unet.state_dict().values()))
+    check(pipe)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        ldm_lite.load(small_path, device="cpu", lora=["none.safetensors:0.5"])

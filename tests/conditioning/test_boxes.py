@@ -1,0 +1,50 @@
+"""Boxes as tokens: what taming-transformers' builder makes of them (the goldens), and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toy
+
+from ldm_lite.conditioning.boxes import Box, read, tokens
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "zoo.npz")
+
+
+def test_equals_the_original() -> None:
+    for number, boxes in enumerate(toy.layouts()):
+        assert tokens([Box(*box) for box in boxes]) == GOLDEN[f"layout.{number}"].tolist()
+
+
+def test_unused_slots_and_the_whole_image_as_crop() -> None:
+    assert tokens([]) == [8191] * 90 + [0, 8099]
+    assert tokens([Box(5, 0.0, 0.0, 1.0, 1.0)])[:6] == [5, 0, 8099, 8191, 8191, 8191]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([Box(0, 0, 0, 1, 1)] * 31, "got 31 boxes, wanted 30 or fewer"),
+        ([Box(8191, 0, 0, 1, 1)], "class 8191 of a box, wanted 0 to 8190"),
+        ([Box(1, 0.5, 0, 0.25, 1)], "wanted left < right"),
+        ([Box(1, 0, 0, 64, 64)], "in 0 to 1"),
+    ],
+)
+def test_what_cannot_be_is_said(boxes: list[Box], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tokens(boxes)
+
+
+def test_read(tmp_path: Path) -> None:
+    path = tmp_path / "boxes.json"
+    path.write_text(json.dumps([{"class": 7, "box": [0, 0.25, 0.5, 1]}]))
+    assert read(path) == [Box(7, 0.0, 0.25, 0.5, 1.0)]
+
+
+@pytest.mark.parametrize("text", ["no JSON", "3", '[{"class": 7}]', '[{"class": 7, "box": [0, 1]}]', "[1]"])
+def test_a_file_that_is_no_list_of_boxes_is_said(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "boxes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"boxes\.json: is not a list of boxes .* wanted \["):
+        read(path)

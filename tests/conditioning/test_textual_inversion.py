@@ -1,0 +1,261 @@
+"""Textual inversion: files of every kind, names in prompts, and what diffusers' text encoders make of them."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import small, write
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ldm_lite
+from ldm_lite import txt2img
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.reader import open_checkpoint, split
+from ldm_lite.conditioning.prompts import Reading, encode_prompts
+from ldm_lite.conditioning.textual_inversion import open_embedding, with_embeddings
+from ldm_lite.text.prompt import chunks
+from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "families.npz")
+FIRST = 49408  # the first id beyond the vocabulary
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pipeline]:
+    """-> a function: the name of a family -> a pipeline of it in miniature."""
+    folder, pipes = tmp_path_factory.mktemp("models"), {}
+
+    def one(name: str) -> Pipeline:
+        if name not in pipes:
+            write(folder / f"{name}.safetensors", small(name))
+            pipes[name] = ldm_lite.load(folder / f"{name}.safetensors", device="cpu")
+        return pipes[name]
+
+    return one
+
+
+def a1111(path: Path, vectors: Tensor, name: str | None = toy.NAME) -> Path:
+    token = {"string_to_token": {"*": 265}, "string_to_param": {"*": vectors.requires_grad_()}}
+    torch.save({**token, "name": name, "step": 500, "sd_checkpoint": None}, path)
+    return path
+
+
+def original(path: Path, vectors: Tensor) -> Path:
+    """As the original's EmbeddingManager saves it: a ParameterDict, which is a class."""
+    parameters = torch.nn.ParameterDict({"*": torch.nn.Parameter(vectors)})
+    torch.save({"string_to_token": {"*": torch.tensor(265)}, "string_to_param": parameters}, path)
+    return path
+
+
+def kohya(path: Path, vectors: Tensor) -> Path:
+    save_file({"emb_params": vectors.half().float()}, path)
+    return path
+
+
+def diffusers(path: Path, vectors: Tensor) -> Path:
+    torch.save({toy.NAME: vectors}, path)
+    return path
+
+
+# ---- against diffusers ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_sd2_with_a_name_are_read_as_by_diffusers(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+    pipe = with_embeddings(load("sd2"), [a1111(tmp_path / "learned.pt", toy.embedding(64))])
+    context = encode_prompts(pipe, [toy.NAMING]).context
+    assert toy.relative_error(context[:, ::5], GOLDEN["learned.sd2.context"]) < 1e-5
+    plain = encode_prompts(load("sd2"), [toy.NAMING]).context
+    assert toy.relative_error(plain[:, ::5], GOLDEN["learned.sd2.context"]) > 0.1
+
+
+def test_prompts_of_sdxl_with_a_name_are_read_as_by_diffusers(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+    """By both encoders, each with vectors of its own width; and by the refiner, which has the second alone."""
+    save_file({"clip_l": toy.embedding(64), "clip_g": toy.embedding(96)}, tmp_path / "apple.safetensors")
+    prompt = toy.NAMING.replace(toy.NAME, "Apple")
+    pipe = with_embeddings(load("sdxl_base"), [tmp_path / "apple.safetensors"])
+    both = encode_prompts(pipe, [prompt])
+    assert toy.relative_error(both.context[:, ::7], GOLDEN["learned.sdxl.context"]) < 1e-5
+    assert toy.relative_error(both.y[:, :96], GOLDEN["learned.sdxl.pooled"]) < 1e-5
+    refiner = with_embeddings(load("sdxl_refiner"), [tmp_path / "apple.safetensors"])
+    ids = refiner.tokenizer([prompt])
+    wanted = refiner.text_encoder(ids, learned=toy.embedding(96))
+    assert torch.equal(encode_prompts(refiner, [prompt]).context, wanted)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "names"),
+    [
+        (a1111, "easy.pt", ("easy", toy.NAME)),
+        (original, "easy.pt", ("easy",)),
+        (kohya, "easy.safetensors", ("easy",)),
+        (diffusers, "learned_embeds.bin", ("learned_embeds", toy.NAME)),
+    ],
+)
+def test_files_of_every_kind(
+    tmp_path: Path, make: Callable[[Path, Tensor], Path], name: str, names: tuple[str, ...]
+) -> None:
+    vectors = toy.embedding(64).half().float()
+    embedding = open_embedding(make(tmp_path / name, vectors.clone()))
+    assert embedding.names == names
+    assert list(embedding.vectors) == [64]
+    assert torch.equal(embedding.vectors[64], vectors)
+
+
+def test_one_vector_may_have_one_dimension(tmp_path: Path) -> None:
+    assert open_embedding(diffusers(tmp_path / "a.bin", torch.ones(64))).vectors[64].shape == (1, 64)
+
+
+def test_the_name_of_a_file_counts_once(tmp_path: Path) -> None:
+    assert open_embedding(a1111(tmp_path / "Easy.pt", toy.embedding(64), "easy")).names == ("easy",)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return eval, ("1 / 0",)
+
+
+def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
+    torch.save({"string_to_param": {"*": torch.ones(1, 64)}, "name": Evil()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"refused, nothing of it was run: its pickle names .*eval"):
+        open_embedding(tmp_path / "a.pt")
+
+
+def test_what_does_not_fit_is_one_line(
+    load: Callable[[str], Pipeline], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file({"clip_l": torch.ones(2, 64), "clip_g": torch.ones(2, 96)}, tmp_path / "xl.safetensors")
+    save_file({"clip_l": torch.ones(1, 64), "clip_g": torch.ones(2, 96)}, tmp_path / "uneven.safetensors")
+    save_file({"a": torch.ones(2, 64), "b": torch.ones(2, 64)}, tmp_path / "two.safetensors")
+    save_file({"conv": torch.ones(2, 64, 3, 3)}, tmp_path / "conv.safetensors")
+    (tmp_path / "other").mkdir()
+    for sources, message in (
+        (
+            [a1111(tmp_path / "w.pt", torch.ones(2, 96))],
+            "w.pt: is for another model: its vectors are 96 wide, wanted 64 ",
+        ),
+        ([tmp_path / "uneven.safetensors"], "clip_l and clip_g have not as many vectors: the file is damaged"),
+        ([tmp_path / "two.safetensors"], r"holds 2 tensors \(has a\), which are no textual inversion"),
+        ([tmp_path / "conv.safetensors"], "which are no textual inversion"),
+        ([kohya(tmp_path / "l.safetensors", torch.ones(76, 64))], "holds 76 vectors, wanted 1 to 75"),
+        (
+            [
+                kohya(tmp_path / "a.safetensors", torch.ones(1, 64)),
+                kohya(tmp_path / "other" / "A.pt", torch.ones(1, 64)),
+            ],
+            "A.pt: there is another embedding of the name 'A': rename the file",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_embeddings(load("sd2"), sources)
+    with pytest.raises(ValueError, match="its vectors are 64 wide, wanted 96 for its text encoder"):
+        with_embeddings(load("sdxl_base"), [kohya(tmp_path / "a.safetensors", torch.ones(1, 64))])
+    unread = replace(load("sd2"), tokenizer=None)
+    with pytest.raises(ValueError, match="reads no text with CLIP, for which embeddings are: leave out --embedding"):
+        with_embeddings(unread, [tmp_path / "xl.safetensors"])
+    with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for --embedding\), wanted a latent diff"):
+        split(open_checkpoint(a1111(tmp_path / "w.pt", torch.ones(2, 96))))
+    assert with_embeddings(load("sd2"), [tmp_path / "xl.safetensors"]).learned.keys() == {64}
+    assert "xl.safetensors: its vectors of width 96 are not read by this model" in caplog.text
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+NAMED = replace(CLIPTokenizer(), added=(("easy", (FIRST, FIRST + 1)), ("easy b", (FIRST + 2,)), ("<c>", (FIRST + 3,))))
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("a cat", ["a", "cat"]),
+        ("a easy cat", ["a", FIRST, FIRST + 1, "cat"]),
+        ("EASY, easy", [FIRST, FIRST + 1, ",", FIRST, FIRST + 1]),
+        ("uneasy easybb easy_x", ["uneasy", "easybb", "easy", "_", "x"]),  # words of their own
+        ("an easy b", ["an", FIRST + 2]),  # the longest name
+        ("a<c>b <C>", ["a", FIRST + 3, "b", FIRST + 3]),
+        ("", []),
+    ],
+)
+def test_names_in_a_text(text: str, ids: list[str | int]) -> None:
+    plain = CLIPTokenizer()
+    if "easy_x" in text:
+        assert NAMED.encode(text) == plain.encode(text)
+    assert NAMED.encode(text) == [x for part in ids for x in ([part] if isinstance(part, int) else plain.encode(part))]
+
+
+def test_what_is_dropped_of_a_text_with_names() -> None:
+    assert NAMED.dropped("a " * 74 + "easy") == "easy"  # of which one token fits
+    assert NAMED.dropped("a " * 73 + "easy") == ""
+    assert NAMED.dropped("easy " + "a " * 73 + "fox") == "fox"
+    assert NAMED(["a " * 74 + "easy"])[0, 74:].tolist() == [320, FIRST, 49407]
+
+
+def test_names_have_weights_and_are_not_torn_apart() -> None:
+    one = chunks(NAMED, "a (easy:1.5) cat", "a1111")
+    assert one.ids[0, 1:5].tolist() == [320, FIRST, FIRST + 1, 2368]
+    assert one.weights[0, 1:5].tolist() == [1, 1.5, 1.5, 1]
+    two = chunks(NAMED, "a " * 74 + "easy", "a1111")
+    assert two.ids.shape == (2, 77)
+    assert (two.ids[0, 75], two.ids[0, 76]) == (49407, 49407)
+    assert two.ids[1, 1:4].tolist() == [FIRST, FIRST + 1, 49407]
+    long = replace(NAMED, added=(("long", tuple(range(FIRST, FIRST + 75))),))
+    assert chunks(long, "a, b long", "a1111").ids[1, 1:76].tolist() == list(range(FIRST, FIRST + 75))
+
+
+def test_other_tokenizers_have_names_too() -> None:
+    tokenizer = replace(BERTTokenizer(), added=(("easy", (9, 8)),))
+    assert tokenizer.encode("a easy") == [*BERTTokenizer().encode("a"), 9, 8]
+
+
+def test_several_files_have_vectors_of_their_own(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+    files = [kohya(tmp_path / f"{name}.safetensors", toy.normal(i, i + 1, 64)) for i, name in enumerate("xyz")]
+    pipe = with_embeddings(with_embeddings(load("sd2"), files[:2]), files[2:])
+    alone = [with_embeddings(load("sd2"), [file]) for file in files]
+    for name, one in zip("xyz", alone, strict=True):
+        wanted = encode_prompts(one, [f"a {name}, b"]).context
+        assert torch.equal(encode_prompts(pipe, [f"a {name}, b"]).context, wanted)
+    assert load("sd2").learned == {}, "a pipeline does not change"
+
+
+def test_long_prompts_with_names_and_weights(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+    pipe = with_embeddings(load("sdxl_base"), [_both(tmp_path)])
+    reading = Reading("a1111")
+    long, short = (encode_prompts(pipe, [f"{'a ' * count}(both:1.2)"], reading) for count in (74, 0))
+    assert long.context.shape == (1, 2 * 77, 160)
+    assert torch.allclose(long.context[:, 77:], short.context, atol=1e-4)
+
+
+def _both(folder: Path) -> Path:
+    save_file({"clip_l": toy.embedding(64), "clip_g": toy.embedding(96)}, folder / "both.safetensors")
+    return folder / "both.safetensors"
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_to_call_it_and_the_refiner_knows_it(
+    load: Callable[[str], Pipeline], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sdxl_base", "sdxl_refiner"):
+        write(tmp_path / f"{name}.safetensors", small(name))
+    pictures = []
+    for prompt in ("a both", "a thing"):
+        arguments = [prompt, "--ckpt", str(tmp_path / "sdxl_base.safetensors"), "--steps", "2", "--device", "cpu"]
+        arguments += ["--refiner", str(tmp_path / "sdxl_refiner.safetensors"), "--refiner-start", "0"]
+        arguments += ["--H", "64", "--W", "64", "--out", str(tmp_path / "out.png"), "--embedding", str(_both(tmp_path))]
+        assert txt2img.main(arguments) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert not np.array_equal(*pictures)
+    assert re.search(r"both.safetensors: in a prompt, 'both' is 3 vectors", capsys.readouterr().err)
+    assert txt2img.main([*arguments[:-1], str(tmp_path / "none.pt")]) == 2
+    assert "none.pt: no such file" in capsys.readouterr().err

@@ -1,0 +1,344 @@
+"""ControlNets and T2I-Adapters in a pipeline: their files, what users write, and whole runs against diffusers."""
+
+import functools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import SMALL
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import ldm_lite
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.control.control import Request, Steering, load_controls, natural_size, parse, read_picture
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
+from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.compile import CompiledStep
+from ldm_lite.txt2img import Options, main, txt2img
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "control.npz")
+ADAPTER = AdapterSpec(in_channels=3, factor=8, channels=(32, 64), num_res_blocks=2, light=False)
+
+
+@pytest.fixture(scope="module")
+def pipe(small_path: Path) -> Pipeline:
+    return ldm_lite.load(small_path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A photo, and networks of every kind of file."""
+    path = tmp_path_factory.mktemp("control")
+    Image.fromarray(toy.photo()).save(path / "photo.png")
+    weights = toy.control(SMALL.unet)
+    with_prefix = {f"control_model.{key}": value for key, value in weights.items()}
+    save_file(with_prefix, path / "net.safetensors")
+    torch.save(weights, path / "bare.pth")
+    save_file(toy.fill(T2IAdapter(ADAPTER)).state_dict(), path / "adapter.safetensors")
+    return path
+
+
+def spec(folder: Path, rest: str = "", net: str = "net.safetensors") -> str:
+    return f"{folder / net}:{folder / 'photo.png'}{rest}"
+
+
+# ---- what users write -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a.pth:b.png", Request("a.pth", "b.png")),
+        ("a.pth:b.png:0.5", Request("a.pth", "b.png", weight=0.5)),
+        ("a.pth:b.png:-1", Request("a.pth", "b.png", weight=-1)),
+        ("a.pth:b.png:.5:0.1-0.6", Request("a.pth", "b.png", weight=0.5, start=0.1, end=0.6)),
+        ("a.pth:b.png:guess:0-0.5", Request("a.pth", "b.png", guess=True, end=0.5)),
+        ("a.pth:b.png:pool:2", Request("a.pth", "b.png", pool=True, weight=2)),
+        (r"C:\nets\a.pth:D:\b.png:1", Request(r"C:\nets\a.pth", r"D:\b.png")),
+    ],
+)
+def test_a_control_is_read(text: str, wanted: Request) -> None:
+    assert parse([text]) == [wanted]
+
+
+@pytest.mark.parametrize("text", ["a.pth", "a.pth:", ":b.png", "a.pth:b.png:c.png", "a.pth:b.png:0.6-0.2", "a:b:0-1.5"])
+def test_what_is_no_control_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="got control"):
+        parse([text])
+
+
+def test_preprocessing_is_for_all_or_for_each() -> None:
+    two = ["a:b", "c:d"]
+    assert [each.preprocess for each in parse(two, "canny")] == ["canny", "canny"]
+    assert [each.preprocess for each in parse(two, "canny:50:100,none")] == ["canny:50:100", "none"]
+    for wrong, message in (("cany", "got preprocess 'cany', wanted none, canny"), ("none,none,none", "got 3 ways")):
+        with pytest.raises(ValueError, match=message):
+            parse(two, wrong)
+    with pytest.raises(ValueError, match="no --control"):
+        parse([], "canny")
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_cut_to_size_and_lies_in_0_to_1(folder: Path) -> None:
+    pixels = read_picture(Request("", str(folder / "photo.png")), (96, 64))
+    assert pixels.shape == (1, 3, 64, 96)
+    assert 0 <= pixels.min() < 0.1 < 0.9 < pixels.max() <= 1
+
+
+def test_what_is_transparent_is_the_hole_of_inpainting(folder: Path) -> None:
+    alpha = np.full((64, 64, 1), 255, np.uint8)
+    alpha[:, :20] = 0
+    Image.fromarray(np.concatenate([toy.photo(), alpha], axis=2)).save(folder / "hole.png")
+    pixels = read_picture(Request("", str(folder / "hole.png"), preprocess="inpaint"), (64, 64))
+    assert (pixels[..., :20] == -1).all()
+    assert (pixels[..., 20:] >= 0).all()
+    with pytest.raises(ValueError, match="has no transparent part"):
+        read_picture(Request("", str(folder / "photo.png"), preprocess="inpaint"), (64, 64))
+
+
+def test_the_size_follows_the_picture(folder: Path) -> None:
+    Image.new("RGB", (600, 400)).save(folder / "wide.png")
+    assert natural_size([f"a:{folder / 'wide.png'}"], 512) == (768, 512)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, steps: int = 10) -> Tensor:
+    """The last latents of a guided run of DDIM."""
+    cond, uncond = (Conditioning(toy.normal(seed, 1, 5, 64)) for seed in (13, 12))
+    plan = make_plan("ddim", pipe.schedule, steps)
+    steering = Steering(pipe, load_controls(pipe, parse(controls, preprocess)), plan, (64, 64))
+    branches, steer = classifier_free(cond, uncond, 7.5), functools.partial(steering, 2)
+    *_, last = generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, steer=steer)
+    return last
+
+
+def steered(steering: Steering, x: Tensor, context: Tensor) -> Tensor:
+    """What a guided step's network puts out for a batch of two branches, in the first step."""
+    network, reads = steering(2, 0, Conditioning(context))
+    return network(x, toy.T, context, None, reads.control)
+
+
+@pytest.mark.parametrize(
+    ("name", "rest", "net"),
+    [
+        ("plain", "", "net.safetensors"),
+        ("plain", ":1:0-1", "bare.pth"),
+        ("half", ":0.8:0-0.5", "net.safetensors"),
+        ("guess", ":guess", "net.safetensors"),
+    ],
+)
+def test_a_run_equals_diffusers(pipe: Pipeline, folder: Path, name: str, rest: str, net: str) -> None:
+    last = run(pipe, [spec(folder, rest, net)], "canny")
+    assert toy.relative_error(last, GOLDEN[f"steered.{name}"]) < 1e-5
+
+
+def test_a_difference_is_added_to_the_checkpoints_own_unet(pipe: Pipeline, folder: Path) -> None:
+    base, weights = pipe.unet.state_dict(), toy.control(SMALL.unet)
+    deltas = {key: value - base[key] if key in base else value for key, value in weights.items()}
+    assert any(key in base for key in weights)
+    torch.save({**deltas, "difference": torch.tensor(1.0)}, folder / "difference.pth")
+    whole, difference = (run(pipe, [spec(folder, net=net)], steps=2) for net in ("net.safetensors", "difference.pth"))
+    torch.testing.assert_close(difference, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [{"offload": "model"}, {"offload": "sequential"}, {"storage": "int8"}, {"offload": "model", "storage": "int8"}],
+)
+def test_controls_work_with_weights_that_are_kept_elsewhere(
+    small_path: Path, pipe: Pipeline, folder: Path, tuning: dict[str, str]
+) -> None:
+    """Also a file of differences, which are from the weights as they compute."""
+    weights, base = toy.control(SMALL.unet), pipe.unet.state_dict()
+    torch.save(
+        {
+            **{key: value - base[key] if key in base else value for key, value in weights.items()},
+            "difference": torch.ones(()),
+        },
+        folder / "kept.pth",
+    )
+    kept = ldm_lite.load(small_path, device="cpu", tuning=tuning)
+    [control] = load_controls(kept, parse([spec(folder, net="kept.pth")]))
+    tolerance = 0.05 if "storage" in tuning else 1e-6
+    for key, value in control.network.state_dict().items():
+        assert toy.relative_error(value, weights[key].numpy()) < tolerance
+    nets = [spec(folder, net="kept.pth"), spec(folder, net="adapter.safetensors")]
+    assert toy.relative_error(run(kept, nets, steps=2), run(pipe, nets, steps=2).numpy()) < 2 * tolerance
+
+
+def test_a_full_file_is_a_checkpoint_and_a_control(pipe: Pipeline, small_path: Path, folder: Path) -> None:
+    """As the first release's files are: all of Stable Diffusion 1.5, and the ControlNet."""
+    from safetensors import safe_open
+
+    with safe_open(small_path, "pt") as file:
+        weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        about = file.metadata()
+    full = folder / "full.safetensors"
+    save_file(weights | {f"control_model.{k}": v for k, v in toy.control(SMALL.unet).items()}, full, metadata=about)
+    both = run(ldm_lite.load(full, device="cpu"), [spec(folder, net="full.safetensors")], steps=2)
+    assert torch.equal(both, run(pipe, [spec(folder)], steps=2))
+
+
+def test_a_net_has_the_attention_of_its_unet(small_path: Path, folder: Path) -> None:
+    from ldm_lite.runtime.attention import layers, vanilla
+
+    plain = run(ldm_lite.load(small_path, device="cpu"), [spec(folder)], steps=2)
+    for name in ("vanilla", "mha"):
+        pipe = ldm_lite.load(small_path, device="cpu", tuning={"attention": name})
+        [control] = load_controls(pipe, parse([spec(folder)]))
+        found = layers(control.network).values()
+        assert all(each.attention is vanilla if name == "vanilla" else "forward" in vars(each) for each in found)
+        torch.testing.assert_close(run(pipe, [spec(folder)], steps=2), plain, rtol=1e-3, atol=1e-3)
+
+
+def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pipeline, folder: Path) -> None:
+    network = load_controls(pipe, parse([spec(folder)]))[0].network
+    assert isinstance(network, ControlNet)
+    x, context = toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 5, 64)
+    hint = network.embed_hint(read_picture(Request("", str(folder / "photo.png")), (64, 64)))
+    added = tuple(each.mean(dim=(2, 3), keepdim=True) for each in network(x, toy.T, context, hint))
+    wanted = torch.cat(
+        [
+            pipe.unet(x[:1], toy.T[:1], context[:1]),
+            pipe.unet(x[1:], toy.T[1:], context[1:], control=tuple(each[1:] for each in added)),
+        ]
+    )
+    plan = make_plan("ddim", pipe.schedule, 10)
+    steering = Steering(pipe, load_controls(pipe, parse([spec(folder, ":pool")])), plan, (64, 64))
+    torch.testing.assert_close(steered(steering, x, context), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
+    half = spec(folder, ":0.5")
+    torch.testing.assert_close(
+        run(pipe, [half, half], steps=2), run(pipe, [spec(folder)], steps=2), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> None:
+    adapter = spec(folder, net="adapter.safetensors")
+    steering = Steering(pipe, load_controls(pipe, parse([adapter])), make_plan("ddim", pipe.schedule, 2), (64, 64))
+    x, context = toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 5, 64)
+    network = toy.fill(T2IAdapter(ADAPTER))
+    features = network.place(network(read_picture(Request("", str(folder / "photo.png")), (64, 64))), (1, 1))
+    wanted = pipe.unet(x, toy.T, context, features=features)
+    torch.testing.assert_close(steered(steering, x, context), wanted)
+    assert toy.relative_error(wanted, pipe.unet(x, toy.T, context).numpy()) > 0.01
+    both = run(pipe, [adapter, spec(folder)], steps=2)
+    assert toy.relative_error(both, run(pipe, [spec(folder)], steps=2).numpy()) > 0.01
+
+
+def test_outside_of_its_steps_a_control_is_not_run(pipe: Pipeline, folder: Path) -> None:
+    controls = load_controls(pipe, parse([spec(folder, ":0.3-0.6")]))
+    steering = Steering(pipe, controls, make_plan("ddim", pipe.schedule, 10), (64, 64))
+    reads = Conditioning(toy.normal(2, 2, 5, 64))
+    plain = [steering(2, step, reads) == (pipe.unet, reads) for step in range(10)]
+    assert plain == [True] * 3 + [False] * 3 + [True] * 4
+
+
+def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> None:
+    """Also where the UNet reads more channels than the ControlNet."""
+    from ldm_lite.img2img import Options as ImageOptions
+    from ldm_lite.img2img import img2img
+    from ldm_lite.inpaint import Options as MaskOptions
+    from ldm_lite.inpaint import inpaint
+
+    photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
+    control = (spec(folder),)
+    [plain], [steered] = (
+        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given), pictures=[photo]) for given in ((), control)
+    )
+    assert not np.array_equal(plain.array, steered.array)
+    nine = replace(SMALL.unet, in_channels=9)
+    family = replace(pipe.family, unet=nine, task="inpaint")
+    network: nn.Module = toy.fill(UNet(nine))
+    reads_more = replace(pipe, family=family, unet=network)  # type: ignore[arg-type]
+    [plain], [steered] = (
+        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given), pictures=[photo], masks=[mask])
+        for given in ((), control)
+    )
+    assert not np.array_equal(plain.array, steered.array)
+
+
+@pytest.mark.slow
+def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
+    """Two nets and an adapter, each with steps of its own, are one, and the UNet alone is the other."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
+    nets = [spec(folder, ":0.8:0.2-0.6:guess"), spec(folder, ":0.4-0.8"), spec(folder, ":0-0.5", "adapter.safetensors")]
+    torch.testing.assert_close(run(compiled, nets), run(pipe, nets), rtol=1e-3, atol=1e-3)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor_compiles_a_steered_step(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, "inductor"))
+    torch.testing.assert_close(run(compiled, [spec(folder)]), run(pipe, [spec(folder)]), rtol=1e-3, atol=1e-3)
+    assert "failed" not in caplog.text
+    torch._dynamo.reset()
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_control_or_for_another_unet_are_refused(
+    pipe: Pipeline, folder: Path, small_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="holds no ControlNet and no T2I-Adapter, only unet, vae, text_encoder"):
+        load_controls(pipe, parse([f"{small_path}:b.png"]))
+    other = toy.fill(ControlNet(replace(SMALL.unet, context_dim=48))).state_dict()
+    torch.save(other, folder / "other.pth")
+    with pytest.raises(ValueError, match=r"is for UNets with context 48 .*, but that of small SD1 has 64"):
+        load_controls(pipe, parse([spec(folder, net="other.pth")]))
+
+
+def test_a_control_given_as_the_checkpoint_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--control"):
+        ldm_lite.load(folder / "net.safetensors", device="cpu")
+    with pytest.raises(ValueError, match="--control"):
+        ldm_lite.load(folder / "adapter.safetensors", device="cpu")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_function_and_the_command_take_controls(
+    pipe: Pipeline, folder: Path, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options(prompt="a cat", steps=2, control=(spec(folder, ":0.7"),), preprocess="canny")
+    [result], [plain] = txt2img(pipe, options), txt2img(pipe, replace(options, control=(), preprocess=None))
+    assert not np.array_equal(result.array, plain.array)
+    assert "Control preprocess: canny" in result.parameters
+    arguments = [
+        "a cat",
+        "--ckpt",
+        str(small_path),
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "a.png"),
+    ]
+    status = main([*arguments, "--control", spec(folder, ":0.7"), "--preprocess", "canny"])
+    assert status == 0, capsys.readouterr().err
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), result.array)

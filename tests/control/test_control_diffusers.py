@@ -1,0 +1,277 @@
+"""ControlNets in the format of diffusers, SDXL's among them: their files, whole runs, and what does not fit."""
+
+import functools
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import small
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import ldm_lite
+from ldm_lite.checkpoint.diffusers_keys import renamed
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite.control.control import Steering, load_controls, parse
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.generate import denoise
+from ldm_lite.img2img import Options as ImageOptions
+from ldm_lite.img2img import img2img
+from ldm_lite.inpaint import Options as MaskOptions
+from ldm_lite.inpaint import inpaint
+from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered
+from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.compile import CompiledStep
+from ldm_lite.txt2img import Options, txt2img
+from tests.checkpoint.test_diffusers_folder import save, told
+from tests.checkpoint.test_diffusers_keys import GOLDEN, weights_of
+from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
+
+XL = small("sdxl_base")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SDXL in miniature; its ControlNets as a folder, as a pickle, and in the original's layout; and a photo."""
+    path = tmp_path_factory.mktemp("xl")
+    save(path / "base", "sdxl_base")
+    Image.fromarray(toy.photo()).save(path / "photo.png")
+    whole, lesser = weights_of("steers.sdxl"), weights_of("steers.sdxl_small")
+    (path / "sdxl").mkdir()
+    (path / "sdxl" / "config.json").write_text(json.dumps({"_class_name": "ControlNetModel"}))
+    save_file(whole, path / "sdxl" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    torch.save(lesser, path / "sdxl_small")
+    save_file(original(whole), path / "original.safetensors")
+    save_file({key: value.half() for key, value in whole.items()}, path / "fp16.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return ldm_lite.load(folder / "base", metadata=told(XL), device="cpu")
+
+
+def original(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of diffusers' in the original's layout."""
+    sources = renamed({key: tuple(value.shape) for key, value in values.items()})
+    assert sources is not None
+    return {name: values[source.keys[0]] for name, source in sources.items()}
+
+
+def spec(folder: Path, net: str, rest: str = "") -> str:
+    return f"{folder / net}:{folder / 'photo.png'}{rest}"
+
+
+def run(pipe: Pipeline, controls: list[str]) -> Tensor:
+    """The last latents of a guided run of DDIM, as the goldens'."""
+    cond, uncond = encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE])
+    plan = make_plan("ddim", pipe.schedule, 4)
+    steering = Steering(pipe, load_controls(pipe, parse(controls)), plan, (64, 64))
+    branches = classifier_free(cond, uncond, 5.0)
+    *_, last = denoise(pipe, NOISE, branches, plan, steer=functools.partial(steering, 2))
+    return last
+
+
+def asked(folder: Path, name: str, **files: str) -> list[str]:
+    """The controls of one of the goldens' runs."""
+    return [
+        spec(folder, files.get(net, net), f":{weight}:0-{end}")
+        for net, weight, end in zip(*toy.STEERED_XL[name], strict=True)
+    ]
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", ["sdxl", "original.safetensors"])
+@pytest.mark.parametrize("name", toy.STEERED_XL)
+def test_a_run_of_sdxl_equals_diffusers(pipe: Pipeline, folder: Path, name: str, net: str) -> None:
+    """With one, or two of which the second has fewer transformers and ends early; in either layout."""
+    last = run(pipe, asked(folder, name, sdxl=net))
+    assert toy.relative_error(last, GOLDEN[f"steered.{name}"]) < 1e-5
+
+
+def test_the_configuration_of_a_folder_says_that_a_net_pools(pipe: Pipeline, folder: Path) -> None:
+    config = folder / "sdxl" / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({"_class_name": "ControlNetModel", "global_pool_conditions": True}, indent=2))
+    [control] = load_controls(pipe, parse([spec(folder, "sdxl", ":0.5")]))
+    assert control.request == replace(parse([spec(folder, "sdxl", ":0.5")])[0], pool=True)
+    config.write_text(before)
+    [control] = load_controls(pipe, parse([spec(folder, "sdxl")]))
+    assert not control.request.pool
+
+
+def test_half_precision_is_read(pipe: Pipeline, folder: Path) -> None:
+    [control] = load_controls(pipe, parse([spec(folder, "fp16.safetensors")]))
+    weights = original(weights_of("steers.sdxl"))
+    for key, value in control.network.state_dict().items():  # type: ignore[union-attr]
+        assert value.dtype == torch.float32
+        assert toy.relative_error(value, weights[key].numpy()) < 1e-3
+
+
+def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, folder: Path) -> None:
+    x, context, y = toy.unet_inputs(XL.unet, h=8, w=8)
+    assert y is not None
+    steering = Steering(
+        pipe,
+        load_controls(pipe, parse([spec(folder, "sdxl", ":guess")])),
+        make_plan("ddim", pipe.schedule, 2),
+        (64, 64),
+    )
+
+    def out(y: Tensor) -> Tensor:
+        network, reads = steering(2, 0, Conditioning(context, y))
+        return network(x, toy.T, context, y, reads.control)
+
+    plain = pipe.unet(x, toy.T, context, y)
+    torch.testing.assert_close(out(y)[0], plain[0], rtol=1e-4, atol=1e-5)
+    net, hint = load_controls(pipe, parse([spec(folder, "sdxl")]))[0].network, steering._nets[0][1]
+    control = net(x[1:], toy.T[1:], context[1:], hint.picture, y[1:])  # type: ignore[operator,index]
+    wanted = pipe.unet(
+        x[1:],
+        toy.T[1:],
+        context[1:],  # type: ignore[index]
+        y[1:],
+        control=tuple(scale * each for scale, each in zip(hint.scales, control, strict=True)),
+    )
+    torch.testing.assert_close(out(y)[1:], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_net_reads_its_part_of_a_longer_vector() -> None:
+    """An LCM's begins with SDXL's and ends with the guidance scale's; and one without a vector reads none."""
+    distilled = toy.DIFFUSERS_UNETS["lcm_sdxl"]
+    whole, plain = replace(distilled, guidance_dim=None), replace(distilled, guidance_dim=None, vector_dim=None)
+    x, context, y = toy.unet_inputs(distilled)
+    assert y is not None
+    unet = toy.fill(UNet(distilled))
+    for given in (whole, plain):
+        net = toy.fill(ControlNet(given))
+        hint = Hint(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
+        out = Steered(unet, [net])(x, toy.T, context, y, Hints((hint,), None))  # type: ignore[arg-type,list-item]
+        vector = y[:, : distilled.vector_dim] if given is whole else None
+        wanted = unet(x, toy.T, context, y, control=net(x, toy.T, context, hint.picture, vector))
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.slow
+def test_a_whole_job_of_sdxl_is_one_graph(pipe: Pipeline, folder: Path) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
+    last = run(compiled, asked(folder, "one"))
+    assert toy.relative_error(last, GOLDEN["steered.one"]) < 1e-5
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path) -> None:
+    """Also one whose UNet reads more channels than the ControlNet."""
+    photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
+    control = (spec(folder, "sdxl"), spec(folder, "sdxl_small", ":0.5:guess"))
+    [plain], [steered] = (
+        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given), pictures=[photo]) for given in ((), control)
+    )
+    assert not np.array_equal(plain.array, steered.array)
+    nine = replace(XL.unet, in_channels=9)
+    reads_more = replace(pipe, family=replace(pipe.family, unet=nine, task="inpaint"), unet=toy.fill(UNet(nine)))  # type: ignore[arg-type]
+    [plain], [steered] = (
+        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given), pictures=[photo], masks=[mask])
+        for given in ((), control)
+    )
+    assert not np.array_equal(plain.array, steered.array)
+
+
+def test_two_threads(pipe: Pipeline, folder: Path) -> None:
+    options = Options(prompt="a cat", steps=2, control=(spec(folder, "sdxl", ":0.7"),))
+    [wanted], results = txt2img(pipe, options), []
+    threads = [threading.Thread(target=lambda: results.extend(txt2img(pipe, options))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [np.array_equal(result.array, wanted.array) for result in results] == [True, True]
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def refused(pipe: Pipeline, folder: Path, values: Mapping[str, Tensor], message: str) -> None:
+    torch.save(dict(values), folder / "wrong")
+    with pytest.raises(ValueError, match=message) as caught:
+        load_controls(pipe, parse([spec(folder, "wrong")]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vector_dim": 24}, r"is for UNets with vector 24 \(2816: Stable Diffusion XL\), but that of .* has 1632"),
+        ({"context_dim": 64}, r"is for UNets with context 64 \(768: .*\), but that of .* has 160"),
+        (
+            {"model_channels": 64, "head_dim": 32},
+            r"is for UNets with levels \(64, 128\), but that of .* has \(32, 64\)",
+        ),
+        (
+            {"channel_mult": (1, 2, 2), "num_res_blocks": (1, 1, 1), "transformer_depth": (0, 2, 2)},
+            r"is for UNets with levels \(32, 64, 64\), but that of .* has \(32, 64\)",
+        ),
+        ({"num_res_blocks": (2, 2)}, r"is for UNets with residual blocks \(2, 2\), but that of .* has \(1, 1\)"),
+        ({"in_channels": 9}, "reads 9 channels, but the UNet of small .* 4"),
+        ({"transformer_depth": (1, 2)}, "has attention where the UNet of .* has none: input_blocks.1.1"),
+        ({"middle_depth": 3}, "has attention where the UNet of .* has none: middle_block.1.transformer_blocks.2.attn1"),
+    ],
+    ids=str,
+)
+def test_a_net_for_another_unet_is_refused(
+    pipe: Pipeline, folder: Path, changed: dict[str, object], message: str
+) -> None:
+    levels = changed.get("channel_mult", (1, 2))
+    net = replace(XL.unet, **{"cross_only": (False,) * len(levels), **changed})  # type: ignore[arg-type]
+    with torch.device("meta"):
+        shapes = ControlNet(net).state_dict()
+    refused(pipe, folder, {key: torch.zeros(value.shape) for key, value in shapes.items()}, message)
+
+
+def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, folder: Path) -> None:
+    whole, one = weights_of("steers.sdxl"), torch.zeros(1)
+
+    def without(part: str) -> dict[str, Tensor]:
+        return {key: value for key, value in whole.items() if part not in key}
+
+    refused(pipe, folder, without("mid_block.resnets.1.conv2"), r"the control does not fit: 2 tensors missing")
+    refused(pipe, folder, without("down_blocks.1.resnets.0"), "is a UNet in the format of diffusers, of a kind that")
+    for part, missing in (("time_emb_proj", "input_blocks.1.0.emb_layers.1.weight"), ("down_blocks.0.res", "")):
+        refused(pipe, folder, without(part), f"a tensor that every such network has is missing: {missing}")
+    six = {**whole, "controlnet_cond_embedding.conv_in.weight": torch.zeros(16, 6, 3, 3)}
+    refused(pipe, folder, six, r"of another shape \(input_hint_block.0.weight \(16, 6, 3, 3\)")
+    for key, message in (
+        ("task_embedding", r"is a ControlNet\+\+ \(union, ProMax\)"),
+        ("down_blocks.0.base_to_ctrl.0.weight", "is a ControlNet-XS"),
+        ("encoder_hid_proj.weight", r"the control does not fit: 1 tensors unexpected \(encoder_hid_proj.weight"),
+    ):
+        refused(pipe, folder, {**whole, key: one}, message)
+    for key, message in (
+        ("control_model.enc_zero_convs_out.0.0.weight", "is a ControlNet-XS"),
+        ("lora_controlnet", "is a Control-LoRA"),
+        ("ip_adapter.1.to_k_ip.weight", "is an IP-Adapter"),
+        ("lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.down.0.weight", "is a ControlNet-LLLite"),
+        ("controlnet_blocks.0.weight", "is a ControlNet for Stable Diffusion 3, Flux"),
+        ("controlnet_cond_embedding.conv_in.weight", "is a ControlNet in the format of diffusers, of a kind"),
+    ):
+        refused(pipe, folder, {key: one, "transformer_blocks.0.weight": one}, message)
+
+
+def test_a_net_given_as_the_checkpoint_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="is a ControlNet, to be added to a checkpoint: --control FILE:IMAGE"):
+        ldm_lite.load(folder / "sdxl", device="cpu")

@@ -1,0 +1,81 @@
+"""Winograd's convolutions against the plain ones in float64, and when they are taken."""
+
+import pytest
+import torch
+import toy
+from torch import nn
+from torch.nn import functional as F
+
+from ldm_lite.models.unet import Downsample, Upsample
+from ldm_lite.runtime.cpu import winograd
+
+# (B, C, K, h, w): one position, ragged tiles, several chunks of tiles
+SHAPES = [(1, 3, 5, 1, 1), (2, 4, 8, 7, 9), (1, 33, 20, 13, 16), (2, 4, 6, 70, 66), (3, 2, 2, 5, 260)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_plain_convolution(shape: tuple[int, ...], m: int, bias: bool) -> None:
+    b, c, k, h, w = shape
+    x, weight, offset = toy.normal(0, b, c, h, w), toy.normal(1, k, c, 3, 3), toy.normal(2, k) if bias else None
+    wanted = F.conv2d(x.double(), weight.double(), None if offset is None else offset.double(), padding=1)
+    found = winograd.convolve(x, weight, offset, m)
+    assert toy.relative_error(found, wanted.numpy()) < {2: 1e-6, 4: 4e-6}[m]
+    last = winograd.convolve(x.contiguous(memory_format=torch.channels_last), weight, offset, m)
+    assert torch.equal(found, last)
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_at_the_width_of_stable_diffusion(m: int) -> None:
+    x, weight = toy.normal(0, 1, 640, 8, 8), toy.normal(1, 640, 640, 3, 3) / 76
+    found = winograd.convolve(x, weight, None, m)
+    # The usual points, 0, 1, -1, 2 and -2, do not pass for m = 4.
+    assert toy.relative_error(found, F.conv2d(x.double(), weight.double(), padding=1).numpy()) < {2: 8e-7, 4: 1.4e-6}[m]
+
+
+def taken(module: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    original = winograd.convolve
+    with monkeypatch.context() as patch:
+        patch.setattr(winograd, "convolve", lambda *args: calls.append(args[-1]) or original(*args))
+        module(x)
+    return calls
+
+
+def test_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)])
+    assert winograd.use(network) == 1
+    wide, narrow = network
+    before = list(network.state_dict())
+    with torch.no_grad():
+        assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == [4]
+        assert taken(wide, toy.normal(0, 2, 128, 16, 16), monkeypatch) == [2]
+        assert taken(wide, toy.normal(0, 1, 128, 8, 8), monkeypatch) == []
+        assert taken(narrow, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []
+    assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []  # gradients are the plain way's
+    assert list(network.state_dict()) == before
+
+
+def test_only_plain_convolutions_can_take_it() -> None:
+    others = [
+        Downsample(128),
+        nn.Conv2d(128, 128, 1),
+        nn.Conv2d(128, 128, 3, padding=2, dilation=2),
+        nn.Conv2d(128, 128, 3, padding=1, groups=2),
+        nn.Conv2d(128, 128, 3, padding=1, dilation=2),
+        nn.Conv2d(128, 128, 3, padding=1, padding_mode="circular"),
+    ]
+    assert winograd.use(nn.ModuleList(others)) == 0
+    assert winograd.use(nn.ModuleList([Upsample(128)])) == 1
+
+
+def test_changed_weights_and_other_dtypes() -> None:
+    conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
+    winograd.use(conv)
+    x = toy.normal(0, 2, 128, 32, 32)
+    with torch.no_grad():
+        conv.weight.mul_(3)
+        wanted = F.conv2d(x, conv.weight, conv.bias, padding=1)
+        assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
+        assert torch.equal(conv.double()(x.double()), F.conv2d(x.double(), conv.weight, conv.bias, padding=1))

@@ -1,0 +1,128 @@
+"""Prompt syntax: A1111's rules, its chunks, and contexts of equal length."""
+
+import pytest
+import torch
+
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import Reading, count_chunks, encode_prompts
+from ldm_lite.text.prompt import chunks, parse, weighted
+from ldm_lite.text.tokenizer import EOT, SOT, CLIPTokenizer
+
+TOKENIZER = CLIPTokenizer()
+EMPTY = [SOT, *[EOT] * 76]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("", [("", 1.0)]),
+        ("plain text", [("plain text", 1.0)]),
+        ("an (important) word", [("an ", 1.0), ("important", 1.1), (" word", 1.0)]),
+        ("a [little] less", [("a ", 1.0), ("little", 1 / 1.1), (" less", 1.0)]),
+        ("((very))", [("very", 1.21)]),
+        ("(this:1.5) (that: .5 )", [("this", 1.5), (" ", 1.0), ("that", 0.5)]),
+        ("((nested:1.3) too)", [("nested", 1.43), (" too", 1.1)]),
+        ("(never closed", [("never closed", 1.1)]),
+        ("never opened) :1.2)", [("never opened) :1.2)", 1.0)]),
+        (r"\(literal\] \\", [("(literal] \\", 1.0)]),
+        ("time: 12:30", [("time: 12:30", 1.0)]),
+        ("(a [b) c]", [("a ", 1.1), ("b", 1.0), (" c", 1 / 1.1)]),
+        ("one BREAK two", [("one ", 1.0), ("BREAK", -1.0), ("two", 1.0)]),
+        ("(one BREAK two:1.5)", [("one ", 1.5), ("BREAK", -1.0), ("two", 1.5)]),
+        ("BREAKFAST aBREAK", [("BREAKFAST aBREAK", 1.0)]),
+    ],
+)
+def test_parse(text: str, pieces: list[tuple[str, float]]) -> None:
+    got = parse(text)
+    assert [piece for piece, _ in got] == [piece for piece, _ in pieces]
+    assert [weight for _, weight in got] == pytest.approx([weight for _, weight in pieces])
+
+
+def test_plain_text_is_plain_text() -> None:
+    text = "a (red:1.4) [apple] BREAK \\("
+    assert torch.equal(chunks(TOKENIZER, text).ids, TOKENIZER([text]))
+    assert (chunks(TOKENIZER, text).weights == 1).all()
+    assert chunks(TOKENIZER, "word " * 200).ids.shape == (1, 77)
+
+
+def test_one_chunk_without_weights_is_the_plain_one() -> None:
+    for text in ("", "a red apple", "word " * 75):
+        assert torch.equal(chunks(TOKENIZER, text, "a1111").ids, TOKENIZER([text]))
+
+
+def test_weights_stand_beside_their_tokens() -> None:
+    part = chunks(TOKENIZER, "a (red:1.4) apple", "a1111")
+    assert part.ids[0, :5].tolist() == [SOT, *TOKENIZER.encode("a red apple"), EOT]
+    assert part.weights[0].tolist() == pytest.approx([1.0, 1.0, 1.4, *[1.0] * 74])
+
+
+def test_long_prompts_take_chunks() -> None:
+    part = chunks(TOKENIZER, "word " * 180, "a1111")
+    assert part.ids.shape == (3, 77)
+    [word] = TOKENIZER.encode("word")
+    assert (part.ids == word).sum(dim=1).tolist() == [75, 75, 30]
+    assert (part.ids[:, 0] == SOT).all()
+    assert (part.ids[:, 76] == EOT).all()
+
+
+@pytest.mark.parametrize(("before", "first"), [(70, 71), (55, 56), (54, 75), (74, 75)])
+def test_a_chunk_ends_after_a_comma_near_its_end(before: int, first: int) -> None:
+    """The comma is token `before`; a chunk holds 75, and a comma counts if it is among the last 20 of them."""
+    part = chunks(TOKENIZER, "word " * before + ", " + "more " * 60, "a1111")
+    lengths = [int((row != EOT).sum()) - 1 for row in part.ids]
+    assert lengths == [first, before + 61 - first]
+
+
+def test_break_begins_a_chunk() -> None:
+    part = chunks(TOKENIZER, "one BREAK two BREAK", "a1111")
+    assert part.ids.tolist() == TOKENIZER(["one", "two"]).tolist()
+
+
+def test_other_padding() -> None:
+    part = chunks(CLIPTokenizer(pad_id=0), "(one)", "a1111")
+    assert part.ids[0, 2:].tolist() == [EOT, *[0] * 74]
+
+
+def test_weighted_keeps_the_mean() -> None:
+    context = torch.randn(2, 77, 16, generator=torch.Generator().manual_seed(0)) + 0.3
+    weights = torch.ones(2, 77)
+    weights[0, 3] = 2.0
+    got = weighted(context, weights)
+    assert got.mean(dim=(1, 2)) == pytest.approx(context.mean(dim=(1, 2)))
+    assert torch.allclose(got[1], context[1])
+    ratio = (got[0] / context[0]).mean(dim=1)
+    assert ratio[3] / ratio[0] == pytest.approx(2.0)
+    assert weighted(context, torch.ones(2, 77)) is context
+
+
+def test_contexts_of_a_job_are_alike(bundled: Pipeline) -> None:
+    length = bundled.tokenizer.length
+    long = "word " * (length + 10)
+    assert count_chunks(bundled, ["short", long], "a1111") == 2
+    assert count_chunks(bundled, ["short", long]) == 1
+    context = encode_prompts(bundled, ["short", long], Reading("a1111")).context
+    assert context.shape == (2, 2 * length, 128)
+    alone = encode_prompts(bundled, ["short"], Reading("a1111", num_chunks=2)).context
+    assert torch.allclose(context[:1], alone, atol=1e-5)
+    assert torch.allclose(alone[:, :length], encode_prompts(bundled, ["short"]).context, atol=1e-5)
+    assert torch.allclose(alone[:, length:], encode_prompts(bundled, [""]).context, atol=1e-5)
+
+
+def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
+    encoder, ids = bundled.text_encoder, bundled.tokenizer(["a red apple"])
+    x = encoder.embeddings(ids)
+    outputs = []
+    for layer in encoder.encoder.layers:
+        x = layer(x)
+        outputs.append(x)
+    for skip in (1, 2, 3):
+        want = encoder.final_layer_norm(outputs[-skip])
+        assert torch.equal(encode_prompts(bundled, ["a red apple"], Reading(clip_skip=skip)).context, want)
+    for skip in (0, 4):
+        with pytest.raises(ValueError, match=f"got clip skip {skip}, wanted 1 to 3"):
+            encode_prompts(bundled, ["a red apple"], Reading(clip_skip=skip))
+
+
+def test_an_unknown_syntax() -> None:
+    with pytest.raises(ValueError, match="unknown prompt syntax 'x': wanted one of plain, a1111"):
+        chunks(TOKENIZER, "a", "x")

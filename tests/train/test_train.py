@@ -1,0 +1,373 @@
+"""Training runs, on a miniature checkpoint: they learn, resume exactly, and end in one line when something is wrong."""
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import ldm_lite
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.model import Pipeline, load_autoencoder
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.text.tokenizer import EOT, SOT
+from ldm_lite.train import __main__ as command
+from ldm_lite.train import data, loop, norm
+from ldm_lite.train import distributed as ranks
+from ldm_lite.train.__main__ import Options, train
+from ldm_lite.txt2img import Options as Txt2Img
+from ldm_lite.txt2img import txt2img
+
+
+@pytest.fixture(autouse=True)
+def _log_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "CHECK_EVERY", 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six captioned images."""
+    path = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for i in range(6):
+        Image.fromarray(random.integers(0, 255, (70, 90, 3), dtype=np.uint8)).save(path / f"{i}.png")
+        (path / f"{i}.txt").write_text(f"picture {i}\n")
+    return path
+
+
+def options(folder: Path, out: Path, **extra: object) -> Options:
+    given = {"steps": 4, "batch": 2, "warmup": 2, "workers": 0, "save_every": 2, "samples": "picture 1", "lr": 1e-3}
+    return Options(data=os.fspath(folder), out=os.fspath(out), **{**given, **extra})  # type: ignore[arg-type]
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def load_options(path: Path) -> LoadOptions:
+    return LoadOptions(ckpt=os.fspath(path), device="cpu")
+
+
+def test_fine_tuning_writes_an_original_checkpoint(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    path = train(options(folder, tmp_path), load_options(small_path))
+    before, after = ldm_lite.load(small_path, device="cpu"), ldm_lite.load(path, device="cpu")
+    assert after.family == before.family
+    assert not torch.equal(after.unet.out[2].weight, before.unet.out[2].weight)
+    assert torch.equal(after.vae.decoder.conv_in.weight, before.vae.decoder.conv_in.weight.half().float())
+    assert [path.name for path in sorted(tmp_path.glob("samples*"))] == ["samples-0000002.png", "samples-0000004.png"]
+    assert len(losses(tmp_path)) == 4
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["step"] == "4"
+    assert not list(tmp_path.glob(".*"))
+    [result] = txt2img(after, Txt2Img(prompt="picture 1", steps=2))
+    assert np.isfinite(result.pixels.numpy()).all()
+
+
+@pytest.mark.parametrize("extra", [{}, {"accumulate": 2, "min_snr": 5.0}, {"freeze_text": True, "checkpointing": True}])
+def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
+    tmp_path: Path, folder: Path, small_path: Path, extra: dict[str, object]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(options(folder, whole, **extra), load_options(small_path))
+    for i in range(4):  # minutes 0: one step at a time
+        train(options(folder, parts, minutes=0.0, resume=i > 0, **extra), load_options(small_path))
+    assert losses(parts) == losses(whole)
+    assert len(losses(whole)) == 4
+
+
+def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path), load_options(small_path))
+    wanted = losses(tmp_path)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["step"] == 4
+    train(options(folder, tmp_path / "again", minutes=0.0), load_options(small_path))
+    with open(tmp_path / "again" / "log.jsonl", "a") as log:  # as if it had gone on, and was killed
+        log.write('{"step": 2, "loss": 99.0}\n')
+    train(options(folder, tmp_path / "again", resume=True), load_options(small_path))
+    assert losses(tmp_path / "again") == wanted
+
+
+def test_overfitting_a_few_images_lowers_the_loss(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, steps=40, batch=6, save_every=100), load_options(small_path))
+    got = losses(tmp_path)
+    assert np.mean(got[-10:]) < 0.8 * np.mean(got[:5])
+
+
+def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    path = train(options(folder, tmp_path, stage="autoencoder", steps=12, batch=3, lr=2e-3), load_options(small_path))
+    got = losses(tmp_path)
+    assert np.mean(got[-3:]) < np.mean(got[:3])
+    pipe = ldm_lite.load(small_path, parts={"vae": path}, device="cpu")
+    assert isinstance(pipe, Pipeline)
+
+
+def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
+    (tmp_path / "grey.py").write_text(
+        "from PIL import Image\n"
+        "def scenes(resolution, level=0):\n"
+        "    return lambda i: (Image.new('RGB', (resolution, resolution), (level, i % 256, 0)), f'grey {i}')\n"
+    )
+    for name, extra in (("new", {}), ("kept", {"scenes": 5})):
+        drawn = Options(
+            renderer=os.fspath(tmp_path / "grey.py"),
+            renderer_options='{"level": 100}',
+            out=os.fspath(tmp_path / name),
+            steps=2,
+            batch=2,
+            workers=0,
+            samples="grey 1",
+            **extra,
+        )
+        train(drawn, load_options(small_path))
+        assert len(losses(tmp_path / name)) == 2
+
+
+def test_tokens_that_no_caption_used_are_zero_in_a_new_model(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """And its loss is drawn, where there is matplotlib."""
+    preset = options(folder, tmp_path, steps=6, batch=1, save_every=9, preset="emoji64", samples="picture")
+    path = train(preset, LoadOptions(vae=os.fspath(hub.bundled()), device="cpu"))
+    pipe = ldm_lite.load(path, device="cpu")
+    used = pipe.text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0
+    tokens = {token for i in range(6) for token in pipe.tokenizer.encode(f"picture {i}")} | {SOT, EOT}
+    assert set(used.nonzero().flatten().tolist()) <= tokens
+    assert used[SOT]
+    assert used[pipe.tokenizer.encode("picture")].all()
+    assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_the_noise_schedule_of_the_first_checkpoint_is_kept(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    load = LoadOptions(ckpt=os.fspath(small_path), device="cpu", prediction="v", zero_snr=True)
+    pipe = ldm_lite.load(train(options(folder, tmp_path, steps=1), load), device="cpu")
+    assert pipe.schedule.prediction == "v"
+    assert pipe.schedule.alpha_bar[-1] == 0
+    wanted = ldm_lite.load(small_path, device="cpu", prediction="v", zero_snr=True).schedule.alpha_bar
+    assert np.allclose(pipe.schedule.alpha_bar, wanted, atol=1e-6)
+
+
+def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [{"file_name": os.fspath(folder / f"{i}.png"), "text": f"picture {i}"} for i in range(3)]
+    (data / "captions.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    train(options(data, tmp_path / "out", steps=1), load_options(small_path))
+
+
+def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
+    kept = (tmp_path / "state.pt").read_bytes()
+    message = r"the loss is (nan|inf) at step \d+: take a lower --lr; the state of step 1 is kept"
+    with pytest.raises(ValueError, match=message):
+        train(options(folder, tmp_path, resume=True, lr=1e36, steps=50), load_options(small_path))
+    assert (tmp_path / "state.pt").read_bytes() == kept
+
+
+def test_a_full_disk_keeps_the_last_good_state(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
+    kept = {name: (tmp_path / name).read_bytes() for name in ("state.pt", "model.safetensors")}
+
+    def full(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    arguments = ["--data", os.fspath(folder), "--out", os.fspath(tmp_path), "--resume", "--ckpt", os.fspath(small_path)]
+    small = ["--steps", "2", "--batch", "2", "--workers", "0", "--device", "cpu", "--warmup", "2"]
+    assert command.main([*arguments, *small]) == 1
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_decoder_alone(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """Latents, and so every diffusion model of them, stay what they are."""
+    given = options(folder, tmp_path, stage="autoencoder", freeze_encoder=True, steps=2)
+    after, before = (
+        load_autoencoder(path, device="cpu") for path in (train(given, load_options(small_path)), small_path)
+    )
+    assert torch.equal(after.encoder.conv_out.weight, before.encoder.conv_out.weight.half().float())
+    assert not torch.equal(after.decoder.conv_out.weight, before.decoder.conv_out.weight.half().float())
+
+
+def test_latents_are_kept_for_the_same_images_and_autoencoder(tmp_path: Path) -> None:
+    kept = data.Encoded(torch.ones(2, 8, 4, 4).half(), ("a", "b"))
+    kept.write(tmp_path / "latents.pt", "these")
+    again = data.Encoded.read(tmp_path / "latents.pt", "these")
+    assert again is not None
+    assert again.captions == kept.captions
+    assert torch.equal(again.moments, kept.moments)
+    assert data.Encoded.read(tmp_path / "latents.pt", "others") is None
+
+
+def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    pipe = replace(pipe, family=replace(pipe.family, task="inpaint"))
+    with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
+        command._task(options(folder, folder), pipe, data.open_folder(folder, 64))
+
+
+def test_the_fast_backward_pass_of_group_normalisation_is_torchs() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.GroupNorm(4, 32)
+    with torch.no_grad():
+        plain.weight.normal_(), plain.bias.normal_()
+    fast = copy.deepcopy(plain)
+    norm.use_fast_backward(fast)
+    x = (torch.randn(3, 32, 6, 5) * 2 + 1).bfloat16().contiguous(memory_format=torch.channels_last)
+    weights = torch.randn(3, 32, 6, 5)
+    grads = []
+    for module, value in ((plain, x.float()), (fast, x)):
+        value.requires_grad_()
+        (module(value).float() * weights).sum().backward()
+        grads.append([value.grad.float(), module.weight.grad, module.bias.grad])
+    for wanted, got in zip(*grads, strict=True):
+        assert (wanted - got).abs().max() < 0.02 * wanted.abs().max()  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local", "gpu", "backend"),
+    [(0, 1, None, "gloo"), (1, 1, None, "gloo"), (2, 1, 1, "cpu:gloo,cuda:nccl"), (8, 1, 1, "cpu:gloo,cuda:nccl")],
+)
+def test_each_process_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local: int, gpu: int | None, backend: str
+) -> None:
+    for name, value in (("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value))
+    took, met = list[int](), list[str]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", took.append)
+    monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(ranks.dist, "init_process_group", met.append)
+    ranks.join()
+    assert took == ([] if gpu is None else [gpu])
+    assert met == [backend]
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """As torchrun starts them: one log, one checkpoint, and resuming alone is possible."""
+    arguments = ["-m", "ldm_lite.train", "--data", os.fspath(folder), "--ckpt", os.fspath(small_path), "--steps", "2"]
+    arguments += ["--batch", "2", "--workers", "0", "--device", "cpu", "--out", os.fspath(tmp_path)]
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([sys.executable, *arguments], env={**os.environ, **meet, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait() for process in started] == [0, 0]
+    assert len(losses(tmp_path)) == 1
+    train(options(folder, tmp_path, resume=True, steps=3), load_options(small_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "wanted either --data FOLDER or --renderer FILE.py"),
+        (["--data", "DATA", "--renderer", "x.py"], "wanted either --data FOLDER or --renderer FILE.py"),
+        (["--data", "none"], "none: is no folder, wanted one with captioned images"),
+        (["--data", "EMPTY"], "holds no images"),
+        (["--data", "UNCAPTIONED"], "has no caption: wanted a.txt beside it"),
+        (["--data", "BLANK"], "its caption is empty"),
+        (["--data", "BROKEN"], "is not an image that can be read"),
+        (["--data", "BROKEN", "--workers", "1", "--lora_rank", "1"], "is not an image that can be read"),
+        (["--data", "LIST"], "captions.jsonl, line 1: wanted"),
+        (["--data", "TYPES"], "captions.jsonl, line 2: wanted"),
+        (["--data", "LATIN"], "a.txt: is not UTF-8 text"),
+        (["--renderer", "SYNTAX/r.py"], "r.py: cannot be imported: SyntaxError"),
+        (["--renderer", "FAILS/r.py"], "the renderer fails at scene 0: KeyError: 0"),
+        (["--renderer", "none.py"], "is no Python file"),
+        (["--preset", "huge", "--data", "DATA"], "unknown preset 'huge': wanted one of emoji64"),
+        (["--preset", "emoji64", "--data", "DATA"], "a new diffusion model needs an autoencoder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    folder: Path,
+    small_path: Path,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    image = (folder / "0.png").read_bytes()
+    contents: dict[str, dict[str, bytes]] = {
+        "DATA": {"a.png": image, "a.txt": b"a"},
+        "EMPTY": {},
+        "UNCAPTIONED": {"a.png": image},
+        "BLANK": {"a.png": image, "a.txt": b" \n"},
+        "BROKEN": {"a.png": b"nothing", "a.txt": b"a"},
+        "LIST": {"captions.jsonl": b"{}\n"},
+        "TYPES": {
+            "a.png": image,
+            "captions.jsonl": b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}\r\n{"file_name": 1, "text": null}',
+        },
+        "LATIN": {"a.png": image, "a.txt": b"\xe9t\xe9"},
+        "SYNTAX": {"r.py": b"def"},
+        "FAILS": {"r.py": b"def scenes(resolution):\n    return {}.__getitem__"},
+    }
+    for name, files in contents.items():
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_bytes(content)
+    workers = [] if "--workers" in arguments else ["--workers", "0"]
+    base = [] if "--preset" in arguments else ["--ckpt", os.fspath(small_path)]
+    assert command.main([*arguments, *base, "--device", "cpu", "--steps", "1", "--batch", "1", *workers]) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_photos_are_turned_upright_and_what_is_transparent_is_white(tmp_path: Path) -> None:
+    image, exif = Image.new("RGB", (16, 8), "blue"), Image.Exif()
+    image.paste((255, 0, 0), (0, 0, 8, 8))
+    exif[0x112] = 6  # to be turned by 90 degrees: its left side is the top
+    image.save(tmp_path / "a.png", exif=exif)
+    Image.new("RGBA", (8, 8)).save(tmp_path / "b.png")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    photo, clear = (data.open_folder(tmp_path, 8).example(i)[0] for i in range(2))
+    assert photo[:, 0, 4].tolist() == [255, 0, 0]
+    assert photo[:, 7, 4].tolist() == [0, 0, 255]
+    assert (clear == 255).all()
+
+
+def test_what_training_does_not_heed_is_refused(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    load = load_options(small_path)
+    for changes, message in (
+        ({"storage": "int8"}, "train has no --storage: leave it out"),
+        ({"compile": "step"}, "train has no --compile: leave it out, or take --compile-network"),
+        ({"dtype": "fp16"}, "got dtype fp16, but weights are trained in float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(options(folder, tmp_path), replace(load, **changes))
+    with pytest.raises(ValueError, match="--preset is a new model: leave out --ckpt"):
+        train(options(folder, tmp_path, preset="emoji64"), load)
+    with pytest.raises(ValueError, match="got tokens 78, wanted 2 to 77"):
+        train(options(folder, tmp_path, tokens=78), load)
+
+
+def test_checkpoints_before_the_first_loss_is_logged(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was lost, since the run was ended between its last state and its checkpoint, is written again."""
+    monkeypatch.setattr(loop, "CHECK_EVERY", 20)
+    path = train(options(folder, tmp_path, steps=2, save_every=1), load_options(small_path))
+    path.unlink()
+    assert train(options(folder, tmp_path, steps=2, resume=True), load_options(small_path)).is_file()
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, steps=1), load_options(small_path))
+    with pytest.raises(ValueError, match="holds a run already: go on with --resume, or take another --out"):
+        train(options(folder, tmp_path, steps=1), load_options(small_path))
+    with pytest.raises(ValueError, match="is not the state of this run"):
+        train(options(folder, tmp_path, resume=True, stage="autoencoder"), load_options(small_path))

@@ -1,0 +1,217 @@
+"""Every released file is told from its keys and shapes alone, in any order, and what is none is named as what it is."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from ldm_lite.checkpoint.reader import SGM, Checkpoint, split
+from ldm_lite.zoo.detection import complete, identify
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.inference import Shapes, infer_vae
+from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, build
+
+MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
+UNET, STAGE, CLIP, OPEN_CLIP, COND = (
+    "model.diffusion_model.",
+    "first_stage_model.",
+    "cond_stage_model.transformer.",
+    "cond_stage_model.model.",
+    "cond_stage_model.",
+)
+SD1 = {STAGE: "vae_kl_f8_sd", CLIP: "text_clip_l"}
+SD2 = {STAGE: "vae_kl_f8_sd", OPEN_CLIP: "text_openclip_h14"}
+SDXL = {STAGE: "vae_kl_f8_sd", f"{SGM}0.transformer.": "text_clip_l", f"{SGM}1.model.": "text_openclip_bigg14"}
+
+# A family's name -> its file: a prefix and the manifest under it, each; and keys beside them.
+FILES: dict[str, dict[str, str]] = {
+    "sd1": {UNET: "unet_sd1", **SD1},
+    "sd1_inpaint": {UNET: "unet_sd1_inpaint", **SD1},
+    "instruct_pix2pix": {**SD1},
+    "lcm": {UNET: "unet_sd1", **SD1},
+    "lcm_sdxl": {UNET: "unet_sdxl_base", **SDXL},
+    "sd2": {UNET: "unet_sd2", **SD2},
+    "sd_turbo": {UNET: "unet_sd2", STAGE: "vae_kl_f8_sd", f"{SGM}0.model.": "text_openclip_h14"},
+    "sd2_inpaint": {UNET: "unet_sd2_inpaint", **SD2},
+    "sd2_depth": {UNET: "unet_sd2_depth", **SD2},
+    "sd2_unclip_h": {UNET: "unet_sd2_unclip_h", **SD2},
+    "sd2_unclip_l": {UNET: "unet_sd2_unclip_l", **SD2},
+    "sdxl_base": {UNET: "unet_sdxl_base", **SDXL},
+    "sdxl_inpaint": {UNET: "unet_sdxl_inpaint", **SDXL},
+    "sdxl_refiner": {UNET: "unet_sdxl_refiner", STAGE: "vae_kl_f8_sd", f"{SGM}0.model.": "text_openclip_bigg14"},
+    "x4": {UNET: "unet_x4", STAGE: "vae_kl_f4_x4upscaler", OPEN_CLIP: "text_openclip_h14"},
+    "ldm_text2img_large": {UNET: "unet_ldm_text2img_large", STAGE: "vae_kl_f8_sd", COND: "text_bert_ldm_large"},
+    "ldm_text2img256": {UNET: "unet_ldm_text2img256", STAGE: "vae_vq_f4", COND: "text_bert_ldm_256"},
+    "ldm_layout2img": {UNET: "unet_ldm_layout2img", STAGE: "vae_vq_f4", COND: "text_bert_layout"},
+    "ldm_cin256_v2": {UNET: "unet_ldm_cin256_v2", STAGE: "vae_vq_f4"},
+    "ldm_cin256": {UNET: "unet_ldm_cin256", STAGE: "vae_vq_f8"},
+    "ldm_celeba_ffhq_beds256": {UNET: "unet_ldm_celeba_ffhq_beds256", STAGE: "vae_vq_f4"},
+    "ldm_lsun_churches256": {UNET: "unet_ldm_lsun_churches256", STAGE: "vae_kl_f8_sd"},
+    "ldm_inpainting_big": {UNET: "unet_ldm_inpainting_big", STAGE: "vae_vq_f4_noattn", COND: "vae_vq_f4_noattn"},
+    "ldm_bsr_sr": {UNET: "unet_ldm_bsr_sr", STAGE: "vae_vq_f4"},
+    "ldm_semantic_synthesis": {UNET: "unet_ldm_semantic_synthesis", STAGE: "vae_vq_f4"},
+    "rdm768": {UNET: "unet_rdm768", STAGE: "vae_kl_f16"},
+    "if_I": {"": "unet_if_I_XL"},
+    "if_II": {"": "unet_if_II_L"},
+}
+BESIDE: dict[str, dict[str, tuple[int, ...]]] = {
+    "ldm_cin256_v2": {"cond_stage_model.embedding.weight": (1001, 512)},
+    "ldm_cin256": {"cond_stage_model.embedding.weight": (1000, 512)},
+    "ldm_semantic_synthesis": {"cond_stage_model.channel_mapper.weight": (3, 182, 1, 1)},
+    "ldm_lsun_churches256": {"scale_factor": ()},
+    "x4": {"low_scale_model.betas": (1000,)},
+    "lcm": {f"{UNET}cond_proj.weight": (320, 256)},
+    "lcm_sdxl": {f"{UNET}cond_proj.weight": (320, 256)},
+    "instruct_pix2pix": {  # as Stable Diffusion 1.x, but for the first convolution
+        UNET + key: tuple(shape) for key, shape in MANIFESTS["unet_sd1"]["shapes"].items()
+    }
+    | {f"{UNET}input_blocks.0.0.weight": (320, 8, 3, 3)},
+}
+BUFFERS = {"betas": (1000,), "denoiser.sigmas": (1000,), "noise_augmentor.betas": (1000,), "model_ema.decay": ()}
+
+
+def opened(shapes: Shapes, name: str = "file.ckpt", order: int = 0) -> Checkpoint:
+    """A checkpoint of these shapes, shuffled, and of nothing else."""
+    items = list(shapes.items())
+    random.Random(order).shuffle(items)
+    return Checkpoint(Path(name), dict(items), {}, lambda key: torch.zeros(shapes[key]))
+
+
+def under(prefix: str, manifest: str) -> dict[str, tuple[int, ...]]:
+    return {prefix + key: tuple(shape) for key, shape in MANIFESTS[manifest]["shapes"].items()}
+
+
+def file_of(name: str) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, manifest in FILES[name].items():
+        shapes |= under(prefix, manifest)
+    return shapes | BESIDE.get(name, {}) | BUFFERS
+
+
+def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
+    used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
+    assert used == set(MANIFESTS)
+    assert set(FILES) == {name for name in FAMILIES if name != "sdxl_turbo"}  # told by metadata
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("order", range(3))
+def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCaptureFixture) -> None:
+    """And every tensor in it has its place: all are loaded, or known to carry no weights."""
+    checkpoint = opened(file_of(name), order=order)
+    components = split(checkpoint)
+    sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
+    family = identify({role: component.shapes for role, component in components.items()}, {}, sgm)
+    assert family == FAMILIES[name]
+    complete(components, family.networks)
+    assert set(components) == set(family.networks)
+    assert "ignored" not in caplog.text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
+    """Names and shapes, with nothing missing: what is left over carries no weights."""
+    for role, component in split(opened(file_of(name))).items():
+        with torch.device("meta"):
+            network = build(FAMILIES[name].networks[role])
+        ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+        assert ours.items() <= component.shapes.items()
+        assert not any(key in UNET for key in component.shapes.keys() - ours.keys())
+
+
+PARAMETERS = {  # of whole models, counted from the original code
+    "ldm_cin256_v2": 456_755_873,
+    "ldm_cin256": 463_213_491,
+    "ldm_celeba_ffhq_beds256": 329_378_945,
+    "ldm_lsun_churches256": 378_620_779,
+    "ldm_inpainting_big": 440_465_313,
+    "ldm_bsr_sr": 168_945_345,
+    "ldm_semantic_synthesis": 270_552_643,
+    "rdm768": 1_405_091_363,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
+    with torch.device("meta"):
+        networks = [build(spec) for spec in FAMILIES[name].networks.values()]
+    assert sum(p.numel() for network in networks for p in network.parameters()) == PARAMETERS[name]
+
+
+# What a manifest is as a file of its own: the role in which it is loaded, or words of the refusal.
+ALONE: dict[str, str] = {
+    **{f"vae_{name}": "vae" for name in AUTOENCODERS},
+    "taesd_encoder": "vae",
+    "taesd_decoder": "vae",
+    "text_clip_l": "text_encoder",
+    "text_openclip_h14": "text_encoder",
+    "control_sd15": "control",
+    "control_sd21": "control",
+    "t2i_adapter_sd_rgb": "adapter",
+    "t2i_adapter_sd_gray": "adapter",
+    "t2i_adapter_light_color": "adapter",
+    "t2i_adapter_sdxl": "adapter",
+    "t2i_adapter_style": "style",
+    "t5_v1_1_xxl_encoder": "text_encoder",
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_file_of_one_network_is_what_it_is(name: str) -> None:
+    checkpoint, wanted = opened(under("", name)), ALONE[name]
+    if " " in wanted:
+        with pytest.raises(ValueError, match=wanted):
+            split(checkpoint)
+        return
+    components = split(checkpoint)
+    assert set(components) == {wanted}
+    if name.removeprefix("vae_") in AUTOENCODERS:
+        assert infer_vae(components["vae"].shapes) == AUTOENCODERS[name.removeprefix("vae_")]
+
+
+def without(shapes: Shapes, part: str) -> dict[str, tuple[int, ...]]:
+    return {key: shape for key, shape in shapes.items() if part not in key}
+
+
+LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "svd": (file_of("sd2") | {f"{UNET}input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
+    "ssd-1b": (without(file_of("sdxl_base"), "middle_block.1."), "a distilled one"),
+    "bk-sdm": (without(file_of("sd1"), "middle_block.1."), "a distilled one"),
+    "playground": (file_of("sdxl_base") | {"edm_mean": (1, 4, 1, 1), "edm_std": (1, 4, 1, 1)}, "Playground 2.5"),
+    "cosxl": (file_of("sdxl_base") | {"edm_vpred.sigma_max": (), "edm_vpred.sigma_min": ()}, "CosXL"),
+    "altdiffusion": (file_of("sd1") | {"cond_stage_model.roberta.embeddings.LayerNorm.weight": (1024,)}, "AltDiff"),
+    "sd3": ({f"{UNET}joint_blocks.0.x_block.attn.qkv.weight": (4608, 1536)}, "Stable Diffusion 3"),
+    "flux": ({"double_blocks.0.img_attn.qkv.weight": (9216, 3072)}, "Flux"),
+    "animatediff": ({"down_blocks.0.motion_modules.0.temporal_transformer.norm.weight": (320,)}, "AnimateDiff"),
+    "lora": ({"lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": (4, 1280)}, "a LoRA"),
+    "loha": ({"lora_unet_mid_block_attentions_0_proj_in.hada_w1_a": (1280, 4)}, "a LyCORIS adapter"),
+    "inversion": ({"emb_params": (3, 768)}, "a textual inversion embedding"),
+    "diffusers": ({"down_blocks.0.resnets.0.conv1.weight": (320, 320, 3, 3)}, "a UNet in the format of diffusers"),
+    "gumbel": (under("", "vae_kl_f8_sd") | {"quantize.embed.weight": (8192, 256)}, "a Gumbel VQ autoencoder"),
+    "unknown": ({"layers.0.weight": (3, 3)}, "holds no UNet"),
+    "another UNet": (
+        file_of("sd1") | {f"{UNET}out.2.weight": (5, 320, 3, 3), f"{UNET}out.2.bias": (5,)},
+        "unknown UNet: the nearest is sd1, from which it differs at out.2.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_a_look_alike_is_named_and_never_taken_for_another(name: str) -> None:
+    """Trap 32: nothing falls back to Stable Diffusion 1."""
+    shapes, wanted = LOOK_ALIKES[name]
+    with pytest.raises(ValueError, match=wanted):
+        identify({role: part.shapes for role, part in split(opened(shapes)).items()}, {})
+
+
+def test_the_same_name_of_another_width_is_another_family() -> None:
+    """Trap 5: SD-Turbo and SDXL's refiner name their text encoder alike."""
+    turbo, refiner = (file_of(name)[f"{SGM}0.model.ln_final.weight"] for name in ("sd_turbo", "sdxl_refiner"))
+    assert (turbo, refiner) == ((1024,), (1280,))
+
+
+def test_every_spec_of_a_family_has_a_network() -> None:
+    assert {type(spec) for family in FAMILIES.values() for spec in family.networks.values()} <= set(NETWORKS)

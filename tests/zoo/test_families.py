@@ -1,0 +1,593 @@
+"""Stable Diffusion 2 and XL against diffusers' pipelines (the goldens), and the traps of their files and prompts."""
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from random_checkpoint import small, state_dict, write
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite import generate, img2img, inpaint, txt2img
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.conditioning.prompts import Reading, encode_prompts
+from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.generate import Handover, decode, denoise
+from ldm_lite.image import depth_latent, open_depth
+from ldm_lite.zoo.detection import describe, identify, known, turbo_of, with_prediction
+from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = np.load(DATA / "families.npz")
+MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
+PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
+NOISE = toy.normal(9, 1, 4, 8, 8)
+
+Load = Callable[[str], Pipeline]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """-> a function: the name of a family -> a file of it in miniature."""
+    folder = tmp_path_factory.mktemp("families")
+
+    def path(name: str) -> Path:
+        target = folder / f"{name}.safetensors"
+        if not target.exists():
+            write(target, small(name))
+        return target
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def load(files: Callable[[str], Path]) -> Load:
+    pipes: dict[str, Pipeline] = {}
+
+    def one(name: str) -> Pipeline:
+        if name not in pipes:
+            pipes[name] = ldm_lite.load(files(name), device="cpu")
+        return pipes[name]
+
+    return one
+
+
+def run(
+    pipe: Pipeline, negative: str | None, scale: float, reading: Reading, later: Pipeline | None = None
+) -> torch.Tensor:
+    def branches(pipe: Pipeline) -> "ldm_lite.diffusion.guidance.Branches":
+        cond = encode_prompts(pipe, [PROMPT], reading)
+        return classifier_free(cond, encode_prompts(pipe, [negative], replace(reading, negative=True)), scale)
+
+    plan = make_plan("ddim", pipe.schedule, 4)
+    handover = None if later is None else Handover(later, branches(later), 2)
+    *_, latents = denoise(pipe, NOISE, branches(pipe), plan, later=handover)
+    return latents
+
+
+# ---- against diffusers ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_sd2_are_read_as_by_diffusers(load: Load) -> None:
+    """Traps 1 and 2: the layer before the last, with the final norm, of tokens padded with 0."""
+    pipe = load("sd2")
+    context = encode_prompts(pipe, [PROMPT]).context
+    assert toy.relative_error(context, GOLDEN["sd2.context"]) < 1e-5
+    padded = replace(pipe.tokenizer, pad_id=49407)([PROMPT])
+    assert toy.relative_error(pipe.text_encoder(padded), GOLDEN["sd2.context"]) > 1e-3
+
+
+@pytest.mark.parametrize("prediction", ["eps", "v"])
+def test_runs_of_sd2_end_as_those_of_diffusers(files: Callable[[str], Path], prediction: str) -> None:
+    pipe = ldm_lite.load(files("sd2"), device="cpu", prediction=prediction)
+    latents = run(pipe, NEGATIVE, 9.0, Reading())
+    assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
+    other = {"eps": "v", "v": "eps"}[prediction]
+    assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
+
+
+def test_runs_with_a_depth_map_end_as_those_of_diffusers(load: Load) -> None:
+    pipe = load("sd2_depth")
+    depth = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
+    cond, uncond = (encode_prompts(pipe, [text])._replace(concat=depth) for text in (PROMPT, NEGATIVE))
+    *_, latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
+    assert toy.relative_error(latents, GOLDEN["depth.latents"]) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "key"), [("sd2", "sd2.eps"), ("sdxl_base", "sdxl.none")])
+def test_pictures_are_those_of_diffusers(load: Load, name: str, key: str) -> None:
+    """Trap 6: the autoencoders are alike, their scale factors are not."""
+    [pixels] = decode(load(name), torch.from_numpy(GOLDEN[f"{key}.latents"]))
+    wanted = GOLDEN[f"{key.split('.')[0]}.pixels"].clip(-1, 1)
+    assert toy.relative_error(pixels[None, :, ::4, ::4], wanted) < 1e-5
+
+
+def test_prompts_of_sdxl_are_read_as_by_diffusers(load: Load) -> None:
+    """Traps 1, 2 and 3: no final norm, paddings of 49407 and 0, the pooled output projected."""
+    conditioning = encode_prompts(load("sdxl_base"), [PROMPT])
+    assert toy.relative_error(conditioning.context, GOLDEN["sdxl.context"]) < 1e-5
+    assert toy.relative_error(conditioning.y[:, :96], GOLDEN["sdxl.pooled"]) < 1e-5
+
+
+def test_runs_of_sdxl_end_as_those_of_diffusers(load: Load) -> None:
+    """Traps 4 and 28: sizes height first; no negative prompt is not the empty one."""
+    pipe = load("sdxl_base")
+    none, empty = (run(pipe, negative, 5.0, Reading()) for negative in (None, ""))
+    assert toy.relative_error(none, GOLDEN["sdxl.none.latents"]) < 1e-5
+    assert toy.relative_error(empty, GOLDEN["sdxl.empty.latents"]) < 1e-5
+    assert toy.relative_error(none, GOLDEN["sdxl.empty.latents"]) > 1e-3
+    sizes = Reading(size=(64, 64), original_size=(96, 80), crop_top_left=(8, 4))
+    assert toy.relative_error(run(pipe, None, 5.0, sizes), GOLDEN["sdxl.sizes.latents"]) < 1e-5
+    turned = Reading(size=(64, 64), original_size=(80, 96), crop_top_left=(4, 8))
+    assert toy.relative_error(run(pipe, None, 5.0, turned), GOLDEN["sdxl.sizes.latents"]) > 1e-4
+
+
+def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
+    latents = run(load("sdxl_base"), None, 5.0, Reading(), later=load("sdxl_refiner"))
+    assert toy.relative_error(latents, GOLDEN["sdxl.refined.latents"]) < 1e-5
+    assert toy.relative_error(latents, GOLDEN["sdxl.none.latents"]) > 1e-2
+
+
+def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Height first, and the scores are the refiner's alone."""
+    monkeypatch.setattr(generate, "seeded_noise", lambda seeds, shape: lambda: NOISE)
+    options = txt2img.Options(PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64)
+
+    def last(options: txt2img.Options, refiner: Pipeline | None = None) -> torch.Tensor:
+        latents: list[torch.Tensor] = []
+        list(
+            txt2img.txt2img(
+                load("sdxl_base"), options, refiner=refiner, on_step=lambda step, num, x: latents.append(x.clone())
+            )
+        )
+        return latents[-1]
+
+    assert toy.relative_error(last(options), GOLDEN["sdxl.none.latents"]) < 1e-5
+    sized = replace(options, original_size="96x80", crop_top_left="8,4", target_size="64x64")
+    assert toy.relative_error(last(sized), GOLDEN["sdxl.sizes.latents"]) < 1e-5
+    assert toy.relative_error(last(replace(sized, target_size="80x64")), GOLDEN["sdxl.sizes.latents"]) > 1e-4
+    scored = replace(options, refiner_start=0.5, aesthetic_score=8.0, negative_aesthetic_score=1.5)
+    assert toy.relative_error(last(scored, load("sdxl_refiner")), GOLDEN["sdxl.scored.latents"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        (
+            "sd2",
+            ["--original-size", "96x80"],
+            "got original size, which small Stable Diffusion 2.x does not read: leave",
+        ),
+        (
+            "sdxl_base",
+            ["--aesthetic-score", "7"],
+            "which small Stable Diffusion XL does not read: leave out --aesthetic-sc",
+        ),
+        ("sdxl_refiner", ["--target-size", "64x64"], "which small Stable Diffusion XL refiner does not read"),
+        ("sd2", ["--image-embedding", "{embedding}"], "got image embedding, which small Stable Diffusion 2.x does not"),
+        (
+            "sdxl_base",
+            ["--original-size", "96"],
+            "got original_size '96', wanted HxW, height first, 1024x768 for instance",
+        ),
+        ("sdxl_base", ["--target-size", "0x96"], "got target_size '0x96', wanted HxW"),
+        ("sdxl_base", ["--crop-top-left", "-1,0"], "got crop_top_left '-1,0', wanted Y,X, 0,128 for instance"),
+    ],
+)
+def test_sizes_that_nobody_reads_are_one_line(
+    files: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((1, 24)))
+    arguments = [str(tmp_path / "a.npy") if a == "{embedding}" else a for a in arguments]
+    if arguments[1].startswith("-"):
+        arguments = ["=".join(arguments)]
+    assert command(tmp_path, files(name), *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_told_in_the_picture(files: Callable[[str], Path], tmp_path: Path) -> None:
+    assert command(tmp_path, files("sdxl_base"), "--original-size", "96X80", "--crop_top_left", "8,4") == 0
+    told = Image.open(tmp_path / "out.png").info["parameters"]
+    assert 'Original size: 96X80, Crop top left: "8,4"' in told
+
+
+def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
+    reading = Reading(image_embedding=toy.normal(10, 1, 24), noise_level=300)
+    pipe = load("sd2_unclip_h")
+    assert toy.relative_error(encode_prompts(pipe, ["a", "b"], reading).y[1:], GOLDEN["unclip.y"]) < 1e-5
+    assert not encode_prompts(pipe, [""], replace(reading, negative=True)).y.any()
+    statistics = torch.cat([toy.normal(11, 1, 24), toy.normal(12, 1, 24).exp()])
+    y = encode_prompts(load("sd2_unclip_l"), ["a"], replace(reading, image_statistics=statistics)).y
+    assert toy.relative_error(y, GOLDEN["unclip_l.y"]) < 1e-5
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_says_what_it_predicts_before_its_weights_do(
+    files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trap 7: Stable Diffusion 2's files of eps and of v have the same keys and shapes."""
+    caplog.set_level("INFO", logger="ldm_lite")
+    weights, about = dict(state_dict(small("sd2"))), describe(small("sd2"))
+    del about["prediction"], about["resolution"]
+    save_file(weights, tmp_path / "eps", metadata=about)
+    key = "model.diffusion_model.output_blocks.3.1.transformer_blocks.0.norm1.bias"
+    assert key in weights
+    save_file({**weights, key: 5 * weights[key]}, tmp_path / "v", metadata=about)
+
+    eps, v = (ldm_lite.load(tmp_path / name, device="cpu").family for name in ("eps", "v"))
+    assert (eps.prediction, eps.resolution, v.prediction, v.resolution) == ("eps", 512, "v", 768)
+    assert "v: predicts v by its weights: output_blocks.3.1.transformer_blocks.0.norm1.bias deviates by" in caplog.text
+    assert ldm_lite.load(tmp_path / "v", device="cpu", prediction="eps").schedule.prediction == "eps"
+    stated = ldm_lite.load(tmp_path / "eps", device="cpu", metadata={"modelspec.prediction_type": "v"}).family
+    assert (stated.prediction, stated.resolution) == ("v", 768)
+
+
+def test_the_marker_of_v_prediction_is_heeded(files: Callable[[str], Path], tmp_path: Path) -> None:
+    weights, about = dict(state_dict(small("sdxl_base"))), describe(small("sdxl_base"))
+    del about["prediction"]
+    save_file({**weights, "v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, tmp_path / "v", metadata=about)
+    schedule = ldm_lite.load(tmp_path / "v", device="cpu").schedule
+    assert schedule.prediction == "v"
+    assert schedule.alpha_bar[-1] == 0
+
+
+def test_turbo_is_told_by_its_layout_or_by_metadata() -> None:
+    assert (FAMILIES["sd_turbo"].steps, FAMILIES["sd_turbo"].scale) == (1, 1.0)
+    shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
+    assert identify(shapes, {}, sgm=True) == SDXL
+    assert identify(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
+    ancestral, euler = ({"scheduler": f"Euler{kind}DiscreteScheduler, trailing"} for kind in ("Ancestral", ""))
+    assert identify(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert identify(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
+    assert identify(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
+    assert identify(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
+    of_sd2 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}}
+    assert identify(of_sd2, euler) == FAMILIES["sd_turbo"]
+    assert identify(of_sd2, ancestral) == SD2
+    of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
+    assert identify(of_sd1, euler) == FAMILIES["sd1"]
+    assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
+
+
+def test_a_name_that_says_turbo_is_not_passed_over(
+    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [turbo_of(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
+        *("sdxl_turbo", "sd_turbo", None, None, None)
+    ]
+    assert turbo_of(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
+    monkeypatch.setattr("ldm_lite.checkpoint.model.turbo_of", lambda family: "sdxl_turbo")  # a small one has no row
+    for name in ("sd_xl_turbo_1.0.safetensors", "other.safetensors"):
+        (tmp_path / name).symlink_to(small_path)
+        caplog.clear()
+        ldm_lite.load(tmp_path / name, device="cpu")
+        assert ("if it is, add --metadata family=sdxl_turbo" in caplog.text) == ("turbo" in name)
+
+
+def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
+    from ldm_lite.diffusion.schedule import Schedule, linear_betas
+
+    return Schedule.from_betas(linear_betas(SDXL.beta_start, SDXL.beta_end), "eps")
+
+
+def test_the_autoencoder_of_sdxl_is_kept_out_of_half_precision(files: Callable[[str], Path]) -> None:
+    """Trap 27."""
+    pipe = ldm_lite.load(files("sdxl_base"), device="cpu", dtype="fp16")
+    assert next(pipe.vae.parameters()).dtype == torch.float32
+    assert pipe.dtype == next(pipe.text_encoder_2.parameters()).dtype == torch.float16
+    brain = ldm_lite.load(files("sdxl_base"), device="cpu", dtype="bf16")
+    assert next(brain.vae.parameters()).dtype == torch.bfloat16
+
+
+def test_converted_files_of_sd2_lack_what_is_not_read(tmp_path: Path) -> None:
+    whole = {key: tuple(s) for key, s in MANIFESTS["text_openclip_h14"]["shapes"].items()}
+    shapes = {key: s for key, s in whole.items() if ".resblocks.23." not in key and key != "text_projection"}
+    unet = {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}
+    family = identify({"unet": unet, "text_encoder": shapes}, {})
+    assert family == replace(SD2, text=replace(SD2.text, layers=23, skip=0, projection=False))
+    assert identify({"unet": unet, "text_encoder": whole}, {}) == SD2
+
+
+def test_miniatures_are_known_again_by_their_metadata() -> None:
+    from ldm_lite.checkpoint.reader import on_meta
+    from ldm_lite.zoo.networks import build
+
+    for name in [name for name in FAMILIES if re.match("sd2|sd_|sdxl_[bir]", name)]:
+        family = small(name)
+        with on_meta():
+            shapes = {
+                role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
+                for role, spec in family.networks.items()
+            }
+        assert with_prediction(identify(shapes, describe(family)), family.prediction) == with_prediction(
+            family, family.prediction
+        )
+
+
+def test_all_that_describes_a_family_can_be_given_and_nothing_else() -> None:
+    for family in FAMILIES.values():
+        assert set(describe(family)) <= set(known(describe(family)))
+    with pytest.raises(ValueError, match="got --metadata guidence, wanted one of unet_num_heads, "):
+        known({"family": "sd1", "guidence": "5"})
+
+
+def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
+    unet = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}
+    with pytest.raises(ValueError, match=r"the metadata name the family 'sdxl_turb', wanted one of sd1, .*sdxl_turbo"):
+        identify({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(tmp_path: Path, path: Path, *arguments: str) -> int:
+    common = ["--steps", "2", "--sampler", "ddim", "--device", "cpu", "--H", "64", "--W", "64", "--skip_grid"]
+    return txt2img.main([PROMPT, "--ckpt", str(path), "--out", str(tmp_path / "out.png"), *common, *arguments])
+
+
+@pytest.mark.parametrize("name", ["sd2", "sd_turbo", "sdxl_base", "sdxl_refiner"])
+def test_the_command_makes_a_picture(
+    files: Callable[[str], Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, files(name), "--negative_prompt", NEGATIVE) == 0
+    assert Image.open(tmp_path / "out.png").size == (64, 64)
+    assert small(name).title in capsys.readouterr().err
+
+
+def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
+    refiner = str(files("sdxl_refiner"))
+    assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
+    picture = Image.open(tmp_path / "out.png")
+    assert "Refiner: sdxl_refiner, Refiner from step: 2" in picture.info["parameters"]
+    options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
+    pixels = {
+        start: next(
+            txt2img.txt2img(load("sdxl_base"), replace(options, refiner_start=start), refiner=load("sdxl_refiner"))
+        )
+        for start in (0.0, 0.5, 1.0)
+    }
+    assert np.array_equal(pixels[0.5].array, np.asarray(picture))
+    assert not np.array_equal(pixels[0.5].array, pixels[1.0].array)
+    alone = next(txt2img.txt2img(load("sdxl_base"), options))
+    assert torch.equal(pixels[1.0].pixels, alone.pixels)
+    last = next(txt2img.txt2img(load("sdxl_refiner"), options))
+    assert torch.equal(pixels[0.0].pixels, last.pixels)
+
+
+def test_a_picture_then_the_refiner_as_by_diffusers(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    """The share of the steps is of all from pure noise on: of 8, 2 are left out, 2 the base's, 4 the refiner's."""
+    caplog.set_level("INFO", "ldm_lite")
+    settings = {"steps": 8, "scale": 5.0, "sampler": "ddim", "strength": 0.75, "refiner_start": 0.5}
+    latents: list[torch.Tensor] = []
+    given = {"pictures": [Image.fromarray(toy.waves())], "refiner": load("sdxl_refiner")}
+    given["on_step"] = lambda step, num_steps, x: latents.append(x.clone())
+    list(img2img.img2img(load("sdxl_base"), img2img.Options(PROMPT, **settings), **given))
+    assert toy.relative_error(latents[-1], GOLDEN["sdxl.img2img.latents"]) < 1e-5
+    assert "sdxl_refiner: the last 4 of 6 steps are its" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["sdxl_base", "sdxl_inpaint"])
+def test_painting_into_a_picture_is_refined(load: Load, name: str) -> None:
+    """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
+    mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
+    given = {"pictures": [Image.fromarray(toy.waves())], "masks": [mask]}
+    options = inpaint.Options(PROMPT, steps=4, sampler="ddim")
+    halved = replace(options, refiner_start=0.5)
+    pixels = {
+        refiner: next(inpaint.inpaint(load(name), halved, refiner=load(refiner), **given)).pixels
+        for refiner in (name, "sdxl_refiner")
+    }
+    pixels[None] = next(inpaint.inpaint(load(name), options, **given)).pixels
+    assert torch.equal(pixels[None], pixels[name])
+    changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
+    assert changed[16:48, 16:48].float().mean() > 0.9
+    changed[16:48, 16:48] = False
+    assert not changed.any()
+
+
+@pytest.mark.parametrize("command", [img2img, inpaint])
+def test_a_picture_then_the_refiner_by_one_flag(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: ModuleType
+) -> None:
+    Image.fromarray(toy.waves()).save(tmp_path / "in.png")
+    mask = ["--mask", str(tmp_path / "in.png")] if command is inpaint else []
+    arguments = [PROMPT, "--ckpt", str(files("sdxl_base")), "--refiner", str(files("sdxl_refiner")), "--steps", "4"]
+    arguments += ["--init-img", str(tmp_path / "in.png"), "--out", str(tmp_path / "out.png"), "--device", "cpu", *mask]
+    assert command.main([*arguments, "--strength", "0.5", "--refiner-start", "0.75"]) == 0
+    told = Image.open(tmp_path / "out.png").info["parameters"]
+    assert "Refiner: sdxl_refiner, Refiner from step: 2" in told  # the first of two is the third of four
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*arguments, "--refiner-start", "1.5"])
+    assert "got refiner_start 1.5, wanted 0 to 1" in capsys.readouterr().err
+
+
+def test_where_a_refiner_or_noise_begins_without_either_is_one_line(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["--refiner-start", "0.5"], "--refiner-start is where a refiner takes over: name it with --refiner FILE"),
+        (["--noise-level", "100"], "--noise-level is of the picture that is followed: name it with --image-embedding"),
+    ):
+        assert command(tmp_path, files("sdxl_base"), *arguments) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out.png").exists()
+
+
+def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
+    for name, differ in (("sdxl_base", True), ("sdxl_refiner", False), ("sd2", False)):
+        options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
+        none, empty = (
+            next(txt2img.txt2img(load(name), replace(options, negative_prompt=negative))).pixels
+            for negative in (None, "")
+        )
+        assert torch.equal(none, empty) != differ
+
+
+def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grey = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
+    Image.fromarray(grey).save(tmp_path / "depth.png")
+    Image.fromarray(grey[::-1].copy()).save(tmp_path / "turned.png")
+    pictures = []
+    for name in ("depth", "turned"):
+        assert command(tmp_path, files("sd2_depth"), "--depth", str(tmp_path / f"{name}.png")) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert not np.array_equal(*pictures)
+    assert command(tmp_path, files("sd2_depth")) == 2
+    assert "got no depth map, but small Stable Diffusion 2 depth wants one: --depth FILE" in capsys.readouterr().err
+    assert command(tmp_path, files("sd2"), "--depth", str(tmp_path / "depth.png")) == 2
+    assert "got a depth map, but small Stable Diffusion 2.x wants none" in capsys.readouterr().err
+
+
+def test_depth_maps_keep_all_their_bits(tmp_path: Path) -> None:
+    values = (toy.depth_map().astype(np.uint16) * 7 + 30_000) * 1
+    for name, image in (
+        ("bits16.png", Image.fromarray(values)),
+        ("float.tiff", Image.fromarray(values.astype(np.float32) / 7)),
+        ("rgb.png", Image.fromarray(toy.depth_map()).convert("RGB")),
+    ):
+        image.save(tmp_path / name)
+        got = depth_latent(open_depth(tmp_path / name), (8, 8))
+        wanted = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
+        assert torch.allclose(got, wanted, atol=1e-4), name
+    assert (got.min(), got.max()) == (-1, 1)
+    flat = depth_latent(Image.new("L", (8, 8), 9), (4, 4))
+    assert torch.isfinite(flat).all()
+
+
+def test_an_image_embedding_is_read(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "image.npy", toy.normal(10, 24).numpy())
+    save_file({"embedding": toy.normal(10, 1, 24)}, tmp_path / "image.safetensors")
+    pictures = []
+    for name in ("image.npy", "image.safetensors"):
+        assert command(tmp_path, files("sd2_unclip_h"), "--image_embedding", str(tmp_path / name)) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert np.array_equal(*pictures)
+    np.save(tmp_path / "wrong.npy", np.zeros((1, 7)))
+    for arguments, message in (
+        ([], r"reads an image's CLIP embedding (1, 24) beside the prompt: give one with --image-embedding FILE"),
+        (["--image_embedding", str(tmp_path / "wrong.npy")], "got an image embedding (1, 7) and noise level 0"),
+    ):
+        assert command(tmp_path, files("sd2_unclip_h"), *arguments) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command(tmp_path, files("sd2_unclip_h"), "--image_embedding", str(tmp_path / "image.npy"), "--noise_level=1000")
+    assert "got noise_level 1000, wanted 0 to 999" in capsys.readouterr().err
+
+
+def test_statistics_of_embeddings_are_read(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """unCLIP L's, which are in no checkpoint: karlo's two tensors, or diffusers' image_normalizer."""
+    mean, deviation = toy.normal(11, 24), toy.normal(12, 24).exp()
+    np.save(tmp_path / "image.npy", toy.normal(10, 24).numpy())
+    torch.save((mean, deviation), tmp_path / "ViT-L-14_stats.th")
+    save_file({"mean": mean[None], "std": deviation[None]}, tmp_path / "normalizer.safetensors")
+    torch.save({"no": mean}, tmp_path / "other.th")
+    embedding, pictures = ["--image-embedding", str(tmp_path / "image.npy"), "--noise-level", "500"], []
+    for name in ("ViT-L-14_stats.th", "normalizer.safetensors"):
+        arguments = [*embedding, "--image-statistics", str(tmp_path / name)]
+        assert command(tmp_path, files("sd2_unclip_l"), *arguments) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        (tmp_path / "out.png").unlink()
+    assert np.array_equal(*pictures)
+    for family, arguments, message in (
+        ("sd2_unclip_l", embedding, "statistics that its file lacks: give karlo's ViT-L-14_stats.th with"),
+        ("sd2_unclip_l", [*embedding, f"--image-statistics={tmp_path}/other.th"], "holds no mean and standard deviati"),
+        ("sd2_unclip_l", [*embedding, f"--image-statistics={tmp_path}/none.th"], "none.th: No such file"),
+        ("sd2_unclip_h", [*embedding, f"--image-statistics={tmp_path}/ViT-L-14_stats.th"], "image statistics"),
+    ):
+        assert command(tmp_path, files(family), *arguments) == 2
+        assert message in capsys.readouterr().err
+    assert command(tmp_path, files("sd2_unclip_l"), *embedding[:2]) == 0
+
+
+def test_pictures_are_begun_with_and_painted_into(files: Callable[[str], Path], tmp_path: Path) -> None:
+    picture, mask = tmp_path / "picture.png", tmp_path / "mask.png"
+    Image.fromarray(toy.depth_map()).convert("RGB").resize((64, 64)).save(picture)
+    Image.fromarray(255 * (toy.depth_map() > 200).astype(np.uint8)).resize((64, 64)).save(mask)
+    common = ["--init-img", str(picture), "--steps", "2", "--sampler", "ddim", "--device", "cpu", PROMPT]
+    for number, (command, name, arguments) in enumerate(
+        (
+            (img2img, "sd2_depth", ["--depth", str(picture)]),
+            (img2img, "sdxl_refiner", []),
+            (inpaint, "sd2_inpaint", ["--mask", str(mask)]),
+            (inpaint, "sdxl_inpaint", ["--mask", str(mask)]),
+        )
+    ):
+        out = tmp_path / f"{number}.png"
+        assert command.main([*common, "--ckpt", str(files(name)), "--out", str(out), *arguments]) == 0, name
+        assert Image.open(out).size == (64, 64)
+
+
+def test_inpainting_files_are_refused_where_they_are_of_no_use(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sd2_inpaint", "sdxl_inpaint"):
+        assert command(tmp_path, files(name)) == 2
+        assert "which txt2img cannot use: take python -m ldm_lite.inpaint" in capsys.readouterr().err
+
+
+def test_what_is_too_long_is_said_once_though_two_encoders_read_it(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode_prompts(load("sdxl_base"), ["a " * 75 + "fox", None])
+    assert [record.getMessage() for record in caplog.records] == ["prompt is too long, dropped from it: fox"]
+
+
+def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
+    pipe = load("sdxl_base")
+    long = encode_prompts(pipe, ["a cat, " * 30], Reading(syntax="a1111"))
+    assert long.context.shape == (1, 2 * 77, 160)
+    first = encode_prompts(pipe, ["a cat, " * 25], Reading(syntax="a1111"))
+    assert torch.allclose(long.context[:, :77], first.context, atol=1e-5)
+    assert torch.allclose(long.y, first.y, atol=1e-5)  # the pooled output is the first chunk's
+
+
+def test_what_is_not_for_these_families_says_so(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
+    from ldm_lite.bench import __main__ as bench
+    from ldm_lite.train import __main__ as train
+
+    data = tmp_path / "data"
+    data.mkdir()
+    Image.new("RGB", (64, 64)).save(data / "a.png")
+    (data / "a.txt").write_text("a")
+    for name in ("sd2", "sdxl_base"):
+        options = train.Options(data=str(data), out=str(tmp_path / "run"), steps=1)
+        with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
+            train.train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
+    assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
+
+
+def test_a_unet_is_not_put_beside_an_autoencoder_of_other_latents(
+    files: Callable[[str], Path], small_path: Path
+) -> None:
+    xl = files("sdxl_base")
+    with pytest.raises(
+        ValueError, match=rf"{small_path}: is a UNet of .*SD1, and {xl} a checkpoint of .*XL.*other latents"
+    ):
+        ldm_lite.load(xl, parts={"unet": small_path}, device="cpu")
+    swapped = ldm_lite.load(xl, parts={"unet": small_path, "vae": small_path}, device="cpu")
+    assert swapped.family.scale_factor == 0.18215
+    assert ldm_lite.load(xl, parts={"unet": xl}, device="cpu").family.scale_factor == 0.13025

@@ -1,0 +1,369 @@
+"""The LDM zoo and the x4 upscaler in miniature: from a file of each, as the original code samples (the goldens)."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import random_checkpoint
+import torch
+import toy
+import toy_zoo
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite import generate, img2img, inpaint, txt2img
+from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.conditioning.prompts import Reading, count_chunks, encode_prompts
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.step import watched
+from ldm_lite.image import mask_latent, to_array
+from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.tasks.job import previewed
+from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.families import FAMILIES, ZOO
+from ldm_lite.zoo.networks import build
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "zoo.npz")
+Load = Callable[[str], Pipeline]
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's name -> the file of its miniature."""
+    folder = tmp_path_factory.mktemp("zoo")
+
+    def path(name: str) -> Path:
+        file = folder / f"{name}.safetensors"
+        if not file.exists():
+            random_checkpoint.write(file, toy_zoo.small(name))
+        return file
+
+    return path
+
+
+@pytest.fixture(scope="module")
+def load(path_of: Callable[[str], Path]) -> Load:
+    """A family's name -> its miniature, loaded."""
+    return functools.cache(lambda name: ldm_lite.load(path_of(name), device="cpu"))
+
+
+@pytest.mark.parametrize("name", toy_zoo.SMALL)
+def test_a_file_is_loaded_as_what_it_is(name: str, load: Load) -> None:
+    wanted, got = toy_zoo.small(name), load(name).family
+    assert got.networks == wanted.networks
+    assert got.title == wanted.title
+    assert (got.task, got.conditioner, got.prediction) == (wanted.task, wanted.conditioner, wanted.prediction)
+
+
+def conditionings(pipe: Pipeline, name: str, folder: Path) -> tuple[Conditioning, Conditioning | None]:
+    """What a run reads of its prompt, from files where it has them, and of what to keep away from."""
+    prompts = {"ldm_text2img_large": toy_zoo.PROMPTS[0], "ldm_text2img256": toy_zoo.PROMPTS[0]}
+    prompts |= {"ldm_cin256_v2": str(toy_zoo.CLASS), "ldm_cin256": str(toy_zoo.CLASS)}
+    height, width = (4 * side for side in toy_zoo.latent_size(name))
+    if name == "ldm_layout2img":
+        boxes = [{"class": box[0], "box": box[1:]} for box in toy.layouts()[0]]
+        (folder / "boxes.json").write_text(json.dumps(boxes))
+        prompts[name] = str(folder / "boxes.json")
+    elif name == "ldm_semantic_synthesis":
+        Image.fromarray(toy_zoo.labels()[0].numpy().astype(np.uint8)).save(folder / "labels.png")
+        prompts[name] = str(folder / "labels.png")
+    elif name == "rdm768":
+        np.save(folder / "embeddings.npy", toy_zoo.neighbours()[0].numpy())
+        prompts[name] = str(folder / "embeddings.npy")
+    prompt = prompts.get(name, "")
+    reading = Reading(num_chunks=count_chunks(pipe, [prompt]), size=(height, width))
+    cond = encode_prompts(pipe, [prompt], reading)
+    return cond, encode_prompts(pipe, [""], reading) if toy_zoo.RUNS[name].scale != 1 else None
+
+
+FROM_PROMPTS = [name for name in toy_zoo.RUNS if name not in ("ldm_inpainting_big", "ldm_bsr_sr", "x4")]
+
+
+@pytest.mark.parametrize("name", FROM_PROMPTS)
+def test_a_run_equals_the_originals(name: str, load: Load, tmp_path: Path) -> None:
+    """DDIM with the original's timesteps; the picture, too, with the scale factor or codes."""
+    pipe, run = load(name), toy_zoo.RUNS[name]
+    cond, uncond = conditionings(pipe, name, tmp_path)
+    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    *_, latents = generate.denoise(pipe, toy_zoo.noise(name), classifier_free(cond, uncond, run.scale), plan)
+    assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
+    if run.decoded:
+        pixels = next(generate.decode(pipe, latents))
+        assert toy.relative_error(pixels, GOLDEN[f"run.{name}.pixels"][0].clip(-1, 1)) < 1e-5
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompt_of(tmp_path: Path) -> dict[str, list[str]]:
+    """Families that make pictures of prompts -> the flags of one."""
+    boxes = [{"class": 3, "box": [0.1, 0.2, 0.5, 1.0]}]
+    (tmp_path / "boxes.json").write_text(json.dumps(boxes))
+    Image.fromarray(toy_zoo.labels()[0].numpy().astype(np.uint8)).save(tmp_path / "labels.png")
+    np.save(tmp_path / "embedding.npy", toy_zoo.neighbours()[0, 0].numpy())
+    return {
+        "ldm_celeba_ffhq_beds256": [],
+        "ldm_lsun_churches256": [],
+        "ldm_text2img_large": ["a red apple"],
+        "ldm_text2img256": ["--prompt", "a red apple"],
+        "ldm_cin256_v2": ["--class", "7"],
+        "ldm_cin256": ["9"],
+        "ldm_layout2img": ["--boxes", str(tmp_path / "boxes.json")],
+        "ldm_semantic_synthesis": ["--label-map", str(tmp_path / "labels.png")],
+        "rdm768": ["--embeddings", str(tmp_path / "embedding.npy")],
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in toy_zoo.SMALL if toy_zoo.small(name).task == "txt2img"])
+def test_the_command_makes_a_picture(
+    name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path
+) -> None:
+    arguments = [*prompt_of[name], "--ckpt", str(path_of(name)), "--device", "cpu", "--steps", "2"]
+    assert txt2img.main([*arguments, "--out", str(tmp_path / "out.png"), "--H", "48"]) == 0
+    image = Image.open(tmp_path / "out.png")
+    assert image.size == (32, 48)
+    assert np.asarray(image).std() > 1
+    # another prompt is another picture
+    if prompt_of[name] and name not in ("ldm_layout2img", "ldm_semantic_synthesis", "rdm768"):
+        others = [*prompt_of[name][:-1], "3", *arguments[len(prompt_of[name]) :]]
+        assert txt2img.main([*others, "--out", str(tmp_path / "other.png"), "--H", "48"]) == 0
+        assert not np.array_equal(np.asarray(Image.open(tmp_path / "other.png")), np.asarray(image))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("ldm_celeba_ffhq_beds256", ["a face"], "reads no prompt: got 'a face', leave it out"),
+        ("ldm_text2img256", [], "no prompt: give one"),
+        ("ldm_text2img256", ["an apple", "--clip-skip", "2"], "has no CLIP: leave out --clip-skip"),
+        ("ldm_cin256_v2", [], "no prompt: give one"),
+        ("ldm_cin256_v2", ["--class", "10"], "reads a class, 0 to 9: got '10'"),
+        ("ldm_cin256_v2", ["--class", "a dog"], "reads a class, 0 to 9: got 'a dog'"),
+        ("ldm_cin256", ["--class", "1", "--scale", "3"], "nothing to keep away from (leave out --scale): got 'none'"),
+        ("ldm_layout2img", ["a dog"], "a dog: no such file: small LDM layout-to-image (OpenImages) reads a JSON file"),
+        ("ldm_layout2img", ["--boxes", __file__], "is not a list of boxes"),
+        ("ldm_semantic_synthesis", ["{rgb}"], "is no map of labels: has the mode RGB"),
+        ("ldm_semantic_synthesis", ["{high}"], "is no map of labels: holds the label 200, wanted 0 to 5"),
+        ("ldm_semantic_synthesis", [__file__], "is not an image that can be read"),
+        ("rdm768", ["{rgb}"], "is no .npy file"),
+        ("rdm768", ["{wide}"], "holds floats of shape (1, 41), wanted (40,) or (T, 40)"),
+        ("ldm_bsr_sr", [], "take python -m ldm_lite.upscale"),
+        ("ldm_inpainting_big", [], "take python -m ldm_lite.inpaint"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_one_line(
+    name: str,
+    arguments: list[str],
+    message: str,
+    path_of: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "rgb.png")
+    Image.new("L", (4, 4), 200).save(tmp_path / "high.png")
+    np.save(tmp_path / "wide.npy", np.zeros(41, dtype=np.float32))
+    files = {"rgb": tmp_path / "rgb.png", "high": tmp_path / "high.png", "wide": tmp_path / "wide.npy"}
+    given = [argument.format(**files) if argument.startswith("{") else argument for argument in arguments]
+    arguments = [*given, "--ckpt", str(path_of(name)), "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
+    assert txt2img.main(arguments) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert message in last
+
+
+# ---- what only some files hold --------------------------------------------------------------------------------------
+
+
+def test_churches_scale_factor_is_the_files(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Trap 22: it was measured when training began, and stands in a buffer."""
+    path = path_of("ldm_lsun_churches256")
+    assert ldm_lite.load(path, device="cpu").family.scale_factor == pytest.approx(random_checkpoint.SCALE_FACTOR)
+    with safe_open(path, "pt") as file:
+        values, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    del values["scale_factor"]
+    save_file(values, tmp_path / "without.safetensors", metadata=metadata)
+    with pytest.raises(ValueError, match="lacks `scale_factor`"):
+        ldm_lite.load(tmp_path / "without.safetensors", device="cpu")
+    pipe = ldm_lite.load(tmp_path / "without.safetensors", device="cpu", metadata={"scale_factor": "0.5"})
+    assert pipe.family.scale_factor == 0.5
+
+
+def test_the_autoencoder_that_inpainting_holds_twice_is_read_once(
+    path_of: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trap 29."""
+    with safe_open(path_of("ldm_inpainting_big"), "pt") as file:
+        values, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    stage = "first_stage_model."
+    again = {key.replace(stage, "cond_stage_model."): 0 * v for key, v in values.items() if key.startswith(stage)}
+    save_file({**values, **again}, tmp_path / "twice.safetensors", metadata=metadata)
+    pipe = ldm_lite.load(tmp_path / "twice.safetensors", device="cpu")
+    assert torch.equal(pipe.vae.encoder.conv_in.weight, values[f"{stage}encoder.conv_in.weight"])
+    assert pipe.text_encoder is None
+    assert "ignored" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ldm_celeba_ffhq_beds256", "ldm_cin256"])
+def test_the_average_is_taken_where_there_is_one(name: str, load: Load, tmp_path: Path) -> None:
+    """Trap 13: the original sampled inside of ema_scope."""
+    random_checkpoint.write(tmp_path / "ema.ckpt", toy_zoo.small(name), container="zip", ema=True)
+    metadata = describe(toy_zoo.small(name))
+    pipe, true = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata), load(name)
+    assert all(map(torch.equal, pipe.unet.state_dict().values(), true.unet.state_dict().values()))
+    other = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata, ema="no")
+    assert not torch.equal(other.unet.out[2].weight, true.unet.out[2].weight)
+
+
+@pytest.mark.parametrize(
+    ("names", "alpha_bar"),  # of timesteps 0, 500 and 999
+    [
+        (("ldm_text2img_large",), (0.99915, 0.27633268, 4.66009851e-3)),
+        (
+            ("ldm_celeba_ffhq_beds256", "ldm_cin256", "ldm_cin256_v2", "ldm_text2img256"),
+            (0.9985, 0.11492200, 1.42303975e-4),
+        ),
+        (("ldm_lsun_churches256", "ldm_bsr_sr"), (0.9985, 0.15007005, 6.68665174e-4)),
+        (("ldm_inpainting_big", "ldm_semantic_synthesis", "ldm_layout2img"), (0.9985, 0.10767675, 9.69108668e-5)),
+        (("rdm768",), (0.9985, 0.15529056, 8.12518471e-4)),
+        (("x4",), (0.9999, 0.33127458, 7.33412460e-4)),
+    ],
+)
+def test_schedules_are_the_originals(names: tuple[str, ...], alpha_bar: tuple[float, ...]) -> None:
+    """Trap 16: what the configurations call linear is linear in the square roots."""
+    for name in names:
+        family = FAMILIES[name]
+        schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+        assert schedule.alpha_bar[[0, 500, 999]] == pytest.approx(alpha_bar, rel=1e-7)
+
+
+def test_head_counts_are_the_rows() -> None:
+    """Trap 8: shapes do not tell them, and a wrong one loads."""
+    heads = {
+        "ldm_cin256_v2": (1, None),
+        "x4": (8, None),
+        "ldm_text2img_large": (8, None),
+        "ldm_text2img256": (None, 32),
+        "ldm_cin256": (None, 32),
+        "ldm_celeba_ffhq_beds256": (None, 32),
+        "ldm_lsun_churches256": (8, None),
+        "ldm_layout2img": (None, 32),
+        "ldm_semantic_synthesis": (8, None),
+        "rdm768": (None, 32),
+        "ldm_inpainting_big": (8, None),
+        "ldm_bsr_sr": (None, 32),
+    }
+    assert {name: (FAMILIES[name].unet.num_heads, FAMILIES[name].unet.head_dim) for name in ZOO} == heads
+
+
+# ---- inpainting -----------------------------------------------------------------------------------------------------
+
+
+def test_inpainting_equals_the_original(load: Load) -> None:
+    """Trap 12: a black hole, the picture before the mask, and a mask of 1 and -1: all unlike Stable Diffusion's."""
+    name = "ldm_inpainting_big"
+    pipe, run = load(name), toy_zoo.RUNS[name]
+    hole = toy_zoo.hole()[0]
+    concat = inpaint.LOOKS[pipe.family.task](pipe, toy_zoo.picture(name)[0], hole, mask_latent(hole, 4))
+    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    branches = classifier_free(Conditioning(concat=concat), None, run.scale)
+    *_, latents = generate.denoise(pipe, toy_zoo.noise(name), branches, plan)
+    assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
+    pixels = next(generate.decode(pipe, latents))
+    assert toy.relative_error(pixels, GOLDEN[f"run.{name}.pixels"][0].clip(-1, 1)) < 1e-5
+
+
+def test_inpainting_needs_no_prompt(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    values = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (30, 41, 3), dtype=np.uint8)
+    Image.fromarray(values).save(tmp_path / "in.png")
+    mask = np.zeros((30, 41), dtype=np.uint8)
+    mask[10:20, 8:30] = 255
+    Image.fromarray(mask).save(tmp_path / "in_mask.png")
+    arguments = ["--indir", str(tmp_path), "--ckpt", str(path_of("ldm_inpainting_big")), "--device", "cpu"]
+    assert inpaint.main([*arguments, "--steps", "2", "--out", str(tmp_path / "out.png")]) == 0
+    painted = np.asarray(Image.open(tmp_path / "out.png"))
+    assert np.array_equal(painted[mask == 0], values[mask == 0])
+    assert not np.array_equal(painted, values)
+
+
+# ---- other autoencoders ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", toy_zoo.SMALL)
+def test_another_autoencoder_takes_the_place_of_any_familys(
+    name: str, path_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One of the same kind, and where it is a VQ one, a KL one of such latents: its scale factor is the family's."""
+    spec = toy_zoo.small(name).vae
+    fields = {key: value for key, value in vars(spec).items() if key != "num_codes"}
+    for other in (spec, VAESpec(**fields)):
+        weights = toy.fill(build(other), "another").state_dict()
+        save_file(dict(weights), tmp_path / "other.safetensors")
+        pipe = ldm_lite.load(path_of(name), device="cpu", parts={"vae": tmp_path / "other.safetensors"})
+        assert pipe.vae.spec == pipe.family.vae == other
+        assert torch.equal(pipe.vae.decoder.conv_in.weight, weights["decoder.conv_in.weight"])
+        scale = random_checkpoint.SCALE_FACTOR if name == "ldm_lsun_churches256" else toy_zoo.small(name).scale_factor
+        assert pipe.family.scale_factor == pytest.approx(scale)
+
+
+def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, tmp_path: Path) -> None:
+    taesd = toy.fill(build(toy.TINY))
+    save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
+    arguments = ["a red apple", "--ckpt", str(small_path), "--device", "cpu", "--steps", "2", "--n-samples", "3"]
+    arguments += ["--out", str(tmp_path), "--preview", str(tmp_path / "taesd.safetensors"), "--skip-grid"]
+    assert txt2img.main(arguments) == 0
+    assert Image.open(tmp_path / "preview.png").size == (134, 134)  # of a grid
+    assert len(list((tmp_path / "samples").glob("*.png"))) == 3
+    # The last one is of the results, through TAESD.
+    pipe, latents = ldm_lite.load(small_path, device="cpu"), []
+    options = txt2img.Options(prompt="a red apple", steps=2)
+    list(txt2img.txt2img(pipe, options, on_step=lambda step, num_steps, x: latents.append(x)))
+    first = np.asarray(Image.open(tmp_path / "preview.png").crop((2, 2, 66, 66)), dtype=int)
+    assert np.abs(first - to_array(taesd.decode(latents[-1])[0])).max() <= 1
+
+
+def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_path: Path) -> None:
+    taesd: Any = toy.fill(build(toy.TINY))
+    save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
+    foreseen: list[torch.Tensor] = []
+    latents: list[torch.Tensor] = []
+    shown: list[Image.Image] = []
+    pipe = ldm_lite.load(small_path, device="cpu")
+    pipe = replace(pipe, step=watched(pipe.step, foreseen.append))
+    pipe, on_step = previewed(
+        pipe, str(tmp_path / "taesd.safetensors"), shown.append, lambda step, num_steps, x: latents.append(x)
+    )
+    list(txt2img.txt2img(pipe, txt2img.Options(prompt="a red apple", steps=3, sampler="ddim"), on_step=on_step))
+    assert len(shown) == len(foreseen) == len(latents) == 3
+    for image, wanted in zip(shown, [*foreseen[:2], latents[2]], strict=True):
+        picture = np.asarray(image.crop((2, 2, 66, 66)), dtype=int)  # of a grid of one
+        assert np.abs(picture - to_array(taesd.decode(wanted)[0])).max() <= 1
+
+
+def test_a_preview_that_does_not_fit_is_said(
+    path_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(dict(toy.fill(build(toy.TINY)).state_dict()), tmp_path / "taesd.safetensors")
+    arguments = ["--ckpt", str(path_of("ldm_celeba_ffhq_beds256")), "--device", "cpu", "--out", str(tmp_path)]
+    assert txt2img.main([*arguments, "--preview", str(tmp_path / "taesd.safetensors")]) == 2
+    assert "does not fit: its latents have 4 channels at 1/8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ldm_celeba_ffhq_beds256", "ldm_cin256_v2"])
+def test_pictures_can_be_begun_with(
+    name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """img2img, through a VQ autoencoder, with whatever the family reads."""
+    Image.new("RGB", (32, 32), "orange").save(tmp_path / "in.png")
+    arguments = [*prompt_of[name], "--init-img", str(tmp_path / "in.png"), "--ckpt", str(path_of(name))]
+    arguments += ["--device", "cpu", "--steps", "2", "--strength", "0.5", "--out", str(tmp_path / "out.png")]
+    assert img2img.main(arguments) == 0
+    assert Image.open(tmp_path / "out.png").size == (32, 32)
