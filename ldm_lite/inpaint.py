@@ -93,13 +93,13 @@ def check(options: Options) -> None:
 
 def pairs(options: Options) -> list[Pair]:
     """The pictures of a job, each with its mask.  Raises ValueError if one lacks one, OSError for no such file."""
-    from ldm_lite.image import listed
+    from ldm_lite.image import list_images
 
     if options.indir is None:
         return _paired(options, sources(options.init_img, "init-img"), sources(options.mask, "mask", least=0))
     if options.init_img or options.mask:
         raise ValueError("got --indir beside --init-img or --mask: give one of them")
-    masks = [path for path in listed(Path(options.indir)) if path.name.endswith("_mask.png")]
+    masks = [path for path in list_images(Path(options.indir)) if path.name.endswith("_mask.png")]
     if not masks:
         raise ValueError(f"{options.indir}: holds no NAME_mask.png beside a NAME.png")
     names = [str(mask.with_name(mask.name.replace("_mask.png", ".png"))) for mask in masks]

@@ -49,10 +49,10 @@ def reconstruct(vae: "Autoencoder", picture: "Image") -> Reconstruction:
     import numpy as np
     import torch
 
-    from ldm_lite.image import pad, to_array, to_picture, to_pil, to_pixels
+    from ldm_lite.image import pad, to_array, to_pil, to_pixels, to_rgb
     from ldm_lite.runtime.tiling import tiled_on_cpu
 
-    picture = to_picture(picture)
+    picture = to_rgb(picture)
     weight = next(vae.parameters())
     pixels = pad(to_pixels(picture), vae.spec.factor).to(weight.device, weight.dtype)
     with torch.no_grad():
@@ -66,13 +66,13 @@ def reconstruct(vae: "Autoencoder", picture: "Image") -> Reconstruction:
 def run(options: Options, save: SaveOptions) -> None:
     """Load, reconstruct, save, and print where the result is and its PSNR."""
     from ldm_lite.checkpoint.model import load_autoencoder
-    from ldm_lite.image import open_picture
+    from ldm_lite.image import open_image
 
     if save.preview is not None:
         raise ValueError("reconstruct has no steps: leave out --preview")
     if options.image is None:
         raise ValueError("no picture: name one, for instance photo.png")
-    picture, saver = open_picture(options.image), Saver(save, "reconstruct")
+    picture, saver = open_image(options.image), Saver(save, "reconstruct")
     vae = load_autoencoder(options.ckpt, device=options.device, dtype=options.dtype)
     result = reconstruct(vae, picture)
     if not save.skip_save:

@@ -18,7 +18,7 @@ from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.conditioning import boxes
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.image import read
+from ldm_lite.image import read_image
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 
@@ -69,7 +69,7 @@ def label_maps(pipe: Pipeline, prompts: Prompts, size: tuple[int, int]) -> Condi
     maps = []
     for prompt in prompts:
         path = _file(pipe, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
-        labels = read(path, lambda image: _labels(image, size))
+        labels = read_image(path, lambda image: _labels(image, size))
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
                 f"{path}: is no map of labels: holds the label {labels.max()}, wanted 0 to {num_labels - 1}"

@@ -21,7 +21,7 @@ from ldm_lite.control.canny import canny
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.step import Model, denoise_step
-from ldm_lite.image import clip_pixels, open_picture, resize
+from ldm_lite.image import clip_crop, open_image, resize
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
 from ldm_lite.models.style_adapter import StyleAdapter, styled
@@ -94,7 +94,7 @@ def _parse(text: str) -> Request:
 
 def natural_size(texts: Sequence[str], resolution: int) -> tuple[int, int]:
     """(width, height) of the first control's picture, scaled to `resolution` on its short side, multiples of 64."""
-    picture = open_picture(parse(texts)[0].picture)
+    picture = open_image(parse(texts)[0].picture)
     width, height = (max(64, round(side * resolution / min(picture.size) / 64) * 64) for side in picture.size)
     return width, height
 
@@ -104,7 +104,7 @@ def read_picture(request: Request, size: tuple[int, int]) -> Tensor:
 
     Raises ValueError for what is no image, or is to be inpainted and has no hole; OSError if it cannot be opened.
     """
-    picture = resize(open_picture(request.picture), size, "crop")
+    picture = resize(open_image(request.picture), size, "crop")
     if request.preprocess.startswith("canny"):
         picture = canny(picture, *map(float, request.preprocess.split(":")[1:]))
     pixels = _unit(picture)
@@ -180,7 +180,7 @@ def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, request: Re
         raise ValueError(
             f"{request.source}: wants an image encoder {network.spec.width} wide, got one of {vision.spec.width}"
         )
-    picture = _unit(clip_pixels(open_picture(request.picture), vision.spec.size))
+    picture = _unit(clip_crop(open_image(request.picture), vision.spec.size))
     return request.weight * network(vision(picture.to(network.proj)))
 
 

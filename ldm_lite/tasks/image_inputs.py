@@ -55,12 +55,12 @@ Options = TypeVar("Options", bound=ImageOptions)
 
 def sources(paths: Sequence[str], flag: str, least: int = 1) -> list[Path]:
     """Files and folders -> files, those of a folder by name.  Raises ValueError if there are too few, OSError."""
-    from ldm_lite.image import SUFFIXES, listed
+    from ldm_lite.image import SUFFIXES, list_images
 
     found: list[Path] = []
     for path in map(Path, paths):
         path.stat()  # what is not there is an error before any work, not in the middle of it
-        inside = listed(path) if path.is_dir() else [path]
+        inside = list_images(path) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path}: holds no pictures ({', '.join(SUFFIXES)})")
         found += inside
@@ -71,11 +71,11 @@ def sources(paths: Sequence[str], flag: str, least: int = 1) -> list[Path]:
 
 def open_source(source: "Path | Image") -> Picture:
     """A file, or a PIL image of any kind -> an upright, opaque RGB picture.  Raises ValueError, OSError."""
-    from ldm_lite.image import open_picture, to_picture
+    from ldm_lite.image import open_image, to_rgb
 
     if isinstance(source, Path):
-        return Picture(source.name, open_picture(source))
-    return Picture("picture", to_picture(source))
+        return Picture(source.name, open_image(source))
+    return Picture("picture", to_rgb(source))
 
 
 def size_of(pipe: "Pipeline", options: ImageOptions, picture: Picture) -> tuple[int, int]:
