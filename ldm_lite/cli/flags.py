@@ -190,3 +190,19 @@ def original_flags(parser: argparse.ArgumentParser) -> None:
     section.add_argument("--config", help="not needed: the checkpoint says what it is")
     section.add_argument("--C", type=int, help="latent channels: checked against the checkpoint")
     section.add_argument("--f", type=int, help="pixels per latent position: checked against the checkpoint")
+
+
+def txt2img_flags(parser: argparse.ArgumentParser) -> None:
+    """original_flags, and those of the original txt2img alone."""
+    original_flags(parser)
+    parser.add_argument("--laion400m", action="store_true", help="--ckpt models/ldm/text2img-large/model.ckpt")
+
+
+def edit_flags(parser: argparse.ArgumentParser) -> None:
+    """original_flags, and those of InstructPix2Pix's edit_cli.py."""
+    original_flags(parser)
+    section = parser.add_argument_group("flags of InstructPix2Pix's edit_cli.py that have other names here")
+    section.add_argument("--edit", dest="prompt", metavar="TEXT", help="the prompt")
+    section.add_argument("--output", dest="out", metavar="TEXT", help="--out")
+    section.add_argument("--vae-ckpt", dest="vae", metavar="TEXT", help="--vae")
+    section.add_argument("--cfg-text", dest="scale", type=float, metavar="X", help="--scale")
