@@ -45,7 +45,7 @@ class PixelResBlock(ResBlock):
         self.in_layers[1], self.out_layers[1] = nn.GELU(), nn.GELU()
         self.gain = 0.7071 if spec.super_resolution else 1.0
 
-    def forward(self, x: Tensor, emb: Tensor | tuple[Tensor, ...], size: tuple[int, int] | None) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
         return super().forward(x, emb, size) * self.gain
 
 
