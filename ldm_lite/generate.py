@@ -19,7 +19,7 @@ from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import Network, denoise_step, rows
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import TextCache, UNet
 from ldm_lite.runtime.setup import unchanged
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 
@@ -172,7 +172,7 @@ class _Stage:
     def __init__(self, model: Model, branches: Branches, first_step: int, device: torch.device) -> None:
         self.model, self.branches, self.first_step, self.device = model, branches, first_step, device
         self.conditioning = _stacked(branches.conditionings, device, model.dtype)
-        self._cache: tuple[object, ...] | None = None
+        self._cache: TextCache | None = None
         self._guidance: tuple[object, Guidance] | None = None
 
     def read_text(self) -> None:
