@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint import lora as adapters
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, joined, load_weights, on_meta, open_checkpoint, split
-from ldm_lite.checkpoint.reader import ema as ema_copy
+from ldm_lite.checkpoint.reader import (
+    SGM,
+    Checkpoint,
+    Component,
+    ema_copy,
+    join,
+    load_weights,
+    on_meta,
+    open_checkpoint,
+    split,
+)
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.bert import BERTSpec
@@ -288,7 +297,7 @@ def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
     """A T5 v1.1 encoder, which may lie in several files.  Raises ValueError if they do not hold one."""
-    checkpoint = joined([open_checkpoint(path) for path in paths])
+    checkpoint = join([open_checkpoint(path) for path in paths])
     probe = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     if not {probe, "shared.weight"} <= checkpoint.shapes.keys():
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one that is in several files wants all of them")
