@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
-from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, load_weights, on_meta, split
-from ldm_lite.checkpoint.reader import ema as ema_copy
+from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, load_weights, on_meta, split
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
