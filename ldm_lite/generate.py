@@ -183,9 +183,9 @@ class _Stage:
         """
         unet = self.model.unet
         as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
-        if self.conditioning.context is not None and as_written:
-            if not torch.is_autocast_enabled(self.device.type):
-                self._cache = unet.text_cache(self.conditioning.context)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if self.conditioning.context is not None and as_written and not autocast:
+            self._cache = unet.text_cache(self.conditioning.context)
 
     def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
         """What runs in a step, and what it reads."""

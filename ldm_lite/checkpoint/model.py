@@ -216,7 +216,7 @@ def _absent(family: Family, device: torch.device, dtype: torch.dtype) -> dict[st
     return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
 
 
-def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
+def _others(sources: Mapping[str, str]) -> dict[str, Component]:
     """The weights from other files, by role.  Raises ValueError for a file that has none of that role."""
     components: dict[str, Component] = {}
     for name, source in sources.items():
@@ -268,11 +268,13 @@ def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedul
         stored = checkpoint.read("betas").double().numpy()
         # Half-precision merges have rounded this buffer too.
         if stored.shape != betas.shape or not np.allclose(stored, betas, rtol=2e-3, atol=0):
-            log.warning("%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title)
+            log.warning(
+                "%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title
+            )
             betas = stored
     schedule = Schedule.from_betas(betas, family.prediction)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
-        raise ValueError(f"{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try `prediction=\"v\"`")
+        raise ValueError(f'{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
     if "ztsnr" in checkpoint.shapes:
         log.info("%s: the file asks for zero terminal SNR", checkpoint.path.name)
         zero_snr = True
@@ -286,7 +288,7 @@ def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:
     copy = ema_copy(unet)
     if copy is None:
         if ema == "yes":
-            raise ValueError(f"{unet.checkpoint.path}: has no complete EMA copy of the UNet: take `ema=\"auto\"`")
+            raise ValueError(f'{unet.checkpoint.path}: has no complete EMA copy of the UNet: take `ema="auto"`')
         return unet, "main"
     if ema == "no":
         return unet, "main (not the file's EMA)"

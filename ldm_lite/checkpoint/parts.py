@@ -68,5 +68,3 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
         encoder = T5Encoder(infer_t5(component.shapes))
     load_weights(encoder, component, "T5", device, dtype)
     return encoder
-
-
