@@ -147,7 +147,7 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
         else:
             parts.setdefault(part[0], {})[part[1]] = key
     if not parts:
-        raise ValueError(f"{file.path}: is no LoRA (has {unknown[0]}): give a whole checkpoint as --ckpt")
+        raise ValueError(f"{file.path}: is no LoRA (has {unknown[0]}): give a whole checkpoint as `ckpt`")
     if unknown:
         log.warning("%s: ignored %d tensors that are none of a LoRA: %s, ...", file.path.name, len(unknown), unknown[0])
     modules, alphas = {}, _peft_alphas(file)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.checkpoint.unpickle import INVERSION
 from ldm_lite.models.clip import CLIPTextEncoder
