@@ -20,8 +20,8 @@ from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import Model, Row, rows
 from ldm_lite.models.controlnet import Steered
 from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
-from ldm_lite.runtime.tuning import unchanged
 
 log = logging.getLogger("ldm_lite")
 
@@ -129,7 +129,7 @@ class _ReadAhead:
         unet = self._unet = pipe.unet
         self._context = self._text = conditioning.context
         self._table = self._read = table
-        as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
+        as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
         if torch.is_autocast_enabled(pipe.device.type) or not as_written:
             return
         if self._context is not None:

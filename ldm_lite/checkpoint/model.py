@@ -19,6 +19,7 @@ from ldm_lite.checkpoint import lora as adapters
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, joined, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint.reader import ema as ema_copy
+from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.bert import BERTSpec
@@ -31,10 +32,9 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.models.vae_vq import VQModel, VQSpec
 from ldm_lite.runtime.compile import Step
-from ldm_lite.runtime.offload import Placement
+from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtype, pick_dtypes, short_name
-from ldm_lite.runtime.tiling import tiled
-from ldm_lite.runtime.tuning import tune
+from ldm_lite.runtime.setup import load_device, prepare
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
     complete,
@@ -72,7 +72,7 @@ class Pipeline:
     text_encoder_2: nn.Module | None
     tokenizer: TextTokenizer | None
     description: str  # what was loaded, from where, in one line
-    placement: Placement | None = None  # None: the networks are on the device all the time, in the type they compute in
+    offloader: Offloader | None = None  # None: the networks are on the device all the time, in the type they compute in
     step: Step = denoise_step  # how a row of a plan is run: as it stands, or compiled
     learned: Mapping[int, Tensor] = field(default_factory=dict)  # vectors beyond the vocabulary, (V,D) by their width D
 
@@ -84,20 +84,20 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """Where the networks compute."""
-        if self.placement is not None:
-            return self.placement.device
+        if self.offloader is not None:
+            return self.offloader.device
         return next(self.unet.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the UNet computes in."""
-        if self.placement is not None:
-            return self.placement.dtypes["unet"]
+        if self.offloader is not None:
+            return self.offloader.dtypes["unet"]
         return next(self.unet.parameters()).dtype
 
     def phase(self, *roles: str) -> AbstractContextManager[None]:
         """In this block the networks of these roles are where they compute; what computes with them enters it."""
-        return nullcontext() if self.placement is None else self.placement.phase(*roles)
+        return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Image size in pixels -> shape (C,h,w) of its latent.  Raises ValueError if a side is no multiple of 8 (f)."""
@@ -166,13 +166,13 @@ def load(
     if parts and "vae" in parts:
         family = with_vae(family, autoencoder_spec(components["vae"]), name=str(parts["vae"]))
     components["unet"], weights = _with_ema(components["unet"], ema)
-    tuning = {} if tuning is None else tuning
+    options = RuntimeOptions(**(tuning or {}))
     dtypes = pick_dtypes(dtype, torch_device, family.networks, ("vae",) if family.vae_overflows else ())
-    networks = _networks(family, components, _home(tuning, torch_device), dtypes)
+    networks = _networks(family, components, load_device(options, torch_device), dtypes)
     family = _predicting(family, prediction, about, networks["unet"], title)
     schedule = _schedule(family, main, zero_snr)
-    adapters.Merged(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
-    step, placement = _tune(networks, tuning, torch_device)
+    adapters.merge_lora(networks, [(adapters.open_lora(file), weight) for file, weight in loras], removable=False)
+    step, offloader = prepare(networks, options, torch_device)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
         f"{title}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
@@ -188,7 +188,7 @@ def load(
         schedule=schedule,
         tokenizer=tokenizer_of(family.text),
         description=description,
-        placement=placement,
+        offloader=offloader,
         step=step,
         **networks,
     )
@@ -228,28 +228,6 @@ def _without_weights(family: Family, device: torch.device, dtype: torch.dtype) -
     return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
 
 
-def _home(tuning: Mapping[str, Any], device: torch.device) -> torch.device:
-    """Where weights are read to: what is offloaded or stored in 8 bits must not all be on the device even once."""
-    return torch.device("cpu") if tuning.get("offload") or tuning.get("storage") else device
-
-
-def _tune(networks: dict[str, Any], tuning: Mapping[str, Any], device: torch.device) -> tuple[Step, Placement | None]:
-    """Set the networks up as load's tuning says, in place -> the UNet's step, and who moves them."""
-    settings = dict(tuning)
-    offload, storage = (settings.pop(name, None) for name in ("offload", "storage"))
-    if settings.pop("vae_tiling", False):
-        networks["vae"] = tiled(networks["vae"])
-    compiles = "compiled" in settings or settings.get("compile", "off") != "off"
-    if compiles and (offload or storage):
-        raise ValueError(
-            "compiled code needs its weights where they are: leave out --compile(d), or --offload and --storage"
-        )
-    step = tune(networks, **settings)
-    if offload is None and storage is None:
-        return step, None
-    return step, Placement(networks, device, offload=offload, storage=storage)
-
-
 def load_autoencoder(
     source: str | os.PathLike[str] | None = None,
     *,
@@ -264,7 +242,8 @@ def load_autoencoder(
     with on_meta():
         network: Any = build(autoencoder_spec(component))
     load_weights(network, component, "vae", torch_device, pick_dtype(dtype, torch_device))
-    tune({"vae": network}, matmul_precision=torch.get_float32_matmul_precision())  # as the process has it
+    as_it_is = RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision())
+    prepare({"vae": network}, as_it_is, torch_device)
     return network
 
 

@@ -47,7 +47,26 @@ class Ranged:
 
 
 @dataclass(frozen=True)
-class LoadOptions(Ranged):
+class RuntimeOptions(Ranged):
+    """How networks run."""
+
+    attention: str | None = option(
+        None, "sdpa (PyTorch chooses), flash, sliced:8 and others; an unknown name lists all (default: sdpa)"
+    )
+    compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)")
+    compiled: str | None = option(None, "run the UNet of this package, which `python -m ldm_lite.export` has written")
+    matmul_precision: str | None = option(
+        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
+    )
+    offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
+    storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
+    vae_tiling: bool = option(
+        False, "encode and decode strip by strip, as in fp32 on a CPU always: less memory, the same picture"
+    )
+
+
+@dataclass(frozen=True)
+class LoadOptions(RuntimeOptions):
     """What to load, and onto what; the arguments of ldm_lite.load."""
 
     ckpt: str | None = option(
@@ -58,7 +77,6 @@ class LoadOptions(Ranged):
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: str | None = option(None, "take the text encoder from this file")
     lora: tuple[str, ...] = option((), "merge a LoRA file; repeatable", metavar="FILE[:WEIGHT]")
-    compiled: str | None = option(None, "run the UNet of this package, which `python -m ldm_lite.export` has written")
     ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
     zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
@@ -68,18 +86,6 @@ class LoadOptions(Ranged):
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
     dtype: str | None = option(
         None, "fp32, fp16, bf16, or with others for some networks fp16,vae=fp32 (default: fp16 on CUDA, else fp32)"
-    )
-    attention: str | None = option(
-        None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
-    )
-    compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)")
-    matmul_precision: str | None = option(
-        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
-    )
-    offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
-    storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
-    vae_tiling: bool = option(
-        False, "encode and decode strip by strip, as in fp32 on a CPU always: less memory, the same picture"
     )
 
     def arguments(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from ldm_lite.models.style_adapter import StyleAdapter, styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.attention import layers
-from ldm_lite.runtime.offload import Placement
-from ldm_lite.runtime.tuning import tune_alike
+from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.setup import prepare_like
 from ldm_lite.zoo.inference import Shapes, infer_adapter, infer_control, infer_style, infer_vision
 
 log = logging.getLogger("ldm_lite")
@@ -201,16 +201,16 @@ def _load(pipe: Pipeline, request: Request) -> tuple[Request, ControlNet | T2IAd
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     # A style adapter computes at once, and goes.
-    by_block = role != "style" and pipe.placement is not None and pipe.placement.offload == "sequential"
+    by_block = role != "style" and pipe.offloader is not None and pipe.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else pipe.device
     load_weights(network, found, "control", home, pipe.dtype)
     if "difference" in found.checkpoint.shapes:
         _add_base(network, pipe)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
     if isinstance(network, ControlNet):
-        tune_alike(network, pipe.unet)
+        prepare_like(network, pipe.unet)
     if by_block:  # no weight of these networks is outside of a block, so there is no phase to enter
-        Placement({"control": network}, pipe.device, offload="sequential", storage=None)
+        Offloader({"control": network}, pipe.device, offload="sequential")
     if found.checkpoint.metadata.get("global_pool_conditions") == "True":  # of a folder of diffusers
         log.info("%s: averages over the picture, as its configuration says", source)
         request = replace(request, pool=True)
@@ -263,7 +263,7 @@ def _add_base(network: nn.Module, pipe: Pipeline) -> None:
     base = dict(pipe.unet.named_parameters())
     for key, value in network.state_dict().items():
         if key in base:
-            own = base[key].data if pipe.placement is None else pipe.placement.read(base[key], value.device)
+            own = base[key].data if pipe.offloader is None else pipe.offloader.read(base[key], value.device)
             value.copy_(value.float() + own.float())
 
 

@@ -97,7 +97,7 @@ def paint(
             (repeat, first) for repeat in range(options.repeats) for first in range(0, count, options.batch_size)
         )
         for repeat, first in batches:  # not itertools.product, which lists them
-            if pipe.placement is not None and first % (AHEAD * options.batch_size) == 0:
+            if pipe.offloader is not None and first % (AHEAD * options.batch_size) == 0:
                 painter.embed_ahead(embed, canvas, first)
             rows = range(first, min(first + options.batch_size, count))
             offset = (number * options.repeats + repeat) * count
