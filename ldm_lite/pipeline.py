@@ -191,18 +191,14 @@ class Pipeline(Model):
         pixels = [pad(to_pixels(open_source(each).image), factor) for each in images]
         return generate.encode(self, torch.stack(pixels))[0]
 
-    @contextlib.contextmanager
-    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> Iterator[None]:
-        """In this block a LoRA (a file, or one that lora.open_lora has read) is merged into the weights.
+    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
+        """Merge a LoRA (a file, or one that open_lora has read) into the weights: `with pipe.lora(FILE, 0.8): ...`.
 
-        On leaving, the very weights of before are put back.  It changes the networks in place, also for other threads.
+        At the end of the block, or by remove(), the very weights of before are put back.  It changes the networks in
+        place, for all threads.
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
-        merged = lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
-        try:
-            yield
-        finally:
-            merged.remove()
+        return lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """In this block the UNet's attention maps (B,H,N,M) are collected by layer name, one for each call.

@@ -27,7 +27,7 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import load_device, prepare
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
     complete,
@@ -128,9 +128,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     family, components, metadata = _detect(checkpoint, options)
     components["unet"], weights = _with_ema(components["unet"], options.ema)
     dtypes = pick_dtypes(options.dtype, device, family.networks, ("vae",) if family.vae_overflows else ())
-    # Offloaded or 8-bit weights must not all be on the device even once.
-    home = torch.device("cpu") if options.offload or options.storage else device
-    networks = _networks(family, components, home, dtypes)
+    networks = _networks(family, components, load_device(options, device), dtypes)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
     schedule = _schedule(family, _main(components), options.zero_snr)
     lora.merge_lora(networks, [(lora.open_lora(file), weight) for file, weight in loras], removable=False)
