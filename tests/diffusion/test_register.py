@@ -103,7 +103,9 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
         return half_step(schedule, steps, spacing)
 
     original, order = SAMPLERS["heun"], list(SAMPLERS)
-    with pytest.raises(ValueError, match="cannot register heun: 'heun' already names heun; replace=True"):
+    with pytest.raises(
+        ValueError, match="cannot register heun: the name 'heun' is taken by heun; replace=True replaces it"
+    ):
         register(heun)
     assert SAMPLERS["heun"] is original
     register(heun, replace=True)
@@ -111,14 +113,18 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
     assert list(SAMPLERS) == order
     assert label("heundiscrete") == "Heun"  # its other names stay
     register(heun, label="Heun", aliases=["heundiscrete"], replace=True)
-    with pytest.raises(ValueError, match="cannot register pndm: 'pndm' already names plms"):
+    with pytest.raises(ValueError, match="cannot register pndm: the name 'pndm' is taken by plms; replace=True"):
         register(pndm)
     register(pndm, replace=True)
     assert resolve("pndm") == ("pndm", None)
     assert resolve("plms") == ("plms", None)
-    with pytest.raises(ValueError, match="cannot register half_step: 'euler' already names euler"):
+    with pytest.raises(
+        ValueError, match="cannot register half_step: the name 'euler' is taken by euler; choose another"
+    ):
         register(half_step, aliases=["Euler"])
-    with pytest.raises(ValueError, match="cannot register half_step: 'euler_a' already names euler_a"):
+    with pytest.raises(
+        ValueError, match="cannot register half_step: the name 'euler_a' is taken by euler_a; choose another"
+    ):
         register(half_step, label="Euler a", replace=True)
     assert "half_step" not in SAMPLERS
 
