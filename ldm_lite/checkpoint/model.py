@@ -139,7 +139,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         f"parameters, {_words(dtypes)} on {device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    if "turbo" in title.lower() and "family" not in metadata and (turbo := turbo_of(family)) is not None:
+    if "turbo" in title.lower() and "family" not in options.added_metadata and (turbo := turbo_of(family)) is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
     return kind(
         name=title if path.is_dir() else path.stem,

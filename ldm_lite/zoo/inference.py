@@ -26,9 +26,9 @@ TextSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec
 # ---- what is not a latent diffusion checkpoint ----------------------------------------------------------------------
 
 FOREIGN = {  # a pattern among the keys -> what such a file is; the first match wins
-    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with --lora)",
+    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with `lora=FILE`)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
-    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for --embedding)",
+    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for `embedding=FILE`)",
     r"^(image_proj|ip_adapter)\.": "an IP-Adapter",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",

@@ -127,7 +127,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     refused("is a folder without weights, wanted a checkpoint, or a diffusers folder", tmp_path / "empty")
     refused("holds no unet, only vae", folder, unet=folder / "vae", metadata=about)
     refused("holds no unet, only text_encoder", folder, unet=folder / "text_encoder", metadata=about)
-    refused("holds only unet: name what is missing with --vae FILE and --text-encoder FILE", unet, metadata=about)
+    refused("holds only unet: name what is missing with `vae=FILE` and `text_encoder=FILE`", unet, metadata=about)
 
     values = weights_of("lcm.unet")
     for name, changed, message in (
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     bare = {key: value for key, value in weights_of("vae").items() if "quant_conv" not in key}  # Flux has such ones
     save_file(bare, tmp_path / "flux.safetensors")
     message = (
-        r"flux.safetensors: holds an autoencoder that is none of those known here: it has no post_quant_conv.weight"
+        r"flux.safetensors: holds an unknown kind of autoencoder: it has no post_quant_conv.weight"
     )
     refused(message, folder, vae=tmp_path / "flux.safetensors", metadata=about)
     with pytest.raises(ValueError, match=message):

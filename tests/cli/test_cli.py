@@ -16,20 +16,20 @@ from ldm_lite.bench.__main__ import Options as Bench
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import CascadeOptions as Cascade
+from ldm_lite.cli.task_options import CompareOptions as Samplers
+from ldm_lite.cli.task_options import ExportOptions as Export
 from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import StageOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
-from ldm_lite.export import Options as Export
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
-from ldm_lite.samplers import Options as Samplers
 from ldm_lite.train.__main__ import Options as Train
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """Following the advice leads through all options, each once, to a smaller picture."""
+    """Following the advice leads through all options, each once, to a smaller image."""
 
     def advice(*options: object) -> str:
         def fails() -> None:
@@ -42,22 +42,22 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
     taken = {"--vae-tiling": {"vae_tiling": True}, "--offload model": {"offload": "model"}}
     taken |= {"--offload sequential": {"offload": "sequential"}, "--storage int8": {"storage": "int8"}}
     taken |= {"--dtype fp16": {"dtype": "fp16"}}
-    while (step := advice(options, load)) != "a smaller picture":
+    while (step := advice(options, load)) != "a smaller image":
         assert step not in seen
         seen.append(step)
         if step in taken:
             load = replace(load, **taken[step])
         else:
             options = replace(options, batch_size=1)
-    assert seen == ["--n-samples 1", *[step for step in seen if step in taken]]
+    assert seen == ["--batch-size 1", *[step for step in seen if step in taken]]
     assert set(taken) <= set(seen)
     assert seen.index("--offload model") < seen.index("--storage int8") < seen.index("--offload sequential")
     assert advice(Upscale(batch_size=3), LoadOptions(vae_tiling=True)) == "--tile 64"
-    assert advice(Cascade(batch_size=2), StageOptions(dtype="fp32"), SaveOptions()) == "--n-samples 1"
+    assert advice(Cascade(batch_size=2), StageOptions(dtype="fp32"), SaveOptions()) == "--batch-size 1"
     assert advice(Cascade(), StageOptions(stage_3="x4.ckpt"), SaveOptions()) == "--tile 64"
     assert advice(Cascade(), StageOptions(dtype="fp32"), SaveOptions()) == "--dtype fp16"
     assert advice(Bench()) == advice(Export(batches="1,2")) == "--batches 1"
-    assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller picture"
+    assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller image"
     assert advice(Train(), LoadOptions()) == "--checkpointing"
     assert advice(Train(checkpointing=True), LoadOptions()) == "a smaller --batch, with --accumulate"
 
@@ -104,24 +104,24 @@ def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.Ca
     numbers = [each for each in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[each.name])}]
     numbers += [each for each in dataclasses.fields(group) if hints[each.name] in (int, float)]
     assert numbers
-    numbers = [each for each in numbers if not each.metadata["help"].startswith("not here")]
+    numbers = [each for each in numbers if not each.metadata["help"].startswith("not used")]
     for each in numbers:
         least, most = each.metadata["within"]
         for value in (least - 1, most + 1, math.nan, math.inf, -math.inf, 10**400):
             if not (value == 10**400 and most == math.inf):
-                with pytest.raises(ValueError, match=rf"^got {each.name} .*, wanted "):
+                with pytest.raises(ValueError, match=rf"^got `{each.name}` .*, wanted "):
                     group(**{each.name: value})
     name = next(each.name for each in numbers if each.metadata["within"] != FINITE)
     with pytest.raises(SystemExit):
         flags.parse([f"--{name}=-1"], "train", "", (group,))
-    assert capsys.readouterr().err.startswith(f"error: got {name} -1")
+    assert capsys.readouterr().err.startswith(f"error: got --{name.replace('_', '-')} -1")
 
 
 def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[str]) -> None:
     """What is left of a prompt without quotes, and of a shell's variable that is not set."""
     for argv, wanted in (
         (["a", "red", "apple"], "error: got words beside the prompt, 'red apple': put it into quotes (see --help)"),
-        (["--init-img", ""], "error: argument --init_img/--init-img/--input: got an empty text: give a value, or"),
+        (["--init-img", ""], "error: argument --init-img/--init_img/--input: got an empty text: give a value, or"),
         (["--ckpt", ""], "error: argument --ckpt: got an empty text: give a value, or leave the flag out"),
     ):
         with pytest.raises(SystemExit):
@@ -137,10 +137,10 @@ def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("how", ["", "PYTHONIOENCODING=ascii", ">&-", "2>&-", ">&- 2>&-"])
 def test_any_name_is_printed_to_any_stream_even_a_closed_one(how: str) -> None:
     code = """
-import sys, tqdm
-from ldm_lite import cli
+import logging, sys, tqdm
+from ldm_lite.cli import console
 def body():
-    cli.logging.getLogger("ldm_lite").info("loaded")
+    logging.getLogger("ldm_lite").info("loaded")
     bar = tqdm.tqdm(total=2)
     print("pictures/\\udcff \\u2764.png")
     raise ValueError("wrong")
@@ -162,8 +162,8 @@ sys.exit(console.run(body))
 def test_a_command_that_nobody_reads_ends_without_a_line(flush: bool) -> None:
     """As behind `| head -1`: at the print that fails, or at the end for what is buffered."""
     code = f"""
-import sys, time
-from ldm_lite import cli
+import sys
+from ldm_lite.cli import console
 def body():
     sys.stdin.readline()  # until the other end is closed
     print("x", flush={flush})

@@ -191,7 +191,7 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "inversion": ({"emb_params": (3, 768)}, "a textual inversion embedding"),
     "diffusers": ({"down_blocks.0.resnets.0.conv1.weight": (320, 320, 3, 3)}, "a UNet in the format of diffusers"),
     "gumbel": (under("", "vae_kl_f8_sd") | {"quantize.embed.weight": (8192, 256)}, "a Gumbel VQ autoencoder"),
-    "unknown": ({"layers.0.weight": (3, 3)}, "holds no UNet"),
+    "unknown": ({"layers.0.weight": (3, 3)}, "holds no known UNet"),
     "another UNet": (
         file_of("sd1") | {f"{UNET}out.2.weight": (5, 320, 3, 3), f"{UNET}out.2.bias": (5,)},
         "unknown UNet: the nearest is sd1, from which it differs at out.2.weight",
