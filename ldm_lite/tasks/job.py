@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
+from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statistics
 from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
 from ldm_lite.conditioning.textual_inversion import with_embeddings
@@ -341,7 +341,7 @@ def _settings(
             settings[name] = _as_text(each.name, value)
     if refiner is not None:
         settings |= {"Refiner": refiner[0].name, "Refiner from step": refiner[1] + 1}
-    return settings | {"Version": f"ldm_lite {ldm_lite.__version__}"}
+    return settings | {"Version": f"ldm_lite {__version__}"}
 
 
 def _as_text(name: str, value: Any) -> object:
