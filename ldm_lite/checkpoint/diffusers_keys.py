@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.zoo.inference import Shapes
+from ldm_lite.models.shapes import Shapes
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
 

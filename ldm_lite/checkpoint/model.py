@@ -25,7 +25,7 @@ from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
-from ldm_lite.models.t5 import T5Encoder
+from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
@@ -48,8 +48,7 @@ from ldm_lite.zoo.detection import (
     with_vae,
 )
 from ldm_lite.zoo.families import Family
-from ldm_lite.zoo.inference import infer_t5, infer_vae
-from ldm_lite.zoo.networks import BERT_LARGE, EncoderSpec, build
+from ldm_lite.zoo.networks import BERT_LARGE, EncoderSpec, build, infer_vae
 
 log = logging.getLogger("ldm_lite")
 
@@ -294,7 +293,7 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one that is in several files wants all of them")
     component = split(checkpoint)["text_encoder"]
     with on_meta():
-        encoder = T5Encoder(infer_t5(component.shapes))
+        encoder = T5Encoder(T5Spec.from_shapes(component.shapes))
     load_weights(encoder, component, "T5", device, dtype)
     return encoder
 

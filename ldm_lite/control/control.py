@@ -22,15 +22,15 @@ from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.step import Model, denoise_step
 from ldm_lite.image import clip_pixels, open_picture, resize
-from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
-from ldm_lite.models.style_adapter import StyleAdapter, styled
-from ldm_lite.models.t2i_adapter import T2IAdapter
+from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
+from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales, infer_spec
+from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec, styled
+from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.attention import layers
 from ldm_lite.runtime.offload import Placement
 from ldm_lite.runtime.tuning import tune_alike
-from ldm_lite.zoo.inference import Shapes, infer_adapter, infer_control, infer_style, infer_vision
 
 log = logging.getLogger("ldm_lite")
 
@@ -167,7 +167,7 @@ def _load_vision(pipe: Pipeline, source: str) -> CLIPVisionEncoder:
             f"{source}: holds no image encoder of CLIP by Hugging Face's names, only {', '.join(components)}"
         )
     with on_meta():
-        vision = CLIPVisionEncoder(infer_vision(components["vision"].shapes))
+        vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(components["vision"].shapes))
     load_weights(vision, components["vision"], "image encoder", pipe.device, pipe.dtype)
     return vision
 
@@ -224,12 +224,12 @@ def _build(pipe: Pipeline, role: str, shapes: Shapes) -> ControlNet | T2IAdapter
     """
     unet = pipe.family.unet
     if role == "adapter":
-        return T2IAdapter(infer_adapter(shapes, len(unet.channel_mult)))
+        return T2IAdapter(AdapterSpec.from_shapes(shapes, len(unet.channel_mult)))
     if role == "style":
-        style = infer_style(shapes)
+        style = StyleAdapterSpec.from_shapes(shapes)
         _check_fit(pipe, {"context": style.context_dim})
         return StyleAdapter(style)
-    spec = replace(infer_control(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
+    spec = replace(infer_spec(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
     _check_fit(pipe, _numbers(spec))
     if spec.in_channels > unet.in_channels:
         raise ValueError(f"reads {spec.in_channels} channels, but the UNet of {pipe.family.title} {unet.in_channels}")

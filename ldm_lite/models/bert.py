@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 HEADS = 8
 HEAD_DIM = 64  # whatever the width
@@ -24,6 +25,12 @@ class BERTSpec:
     length: int
     width: int
     layers: int  # attention and feed-forward each
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "BERTSpec":
+        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        vocab_size, width = shapes["token_emb.weight"]
+        layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
+        return BERTSpec(vocab_size, shapes["pos_emb.emb.weight"][0], width, layers)
 
 
 class PositionEmbedding(nn.Module):

@@ -5,13 +5,14 @@ Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import embed, merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,22 @@ class CLIPTextSpec:
     activation: str  # "quick_gelu" (OpenAI) or "gelu"; weights do not tell
     skip: int  # how many of the last layers the context leaves out: 1 in SDXL
     norm: bool  # whether the context goes through final_layer_norm: not in SDXL
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "CLIPTextSpec":
+        """This spec with the numbers that a network's shapes tell, and heads if given.
+
+        Raises KeyError if a tensor is missing.
+        """
+        vocab_size, width = shapes["embeddings.token_embedding.weight"]
+        return replace(
+            self,
+            vocab_size=vocab_size,
+            length=shapes["embeddings.position_embedding.weight"][0],
+            width=width,
+            mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            heads=self.heads if heads is None else heads,
+        )
 
 
 def quick_gelu(x: Tensor) -> Tensor:

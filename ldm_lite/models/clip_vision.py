@@ -4,12 +4,14 @@ Shape letters: B batch, S pixels a side, N patches and one more, D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPVisionModel.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.shapes import Shapes, count
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's pixels in [0,1]
 
@@ -25,6 +27,20 @@ class CLIPVisionSpec:
     layers: int
     heads: int  # weights do not tell
     activation: str  # as of models.clip; weights do not tell
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "CLIPVisionSpec":
+        """The spec of OpenAI's encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        width, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        return CLIPVisionSpec(
+            size=patch * math.isqrt(shapes["embeddings.position_embedding.weight"][0] - 1),
+            patch=patch,
+            width=width,
+            mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            heads=width // 64,  # in ViT-B and L
+            activation="quick_gelu",
+        )
 
 
 class Embeddings(nn.Module):

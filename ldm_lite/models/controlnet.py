@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.ops import channels_last
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.unet import Encoder, TextCache, UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
@@ -59,6 +60,14 @@ class ControlNet(Encoder):
             out.append(zero_conv(x))
         x = self.middle_block(x, emb, context, None)
         return *out, self.middle_block_out(x)
+
+
+def infer_spec(shapes: Shapes) -> UNetSpec:
+    """The spec of a ControlNet whose weights have these shapes, as UNetSpec.from_shapes returns it.
+
+    Its depths may be less than its UNet's.  Raises KeyError if a key that every ControlNet has is missing.
+    """
+    return UNetSpec.from_shapes({**shapes, "out.2.weight": shapes["input_blocks.0.0.weight"][1:2]})
 
 
 def guess_scales(num: int) -> list[float]:

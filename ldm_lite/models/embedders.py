@@ -4,10 +4,12 @@ Shape letters: B batch, D width of the context, N number of labels, H W image si
 Source: Rombach et al. 2022, sec. 4.3; CompVis encoders/modules.py (ClassEmbedder, SpatialRescaler).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ldm_lite.models.shapes import Shapes
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,11 @@ class ClassSpec:
     width: int
     unconditional: int | None  # the row of no class in particular, if the model was trained with one
 
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "ClassSpec":
+        """This spec with the numbers that a network's shapes tell.  Raises KeyError if a tensor is missing."""
+        num_classes, width = shapes["embedding.weight"]
+        return ClassSpec(num_classes, width, unconditional=None if self.unconditional is None else num_classes - 1)
+
 
 @dataclass(frozen=True)
 class LabelMapSpec:
@@ -26,6 +33,11 @@ class LabelMapSpec:
     num_labels: int
     channels: int
     halvings: int
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "LabelMapSpec":
+        """This spec with the numbers that a network's shapes tell.  Raises KeyError if a tensor is missing."""
+        channels, num_labels = shapes["channel_mapper.weight"][:2]
+        return replace(self, channels=channels, num_labels=num_labels)
 
 
 class ClassEmbedder(nn.Module):

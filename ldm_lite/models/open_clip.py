@@ -6,13 +6,14 @@ The files' `logit_scale` is of no use here and left out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import embed, merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,26 @@ class OpenCLIPTextSpec:
     norm: bool  # whether the context goes through ln_final: in Stable Diffusion 2, not in SDXL
     end_id: int  # the pooled output is read at the first of these tokens
     projection: bool  # whether there is a text_projection; without it nothing can be pooled
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "OpenCLIPTextSpec":
+        """This spec with the numbers that a network's shapes tell, and heads if given.
+
+        Raises KeyError if a tensor is missing.
+        """
+        vocab_size, width = shapes["token_embedding.weight"]
+        layers = count(shapes, r"transformer\.resblocks\.(\d+)\.")
+        return replace(
+            self,
+            vocab_size=vocab_size,
+            length=shapes["positional_embedding"][0],
+            width=width,
+            mlp_width=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+            layers=layers,
+            heads=self.heads if heads is None else heads,
+            # Converted files lack the layers that are not used, and sometimes the projection.
+            skip=0 if layers == self.layers - self.skip else self.skip,
+            projection="text_projection" in shapes,
+        )
 
 
 class Attention(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ldm_lite.models.clip import quick_gelu
 from ldm_lite.models.open_clip import ResidualAttentionBlock
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class StyleAdapterSpec:
     context_dim: int
     layers: int
     heads: int  # weights do not tell
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "StyleAdapterSpec":
+        """The spec of an adapter whose weights have these shapes.  Raises KeyError if one is missing."""
+        _, num_tokens, width = shapes["style_embedding"]
+        layers = count(shapes, r"transformer_layes\.(\d+)\.")
+        return StyleAdapterSpec(num_tokens, width, shapes["proj"][1], layers, heads=8)
 
 
 class StyleAdapter(nn.Module):

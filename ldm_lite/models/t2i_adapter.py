@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ldm_lite.models.shapes import Shapes, count
+
 
 @dataclass(frozen=True)
 class AdapterSpec:
@@ -21,6 +23,23 @@ class AdapterSpec:
     channels: tuple[int, ...]  # of the features, one for each level of the UNet; for SDXL the last is the middle's
     num_res_blocks: int  # of each level
     light: bool  # the small kind: a narrow stack between two 1x1 convolutions a level
+
+    @staticmethod
+    def from_shapes(shapes: Shapes, num_levels: int) -> "AdapterSpec":
+        """The spec of an adapter whose weights have these shapes, for a UNet of so many levels.
+
+        Raises KeyError if a key that every adapter has is missing.
+        """
+        light, num_blocks = "body.0.in_conv.weight" in shapes, count(shapes, r"body\.(\d+)\.")
+        unshuffled = shapes["body.0.in_conv.weight" if light else "conv_in.weight"][1]
+        factor = 16 if unshuffled % 256 == 0 else 8
+        if light:
+            channels = [shapes[f"body.{i}.out_conv.weight"][0] for i in range(num_blocks)]
+            num_res_blocks = count(shapes, r"body\.0\.body\.(\d+)\.")
+        else:
+            num_res_blocks = max(1, num_blocks // (num_levels + (factor == 16)))
+            channels = [shapes[f"body.{i}.block1.weight"][0] for i in range(0, num_blocks, num_res_blocks)]
+        return AdapterSpec(unshuffled // factor**2, factor, tuple(channels), num_res_blocks, light)
 
     @property
     def halved(self) -> tuple[bool, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,22 @@ class T5Spec:
     head_dim: int
     buckets: int  # of relative positions
     max_distance: int  # beyond which positions share a bucket; weights do not tell
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "T5Spec":
+        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        vocab_size, width = shapes["shared.weight"]
+        buckets, heads = shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+        return T5Spec(
+            vocab_size=vocab_size,
+            width=width,
+            mlp_width=shapes["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"][0],
+            layers=count(shapes, r"encoder\.block\.(\d+)\."),
+            heads=heads,
+            head_dim=shapes["encoder.block.0.layer.0.SelfAttention.q.weight"][0] // heads,
+            buckets=buckets,
+            max_distance=128,
+        )
 
 
 class RMSNorm(nn.Module):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ldm_lite.models.shapes import Shapes
+
 
 @dataclass(frozen=True)
 class TAESDSpec:
@@ -23,6 +25,16 @@ class TAESDSpec:
     embed_dim: int  # channels of a latent
     encoder: bool
     decoder: bool
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "TAESDSpec | None":
+        """The spec of a tiny autoencoder whose weights have these shapes; None if it is another autoencoder."""
+        sides = ("encoder", "decoder")
+        found = [side for side in sides if f"{side}.1.conv.0.weight" in shapes or f"{side}.1.weight" in shapes]
+        if not found:
+            return None
+        embed_dim = shapes["decoder.1.weight"][1] if "decoder" in found else shapes["encoder.14.weight"][0]
+        return TAESDSpec(embed_dim, encoder="encoder" in found, decoder="decoder" in found)
 
     @property
     def factor(self) -> int:

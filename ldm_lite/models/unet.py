@@ -12,13 +12,16 @@ Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text toke
 Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
 """
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
+from ldm_lite.models.shapes import Shapes, count
 from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TransformerCache, call_cached
 
 TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
@@ -46,12 +49,70 @@ class UNetSpec:
     scale_shift: bool  # the timestep scales and shifts the normalised features, instead of being added
     resblock_updown: bool  # resampling by residual blocks, instead of by convolutions
 
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "UNetSpec":
+        """The spec of a UNet whose weights have these shapes, with num_heads and head_dim both None.
+
+        Raises KeyError if a key that every LDM UNet has is missing.
+        """
+        mc, in_channels = shapes["input_blocks.0.0.weight"][:2]
+        num_in, num_out = (count(shapes, rf"{side}_blocks\.(\d+)\.") for side in ("input", "output"))
+
+        # levels: closed by strided convolutions, or else (reading from the deepest) by residual blocks that upsample
+        ends = [i for i in range(num_in) if f"input_blocks.{i}.0.op.weight" in shapes]
+        ups = [i for i in range(num_out) for j in (1, 2) if f"output_blocks.{i}.{j}.in_layers.0.weight" in shapes]
+        if ends or not num_out:
+            bounds = [0, *ends, num_in]
+            num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))
+        else:
+            bounds = [-1, *ups, num_out - 1]
+            num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))[::-1]
+
+        # widths and attention: read at the first residual block of each level
+        firsts = [1 + sum(num_res_blocks[:level]) + level for level in range(len(num_res_blocks))]
+        widths = [shapes[f"input_blocks.{i}.0.out_layers.0.weight"][0] for i in firsts]
+
+        contexts = [shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")]
+        label, label_mlp = shapes.get("label_emb.weight"), shapes.get("label_emb.0.0.weight")
+        guidance = shapes.get("cond_proj.weight")
+        return UNetSpec(
+            in_channels=in_channels,
+            out_channels=shapes["out.2.weight"][0],
+            model_channels=mc,
+            channel_mult=tuple(width // mc for width in widths),
+            num_res_blocks=num_res_blocks,
+            transformer_depth=tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
+            middle_depth=_depth(shapes, "middle_block"),
+            num_heads=None,
+            head_dim=None,
+            context_dim=contexts[0] if contexts else None,
+            linear_proj=len(shapes.get("middle_block.1.proj_in.weight", ())) == 2,
+            cross_only=tuple(_cross_only(shapes, f"input_blocks.{i}") for i in firsts),
+            vector_dim=label_mlp[1] if label_mlp else None,
+            guidance_dim=guidance[1] if guidance else None,
+            num_classes=label[0] if label else None,
+            scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
+            resblock_updown=bool(ups),
+        )
+
     def heads(self, channels: int) -> int:
         """Attention heads of a layer that is `channels` wide."""
         if self.num_heads is not None:
             return self.num_heads
         assert self.head_dim is not None
         return channels // self.head_dim
+
+
+def _depth(shapes: Shapes, block: str) -> int:
+    """Transformer blocks in one of the input blocks or the middle; 1 for an attention block."""
+    blocks = count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
+    return blocks or int(f"{block}.1.qkv.weight" in shapes)
+
+
+def _cross_only(shapes: Shapes, block: str) -> bool:
+    attn1 = f"{block}.1.transformer_blocks.0.attn1"
+    to_q, to_k = (shapes.get(f"{attn1}.{name}.weight", (0, 0)) for name in ("to_q", "to_k"))
+    return to_q[1] != to_k[1]
 
 
 class Downsample(nn.Module):

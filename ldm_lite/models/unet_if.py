@@ -10,13 +10,14 @@ Shape letters: B batch, C channels, h w image size, N = h*w tokens, L text token
 Source: Saharia et al. 2022, app. B; the original deepfloyd_if/model/unet.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, attention, merge_heads, split_heads, timestep_embedding
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.unet import ResBlock, UNetSpec
 
 
@@ -30,6 +31,18 @@ class IFSpec(UNetSpec):
 
     pool_heads: int
     super_resolution: bool  # stage II: reads a smaller image, and its noise level as y
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "IFSpec":
+        """The spec of a stage whose weights have these shapes; heads are always 64 wide, which no weight tells.
+
+        Raises KeyError if a key that every stage has is missing.
+        """
+        spec, second = UNetSpec.from_shapes(shapes), "aug_proj.0.weight" in shapes
+        text_dim = shapes["encoder_pooling.1.positional_embedding"][1]
+        known = {field.name: getattr(spec, field.name) for field in fields(UNetSpec)}
+        known |= {"head_dim": 64, "context_dim": text_dim, "num_classes": 1000 if second else None}
+        return IFSpec(**known, pool_heads=text_dim // 64, super_resolution=second)
 
     @property
     def emb_channels(self) -> int:

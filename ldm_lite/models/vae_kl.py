@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, Conv1x1, attention, channels_last
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,22 @@ class VAESpec:
     embed_dim: int  # channels of a latent, after quant_conv
     attn_levels: tuple[int, ...]
     mid_attn: bool
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "VAESpec":
+        """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        channels = shapes["encoder.conv_in.weight"][0]
+        levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
+        widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels]
+        return VAESpec(
+            channels=channels,
+            channel_mult=tuple(width // channels for width in widths),
+            num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
+            z_channels=shapes["decoder.conv_in.weight"][1],
+            embed_dim=shapes["post_quant_conv.weight"][1],
+            attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
+            mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
+        )
 
     @property
     def factor(self) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.vae_kl import Decoder, Encoder, VAESpec, check_latents, check_pixels
 
 POSITIONS_TIMES_CODES = 2**24  # distances held at a time: 64 MiB
@@ -25,6 +26,11 @@ class VQSpec(VAESpec):
     """The numbers in which VQ autoencoders differ: a KL autoencoder's, and the codebook's size."""
 
     num_codes: int
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "VQSpec":
+        """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        return VQSpec(**vars(VAESpec.from_shapes(shapes)), num_codes=shapes["quantize.embedding.weight"][0])
 
 
 class VectorQuantizer(nn.Module):

@@ -12,6 +12,7 @@ from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec, UNetIF
@@ -40,6 +41,12 @@ NETWORKS: dict[type, type[nn.Module]] = {
 def build(spec: Spec) -> nn.Module:
     """The network that a spec describes, on the device of the context."""
     return NETWORKS[type(spec)](spec)
+
+
+def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
+    """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    kind = VQSpec if "quantize.embedding.weight" in shapes else VAESpec
+    return TAESDSpec.from_shapes(shapes) or kind.from_shapes(shapes)
 
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
