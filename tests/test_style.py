@@ -16,7 +16,7 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.control.control import load_controls, parse
-from ldm_lite.image import clip_pixels, to_pixels
+from ldm_lite.image import clip_crop, to_pixels
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec, styled
 from ldm_lite.txt2img import Options, main, txt2img
@@ -54,7 +54,7 @@ def test_what_clip_sees_is_what_transformers_has() -> None:
     encoder = CLIPVisionEncoder(toy.VISION)
     encoder.load_state_dict(toy.vision())
     assert CLIPVisionSpec.from_shapes({key: tuple(value.shape) for key, value in toy.vision().items()}) == toy.VISION
-    picture = (to_pixels(clip_pixels(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
+    picture = (to_pixels(clip_crop(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
     with torch.no_grad():
         seen = encoder(picture)
     assert toy.relative_error(seen[:, ::4], GOLDEN["seen"]) < 1e-5

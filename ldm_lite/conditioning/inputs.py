@@ -14,68 +14,68 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.conditioning import boxes
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.image import read
+from ldm_lite.image import read_image
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 
 Prompts = Sequence[str | None]
 
 
-def nothing(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+def nothing(model: Model, prompts: Prompts) -> Conditioning:
     """Unconditional models.  Raises ValueError for a prompt, and for something to keep away from."""
     for prompt in prompts:
         if prompt:
-            raise ValueError(f"{pipe.family.title} reads no prompt: got {prompt!r}, leave it out")
+            raise ValueError(f"{model.family.title} reads no prompt: got {prompt!r}, leave it out")
     return Conditioning()
 
 
-def classes(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+def classes(model: Model, prompts: Prompts) -> Conditioning:
     """Class numbers -> context (B,1,D).  Raises ValueError for what is none."""
-    assert isinstance(pipe.text_encoder, ClassEmbedder)
-    spec = pipe.text_encoder.spec
+    assert isinstance(model.text_encoder, ClassEmbedder)
+    spec = model.text_encoder.spec
     most = spec.num_classes - 1 if spec.unconditional is None else spec.unconditional - 1
 
     def number(prompt: str | None) -> int:
         if not prompt and spec.unconditional is not None:
             return spec.unconditional
         if not prompt or not prompt.strip().isdecimal() or int(prompt) > most:
-            raise _not(pipe, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
+            raise _not(model, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
         return int(prompt)
 
-    return Conditioning(pipe.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=pipe.device)))
+    return Conditioning(model.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=model.device)))
 
 
-def layouts(pipe: Pipeline, prompts: Prompts) -> Conditioning:
+def layouts(model: Model, prompts: Prompts) -> Conditioning:
     """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for what is none."""
-    assert isinstance(pipe.text_encoder, BERTTextEncoder)
+    assert isinstance(model.text_encoder, BERTTextEncoder)
     rows = [
-        boxes.tokens(boxes.read(_file(pipe, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
+        boxes.tokens(boxes.read(_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
         for prompt in prompts
     ]
-    return Conditioning(pipe.text_encoder(torch.tensor(rows, device=pipe.device)))
+    return Conditioning(model.text_encoder(torch.tensor(rows, device=model.device)))
 
 
-def label_maps(pipe: Pipeline, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
+def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
     """Images whose values are labels -> concat (B,C',h,w) for images of size (height, width).
 
     A map of another size is scaled to it by nearest neighbour.  Raises ValueError for what is no map of labels.
     """
-    assert isinstance(pipe.text_encoder, LabelMapRescaler)
-    num_labels = pipe.text_encoder.spec.num_labels
+    assert isinstance(model.text_encoder, LabelMapRescaler)
+    num_labels = model.text_encoder.spec.num_labels
     maps = []
     for prompt in prompts:
-        path = _file(pipe, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
-        labels = read(path, lambda image: _labels(image, size))
+        path = _file(model, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
+        labels = read_image(path, lambda image: _labels(image, size))
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
                 f"{path}: is no map of labels: holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
-    return Conditioning(concat=pipe.text_encoder(torch.stack(maps).to(pipe.device)))
+    return Conditioning(concat=model.text_encoder(torch.stack(maps).to(model.device)))
 
 
 def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
@@ -84,7 +84,7 @@ def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
     return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
 
 
-def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditioning:
+def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
     """Files of embeddings, (D,) or (T,D), as CLIP's normalised ones -> context (B,T,D); zeros where there is none.
 
     Those that are shorter than num_tokens are filled up with zeros.  Raises ValueError for what is none.
@@ -92,18 +92,18 @@ def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditionin
     rows = []
     for prompt in prompts:
         values = (
-            read_embeddings(pipe, prompt)
+            read_embeddings(model, prompt)
             if prompt
-            else torch.zeros(1, pipe.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
+            else torch.zeros(1, model.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
         )
         rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
-    return Conditioning(torch.stack(rows).to(pipe.device))
+    return Conditioning(torch.stack(rows).to(model.device))
 
 
-def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
+def read_embeddings(model: Model, prompt: str) -> Tensor:
     """A .npy file -> its embeddings (T,D) float32, D being the width of the pipeline's context.  Raises ValueError."""
-    width = pipe.family.unet.context_dim
-    path = _file(pipe, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
+    width = model.family.unet.context_dim
+    path = _file(model, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
     values = _npy(path)
     values = values[None] if values.ndim == 1 else values
     if values.ndim != 2 or values.shape[1] != width:
@@ -170,15 +170,15 @@ def read_image_statistics(path: Path) -> Tensor:
         raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
 
 
-def _file(pipe: Pipeline, prompt: str | None, wanted: str) -> Path:
+def _file(model: Model, prompt: str | None, wanted: str) -> Path:
     if not prompt:
-        raise _not(pipe, prompt, wanted, guided=False)
+        raise _not(model, prompt, wanted, guided=False)
     path = Path(os.path.expanduser(prompt))
     if not path.is_file():
-        raise ValueError(f"{os.fspath(prompt)}: no such file: {pipe.family.title} reads {wanted}")
+        raise ValueError(f"{os.fspath(prompt)}: no such file: {model.family.title} reads {wanted}")
     return path
 
 
-def _not(pipe: Pipeline, prompt: str | None, wanted: str, guided: bool) -> ValueError:
+def _not(model: Model, prompt: str | None, wanted: str, guided: bool) -> ValueError:
     unguided = "" if guided else ", and nothing to keep away from (leave out --scale)"
-    return ValueError(f"{pipe.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")
+    return ValueError(f"{model.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.checkpoint.unpickle import INVERSION
 from ldm_lite.models.clip import CLIPTextEncoder
@@ -54,24 +54,24 @@ def open_embedding(source: str | os.PathLike[str]) -> Embedding:
     return Embedding(file.path.name, names, {vectors.shape[1]: vectors for vectors in found.values()})
 
 
-def with_embeddings(pipe: Pipeline, sources: Sequence[str | os.PathLike[str]]) -> Pipeline:
+def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
     """The pipeline, in whose prompts the names of embeddings' files are their vectors; networks are shared.
 
     What stands for what is said.  Raises ValueError, one line, for an embedding that is not of its text encoders'
     widths, and where two have the same name.
     """
     if not sources:
-        return pipe
-    encoders = [net for net in (pipe.text_encoder, pipe.text_encoder_2) if net is not None]
+        return model
+    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if net is not None]
     specs = [net.spec for net in encoders if isinstance(net, CLIPTextEncoder | OpenCLIPTextEncoder)]
-    if pipe.tokenizer is None or not specs:
+    if model.tokenizer is None or not specs:
         raise ValueError(
-            f"{pipe.family.title} reads no text with CLIP, for which embeddings are: leave out --embedding"
+            f"{model.family.title} reads no text with CLIP, for which embeddings are: leave out --embedding"
         )
-    widths, added, learned = [spec.width for spec in specs], dict(pipe.tokenizer.added), dict(pipe.learned)
+    widths, added, learned = [spec.width for spec in specs], dict(model.tokenizer.added), dict(model.learned)
     first = max(spec.vocab_size for spec in specs) + len(next(iter(learned.values()), ()))
     for embedding in map(open_embedding, sources):
-        count = _check(embedding, widths, pipe.tokenizer.room)
+        count = _check(embedding, widths, model.tokenizer.room)
         for name in embedding.names:
             if name.lower() in map(str.lower, added):
                 raise ValueError(f"{embedding.file}: there is another embedding of the name {name!r}: rename the file")
@@ -81,7 +81,7 @@ def with_embeddings(pipe: Pipeline, sources: Sequence[str | os.PathLike[str]]) -
         first += count
         names = " or ".join(map(repr, embedding.names))
         log.info("%s: in a prompt, %s is %d vector%s", embedding.file, names, count, "s" * (count > 1))
-    return replace(pipe, tokenizer=replace(pipe.tokenizer, added=tuple(added.items())), learned=learned)
+    return replace(model, tokenizer=replace(model.tokenizer, added=tuple(added.items())), learned=learned)
 
 
 def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
