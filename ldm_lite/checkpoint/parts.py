@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.reader import Component, joined, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint.reader import Component, join, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESDSpec
@@ -58,7 +58,7 @@ def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
     """Load a T5 v1.1 encoder from one or several files.  Raises ValueError if they do not hold one."""
-    checkpoint = joined([open_checkpoint(path) for path in paths])
+    checkpoint = join([open_checkpoint(path) for path in paths])
     probe = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     if not {probe, "shared.weight"} <= checkpoint.shapes.keys():
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")

@@ -7,6 +7,7 @@ A spacing is the list of levels that a sampler visits, the noisiest first.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class Schedule:
         """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): the inverse of from_betas."""
         return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
 
-    @property
+    @cached_property
     def sigmas(self) -> Array:
         """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (infinity at zero terminal SNR)."""
         return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))

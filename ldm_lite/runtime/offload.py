@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.runtime.memory import releaser, trim_heap
+from ldm_lite.runtime.memory import MappedPages, trim_heap
 from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
 
 OFFLOADS = ("model", "sequential")
@@ -47,7 +47,7 @@ class Placement:
         self.device, self.offload = device, offload
         self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
         self._phases: dict[str, list[_Group]] = {}
-        self._release = releaser()
+        self._release = MappedPages().release
         self._stored: dict[Tensor, Stored] = {}  # of weights that come and go block by block
         for role, network in networks.items():
             if device.type == "cuda":

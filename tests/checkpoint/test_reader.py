@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import txt2img
-from ldm_lite.checkpoint.reader import ema, open_checkpoint, split
+from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, split
 
 METADATA = random_checkpoint.metadata(SMALL)
 
@@ -88,7 +88,7 @@ def test_an_incomplete_ema_copy_is_not_used(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "ema")
     del tensors["model_ema.diffusion_modelout2weight"]
     save_file(tensors, tmp_path / "part", metadata=METADATA)
-    assert ema(split(open_checkpoint(tmp_path / "part"))["unet"]) is None
+    assert ema_copy(split(open_checkpoint(tmp_path / "part"))["unet"]) is None
 
 
 def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, reference: ldm_lite.Pipeline) -> None:
@@ -208,23 +208,23 @@ def make_hostile(kind: str, path: Path, small: Path) -> None:
 
 
 HOSTILE = {
-    "pickle that calls a function": r"refused, nothing of it was run: its pickle names (os|posix|nt)\.mkdir",
-    "legacy pickle that calls a function": r"refused, nothing of it was run: its pickle names (os|posix|nt)\.mkdir",
-    "bare pickle named safetensors": "is a pickle that is no checkpoint, or damaged; nothing of it was run",
-    "old protocol pickle": "is no checkpoint",
-    "eval in a pickle": r"refused, nothing of it was run: its pickle names (builtins\.)?eval",
+    "pickle that calls a function": r"refused, nothing in it was run: its pickle names (os|posix|nt)\.mkdir",
+    "legacy pickle that calls a function": r"refused, nothing in it was run: its pickle names (os|posix|nt)\.mkdir",
+    "bare pickle named safetensors": "is a damaged pickle, or one that is not a checkpoint; nothing in it was run",
+    "old protocol pickle": "is not a checkpoint",
+    "eval in a pickle": r"refused, nothing in it was run: its pickle names (builtins\.)?eval",
     "truncated safetensors": r"is truncated: \d+ of \d+ bytes",
-    "truncated header": r"is truncated: 100 bytes, of which the header alone takes",
+    "truncated header": r"is truncated: 100 bytes, but its header alone takes",
     "giant header": "is truncated",
     "broken header": "is a damaged safetensors file",
     "truncated zip": "is truncated or damaged",
     "truncated legacy": "is truncated or damaged",
     "another zip": "is truncated or damaged",
     "empty": "is empty",
-    "text": "is no checkpoint",
+    "text": "is not a checkpoint",
     "lfs pointer": "is a Git LFS pointer",
     "directory": "is a folder",
-    "not a dict": "holds no tensors by name",
+    "not a dict": "holds no named tensors",
     "wrong shapes": r"the unet does not fit: 1 tensors of another shape \(out.0.weight \(33,\) in place of \(32,\)\)",
     "missing tensors": r"the vae does not fit: 16 tensors missing \(decoder.mid.block_1.conv1.bias, ",
     "extra tensors": r"the unet does not fit: 1 tensors unexpected \(middle_block.3.weight\)",

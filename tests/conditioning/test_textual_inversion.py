@@ -126,7 +126,7 @@ class Evil:
 
 def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
     torch.save({"string_to_param": {"*": torch.ones(1, 64)}, "name": Evil()}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"refused, nothing of it was run: its pickle names .*eval"):
+    with pytest.raises(ValueError, match=r"refused, nothing in it was run: its pickle names .*eval"):
         open_embedding(tmp_path / "a.pt")
 
 

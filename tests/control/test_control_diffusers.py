@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.checkpoint.diffusers_keys import renamed
+from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.control.control import Steering, load_controls, parse
@@ -63,7 +63,7 @@ def pipe(folder: Path) -> Pipeline:
 
 def original(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of diffusers' in the original's layout."""
-    sources = renamed({key: tuple(value.shape) for key, value in values.items()})
+    sources = original_layout({key: tuple(value.shape) for key, value in values.items()})
     assert sources is not None
     return {name: values[source.keys[0]] for name, source in sources.items()}
 
