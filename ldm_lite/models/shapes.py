@@ -7,5 +7,5 @@ Shapes = Mapping[str, tuple[int, ...]]  # by key, without prefix
 
 
 def count(shapes: Shapes, pattern: str) -> int:
-    """How many blocks there are: 1 + the largest index that the group of `pattern` matches in a key; 0 = no match."""
+    """Count blocks: 1 + the largest index that the group of `pattern` matches in a key, 0 without a match."""
     return max((1 + int(m[1]) for key in shapes if (m := re.match(pattern, key))), default=0)
