@@ -20,7 +20,7 @@ from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Inpain
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.unet import TextCache, UNet
-from ldm_lite.runtime.setup import unchanged
+from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 
 log = logging.getLogger("ldm_lite")
@@ -182,10 +182,10 @@ class _Stage:
         may look for the text there, or bring its weights.
         """
         unet = self.model.unet
-        as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
-        if self.conditioning.context is not None and as_written:
-            if not torch.is_autocast_enabled(self.device.type):
-                self._cache = unet.text_cache(self.conditioning.context)
+        as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if self.conditioning.context is not None and as_written and not autocast:
+            self._cache = unet.text_cache(self.conditioning.context)
 
     def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
         """What runs in a step, and what it reads."""

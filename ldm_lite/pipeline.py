@@ -38,7 +38,7 @@ from ldm_lite.tasks.batching import results, run
 from ldm_lite.tasks.image_inputs import open_source
 from ldm_lite.tasks.job import Job
 
-O = TypeVar("O")
+Options = TypeVar("Options")
 
 OUTPUTS = ("pil", "numpy", "tensor", "result")
 
@@ -53,8 +53,8 @@ def load(
     """Load a checkpoint: a file, a diffusers folder, owner/repository[/file] on the hub, or None: the bundled model.
 
     dtype is "fp32", "fp16" or "bf16", or by network "fp16,vae=fp32".  options are the fields of LoadOptions: files for
-    single networks (vae=, unet=, text_encoder=), lora=["FILE:WEIGHT"], ema=, prediction=, zero_snr=, metadata={...}, and
-    how it runs: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
+    single networks (vae=, unet=, text_encoder=), lora=["FILE:WEIGHT"], ema=, prediction=, zero_snr=, metadata={...};
+    and how it runs: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     if isinstance(options.get("metadata"), Mapping):
@@ -72,9 +72,7 @@ class Pipeline(Model):
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
-    def txt2img(
-        self, prompt: str | Sequence[str] | None = None, *, output: str = "pil", **options: Any
-    ) -> list[Any]:
+    def txt2img(self, prompt: str | Sequence[str] | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
         """Text to image: one image for each prompt, or batch_size of a single prompt.
 
         options are the fields of Txt2imgOptions: steps=, sampler=, scale=, seed= (one, or one for each image),
@@ -111,9 +109,7 @@ class Pipeline(Model):
         given = {"prompt": prompt, "init_img": image, "mask": mask, **options}
         return _outputs(*inpaint.prepare(self, _options(InpaintOptions, "inpaint", given)), output)
 
-    def upscale(
-        self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any
-    ) -> list[Any]:
+    def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
         """Images four times as large, with an upscaler's checkpoint.
 
         options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as there.
@@ -146,9 +142,7 @@ class Pipeline(Model):
         made = dataclasses.replace(made, extra=ConditioningOptions(**extra))
         return encode_prompts(self, [prompt] if isinstance(prompt, str) else prompt, made)
 
-    def noise(
-        self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None
-    ) -> Tensor:
+    def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
         """Unit noise (B,C,h,w) float32 on the CPU, as the tasks draw it, for one seed or B of them."""
         return self.noise_source(seed, height, width)()
 
@@ -197,18 +191,14 @@ class Pipeline(Model):
         pixels = [pad(to_pixels(open_source(each).image), factor) for each in images]
         return generate.encode(self, torch.stack(pixels))[0]
 
-    @contextlib.contextmanager
-    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> Iterator[None]:
-        """In this block a LoRA (a file, or one that lora.open_lora has read) is merged into the weights.
+    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
+        """Merge a LoRA (a file, or one that open_lora has read) into the weights: `with pipe.lora(FILE, 0.8): ...`.
 
-        On leaving, the very weights of before are put back.  It changes the networks in place, also for other threads.
+        At the end of the block, or by remove(), the very weights of before are put back.  It changes the networks in
+        place, for all threads.
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
-        merged = lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
-        try:
-            yield
-        finally:
-            merged.remove()
+        return lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """In this block the UNet's attention maps (B,H,N,M) are collected by layer name, one for each call.
@@ -225,7 +215,7 @@ class Pipeline(Model):
 # ---- arguments and results ------------------------------------------------------------------------------------------
 
 
-def _options(kind: type[O], function: str, given: Mapping[str, Any]) -> O:
+def _options(kind: type[Options], function: str, given: Mapping[str, Any]) -> Options:
     """Options from keyword arguments.  Raises TypeError, with the nearest name, for an argument that does not exist."""
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given:
@@ -253,5 +243,7 @@ def _output(pixels: Tensor, output: str) -> Any:
 
 def _expanded(conditioning: Conditioning, count: int) -> Conditioning:
     """Conditioning of one prompt for `count` images; any other as it is."""
-    each = (part if part is None or len(part) != 1 else part.expand(count, *part.shape[1:]) for part in conditioning[:3])
+    each = (
+        part if part is None or len(part) != 1 else part.expand(count, *part.shape[1:]) for part in conditioning[:3]
+    )
     return Conditioning(*each)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ldm_lite.cli import console
-from ldm_lite.cli.flags import txt2img_flags, parse
+from ldm_lite.cli.flags import parse, txt2img_flags
 from ldm_lite.cli.options import LoadOptions, SaveOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     (options, load, save), original = parse(argv, "txt2img", __doc__.splitlines()[0], groups, txt2img_flags)
 
     def body() -> None:
-        from ldm_lite.tasks.txt2img import count, prepare
         from ldm_lite.tasks.serve import serve
+        from ldm_lite.tasks.txt2img import count, prepare
 
         number, saver = count(options), Saver(save, "txt2img")
         serve(prepare, options, number, load, saver, original)

@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     (options, load, save), original = parse(argv, "upscale", __doc__.splitlines()[0], groups, original_flags)
 
     def body() -> None:
-        from ldm_lite.tasks.upscale import count, prepare
         from ldm_lite.tasks.serve import serve
+        from ldm_lite.tasks.upscale import count, prepare
 
         number, saver = count(options), Saver(save, "upscale")
         serve(prepare, options, number, load, saver, original)

@@ -26,7 +26,7 @@ from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.step import Row
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import compile as tiers
-from ldm_lite.runtime import group_norm
+from ldm_lite.runtime import fused_norm
 from ldm_lite.zoo.families import FAMILIES
 
 H100 = SimpleNamespace(
@@ -131,7 +131,7 @@ def ours(name: str, *, fixed: bool, folded: bool = True, written_out: bool = Tru
         probe = torch.empty(3, 77, *((8, 9) if folded else (64, 72)))
     on_cuda(mode, unet)
     if written_out:
-        group_norm.use(unet)
+        fused_norm.use(unet)
     batch, tokens, h, w = 1, 77, *((8, 8) if folded else (64, 64))
     if not fixed:
         source = importlib.import_module("torch._dynamo.source").ConstantSource("sizes")

@@ -27,7 +27,7 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import load_device, prepare
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
     complete,
@@ -128,9 +128,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     family, components, metadata = _detect(checkpoint, options)
     components["unet"], weights = _with_ema(components["unet"], options.ema)
     dtypes = pick_dtypes(options.dtype, device, family.networks, ("vae",) if family.vae_overflows else ())
-    # Offloaded or 8-bit weights must not all be on the device even once.
-    home = torch.device("cpu") if options.offload or options.storage else device
-    networks = _networks(family, components, home, dtypes)
+    networks = _networks(family, components, load_device(options, device), dtypes)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
     schedule = _schedule(family, _main(components), options.zero_snr)
     lora.merge_lora(networks, [(lora.open_lora(file), weight) for file, weight in loras], removable=False)
@@ -216,7 +214,7 @@ def _absent(family: Family, device: torch.device, dtype: torch.dtype) -> dict[st
     return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
 
 
-def _others(sources: Mapping[str, str | os.PathLike[str]]) -> dict[str, Component]:
+def _others(sources: Mapping[str, str]) -> dict[str, Component]:
     """The weights from other files, by role.  Raises ValueError for a file that has none of that role."""
     components: dict[str, Component] = {}
     for name, source in sources.items():
@@ -268,11 +266,13 @@ def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedul
         stored = checkpoint.read("betas").double().numpy()
         # Half-precision merges have rounded this buffer too.
         if stored.shape != betas.shape or not np.allclose(stored, betas, rtol=2e-3, atol=0):
-            log.warning("%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title)
+            log.warning(
+                "%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title
+            )
             betas = stored
     schedule = Schedule.from_betas(betas, family.prediction)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
-        raise ValueError(f"{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try `prediction=\"v\"`")
+        raise ValueError(f'{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
     if "ztsnr" in checkpoint.shapes:
         log.info("%s: the file asks for zero terminal SNR", checkpoint.path.name)
         zero_snr = True
@@ -286,7 +286,7 @@ def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:
     copy = ema_copy(unet)
     if copy is None:
         if ema == "yes":
-            raise ValueError(f"{unet.checkpoint.path}: has no complete EMA copy of the UNet: take `ema=\"auto\"`")
+            raise ValueError(f'{unet.checkpoint.path}: has no complete EMA copy of the UNet: take `ema="auto"`')
         return unet, "main"
     if ema == "no":
         return unet, "main (not the file's EMA)"

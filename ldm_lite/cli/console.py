@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from ldm_lite.cli.progress import end_bars
 
-
 # How messages name an option: `name`, `name=VALUE` or `name="value"`, as one writes it in Python.
 _OPTION = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 

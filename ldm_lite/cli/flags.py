@@ -144,9 +144,7 @@ def _add(parser: _Parser, section: Any, each: Field, hint: Any) -> None:
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     about = each.metadata
     shown = [f"--{each.name.replace('_', '-')}", *about["flags"]]
-    names = dict.fromkeys(
-        variant for name in shown for variant in (name, _spelled(name, "-"), _spelled(name, "_"))
-    )
+    names = dict.fromkeys(variant for name in shown for variant in (name, _spelled(name, "-"), _spelled(name, "_")))
     default = "" if each.default in (None, False, (), "") else f" (default: {each.default})"
     kwargs: dict[str, Any] = {"dest": each.name, "help": (about["help"] + default).replace("%", "%%")}
     repeatable = typing.get_origin(hint) is tuple and about["parse"] is None

@@ -187,9 +187,7 @@ class ImageOptions(Txt2imgOptions):
         (), "image to start from; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True
     )
     exact_steps: bool = option(False, "run all steps within the strength's noise, not the strength's share of them")
-    resize: str = option(
-        "crop", "how an image is brought to the height and width", choices=("crop", "fit", "stretch")
-    )
+    resize: str = option("crop", "how an image is brought to the height and width", choices=("crop", "fit", "stretch"))
     height: int | None = option(
         None, "pixels (default: the image's own, or by the width)", "--H", within=(1, MOST_PX), common=True
     )
@@ -302,9 +300,7 @@ class StageOptions(CheckedOptions):
         None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", common=True
     )
     stage_2: str | None = option(None, "its second stage; without it images have 64 pixels", common=True)
-    stage_3: str | None = option(
-        None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True
-    )
+    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True)
     t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable, for a file in parts", common=True)
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
     prompt_embeds: str | None = option(
@@ -314,3 +310,35 @@ class StageOptions(CheckedOptions):
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
     dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)", common=True)
     attention: str | None = option(None, "attention kernel of the stages; an unknown name lists all")
+
+
+@dataclass(frozen=True)
+class CompareOptions(CheckedOptions):
+    """What to compare."""
+
+    prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
+    samplers: str | None = option(None, "comma-separated names (default: all)", common=True)
+    steps: str = option("5,10,20,40,80", "comma-separated step counts", common=True)
+    spacing: str = option(
+        "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
+    )
+    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated, to be drawn")
+    reference: int = option(400, "steps of the reference run", within=(1, 1000))
+    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
+    seed: int = option(42, "seed of the noise", within=SEEDS)
+    out: str = option("samplers.png", "name of the chart", common=True)
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class ExportOptions(CheckedOptions):
+    """For what to compile."""
+
+    sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
+    batches: str = option("1", "comma-separated numbers of images at a time")
+    branches: int = option(
+        2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
+    )
+    chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
+    out: str = option("unet.pt2", "name of the package")
+    debug: bool = option(False, "show the traceback of an error")

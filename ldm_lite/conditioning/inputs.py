@@ -1,7 +1,7 @@
-"""Prompts that are no text: classes, boxes, maps of labels, embeddings, and none at all -> what the network reads.
+"""Prompts that are not text: classes, boxes, label maps, embeddings, or none -> what the network reads.
 
-Each function takes prompts as the command line has them ("207", the name of a file), B of them; None or "" is none,
-which stands for what to keep away from, where a model was trained with it.
+Each function takes B prompts as text ("207", the name of a file).  None or "" is no prompt, the unconditional one of
+models that were trained with it.
 """
 
 import os
@@ -26,7 +26,7 @@ Prompts = Sequence[str | None]
 
 
 def nothing(model: Model, prompts: Prompts) -> Conditioning:
-    """Unconditional models.  Raises ValueError for a prompt, and for something to keep away from."""
+    """Unconditional models.  Raises ValueError for a prompt."""
     for prompt in prompts:
         if prompt:
             raise ValueError(f"{model.family.title} reads no prompt: got {prompt!r}, leave it out")
@@ -34,7 +34,7 @@ def nothing(model: Model, prompts: Prompts) -> Conditioning:
 
 
 def classes(model: Model, prompts: Prompts) -> Conditioning:
-    """Class numbers -> context (B,1,D).  Raises ValueError for what is none."""
+    """Class numbers -> context (B,1,D).  Raises ValueError for anything else."""
     assert isinstance(model.text_encoder, ClassEmbedder)
     spec = model.text_encoder.spec
     most = spec.num_classes - 1 if spec.unconditional is None else spec.unconditional - 1
@@ -50,7 +50,7 @@ def classes(model: Model, prompts: Prompts) -> Conditioning:
 
 
 def layouts(model: Model, prompts: Prompts) -> Conditioning:
-    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for what is none."""
+    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for other files."""
     assert isinstance(model.text_encoder, BERTTextEncoder)
     rows = [
         boxes.tokens(boxes.read(_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
@@ -62,7 +62,7 @@ def layouts(model: Model, prompts: Prompts) -> Conditioning:
 def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
     """Images whose values are labels -> concat (B,C',h,w) for images of size (height, width).
 
-    A map of another size is scaled to it by nearest neighbour.  Raises ValueError for what is no map of labels.
+    A map of another size is scaled by nearest neighbour.  Raises ValueError for images that are no label map.
     """
     assert isinstance(model.text_encoder, LabelMapRescaler)
     num_labels = model.text_encoder.spec.num_labels
@@ -72,7 +72,7 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
         labels = read_image(path, lambda image: _labels(image, size))
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
-                f"{path}: is no map of labels: holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+                f"{path}: is no label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
     return Conditioning(concat=model.text_encoder(torch.stack(maps).to(model.device)))
@@ -80,14 +80,14 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
 
 def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
     if image.mode not in ("L", "P", "I;16", "I"):
-        raise ValueError(f"is no map of labels: has the mode {image.mode}, wanted one channel (L or P) of labels")
+        raise ValueError(f"is no label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
     return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
 
 
 def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
-    """Files of embeddings, (D,) or (T,D), as CLIP's normalised ones -> context (B,T,D); zeros where there is none.
+    """Files of normalised CLIP embeddings, (D,) or (T,D) -> context (B,T,D); zeros for no prompt.
 
-    Those that are shorter than num_tokens are filled up with zeros.  Raises ValueError for what is none.
+    They are padded with zeros to num_tokens.  Raises ValueError for other files.
     """
     rows = []
     for prompt in prompts:
@@ -101,7 +101,7 @@ def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
 
 
 def read_embeddings(model: Model, prompt: str) -> Tensor:
-    """A .npy file -> its embeddings (T,D) float32, D being the width of the pipeline's context.  Raises ValueError."""
+    """The embeddings (T,D) float32 in a .npy file, D the width of the model's context.  Raises ValueError."""
     width = model.family.unet.context_dim
     path = _file(model, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
     values = _npy(path)
@@ -112,7 +112,7 @@ def read_embeddings(model: Model, prompt: str) -> Tensor:
 
 
 def read_image_embedding(path: Path) -> Tensor:
-    """The one vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for another."""
+    """The single vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for other files."""
     values = read_tensor(path)
     if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
         raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
@@ -120,7 +120,7 @@ def read_image_embedding(path: Path) -> Tensor:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """The one tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line, for another."""
+    """The single tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line."""
     if path.suffix == ".npy":
         return _npy(path)
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -128,8 +128,8 @@ def read_tensor(path: Path) -> Tensor:
             value = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # of what is no pickle torch raises nearly anything
-            raise ValueError(f"{path}: is no file of torch's, or not one of tensors alone") from error
+        except Exception as error:  # torch raises nearly anything for a broken pickle
+            raise ValueError(f"{path}: is no torch file, or holds more than tensors") from error
         found = list(value.values()) if isinstance(value, dict) else [value]
     else:
         file = open_checkpoint(path)
@@ -155,7 +155,7 @@ def _npy(path: Path) -> Tensor:
 def read_image_statistics(path: Path) -> Tensor:
     """Mean and standard deviation of image embeddings, (2,D) float32: karlo's .th file, or diffusers' `mean` and `std`.
 
-    Raises ValueError for another.
+    Raises ValueError for other files.
     """
     try:
         if path.suffix in (".th", ".pt"):  # no names: two tensors
@@ -166,7 +166,7 @@ def read_image_statistics(path: Path) -> Tensor:
         return torch.stack([mean.reshape(-1), deviation.reshape(-1)]).float()
     except OSError:
         raise
-    except Exception as error:  # of what is no pickle torch raises nearly anything
+    except Exception as error:  # torch raises nearly anything for a broken pickle
         raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
 
 
@@ -180,5 +180,5 @@ def _file(model: Model, prompt: str | None, wanted: str) -> Path:
 
 
 def _not(model: Model, prompt: str | None, wanted: str, guided: bool) -> ValueError:
-    unguided = "" if guided else ", and nothing to keep away from (leave out --scale)"
+    unguided = "" if guided else ", without a negative prompt (leave out `scale`)"
     return ValueError(f"{model.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")

@@ -27,6 +27,8 @@ from ldm_lite.zoo.networks import EncoderSpec
 
 log = logging.getLogger("ldm_lite")
 
+NOTHING = ConditioningOptions()
+
 Prompts = Sequence[str | None]  # None = no prompt, which to SDXL is another thing than the empty one
 
 
@@ -39,7 +41,7 @@ class PromptOptions:
     num_chunks: int = 1  # least number of chunks of 77 tokens (or of embeddings) that each prompt is padded to
     negative: bool = False  # these are negative prompts
     size: tuple[int, int] | None = None  # (height, width) of the image in pixels; None = the family's resolution
-    extra: ConditioningOptions = ConditioningOptions()  # what some families read beside the prompt
+    extra: ConditioningOptions = NOTHING  # what some families read beside the prompt
 
 
 Conditioner = Callable[[Model, Prompts, PromptOptions], Conditioning]
@@ -150,11 +152,15 @@ def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
 def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
 
-    The noise is the same for all images.  With statistics of such embeddings, it is added to the standardised one.  Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of
-    stablediffusion.
+    The noise is the same for all images.  With statistics of such embeddings, it is added to the standardised one.
+    Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of stablediffusion.
     """
     width = (model.family.unet.vector_dim or 0) // 2
-    embedding, level, statistics = options.extra.image_embedding, options.extra.noise_level, options.extra.image_statistics
+    embedding, level, statistics = (
+        options.extra.image_embedding,
+        options.extra.noise_level,
+        options.extra.image_statistics,
+    )
     if embedding is None:
         raise ValueError(
             f"{model.family.title} reads an image's CLIP embedding (1, {width}) beside the prompt: "

@@ -50,7 +50,9 @@ class Control:
                 "shares of the steps, 0 to 1"
             )
         if not re.fullmatch(rf"{'|'.join(PREPROCESSORS)}|canny:[\d.]+:[\d.]+", self.preprocess):
-            raise ValueError(f"got `preprocess` {self.preprocess!r}, wanted {', '.join(PREPROCESSORS)} or canny:LOW:HIGH")
+            raise ValueError(
+                f"got `preprocess` {self.preprocess!r}, wanted {', '.join(PREPROCESSORS)} or canny:LOW:HIGH"
+            )
 
     def __str__(self) -> str:
         """As on the command line: its files, without what they have as default."""
@@ -76,7 +78,7 @@ class Control:
             alpha = original.convert("RGBA").getchannel("A").point(lambda value: 255 * (value < 128))
         hole = torch.from_numpy(np.array(resize(alpha, size, "crop")) > 0)
         if not hole.any():
-            raise ValueError(f"{self}: its image has no transparent part, which `preprocess=inpaint` takes for the hole")
+            raise ValueError(f"{self}: the image has no transparent part, which `preprocess=inpaint` repaints")
         return pixels.masked_fill(hole, -1.0)
 
     def rgb(self) -> Image.Image:

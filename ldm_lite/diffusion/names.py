@@ -29,9 +29,9 @@ def register(
 ) -> Callable[..., object]:
     """Add a sampler to SAMPLERS under its function's name, and return it: a function or a decorator.
 
-    label is its name in PNG text (default: from the function's name); label and aliases can be used in place of the
-    name.  Raises ValueError for a name that is taken (unless replace=True), and for a function that cannot be called as
-    function(schedule, steps, spacing=...).
+    label is its name in PNG text (default: made of the function's name).  Users may write label and aliases in place of
+    the name.  Raises ValueError if a name is taken (replace=True replaces the sampler of that name), and for a function
+    that cannot be called as function(schedule, steps, spacing=...).
     """
     if function is None:
         return functools.partial(register, label=label, aliases=aliases, replace=replace)
@@ -44,7 +44,8 @@ def register(
     for each in (own, *others):
         holder = taken.get(each)
         if holder is not None and not (replace and (each == own or holder == key)):
-            raise ValueError(f"cannot register {key}: {each!r} already names {holder}; replace=True replaces a sampler")
+            advice = "replace=True replaces it" if each == own else "choose another"
+            raise ValueError(f"cannot register {key}: the name {each!r} is taken by {holder}; {advice}")
     ALIASES.pop(own, None)
     ALIASES.update(dict.fromkeys(others, key))
     if label is not None:

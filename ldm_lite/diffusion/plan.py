@@ -103,5 +103,5 @@ class Rows:
             end=end,
         )
         if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_prediction).all()):
-            raise ValueError("this sampler is undefined at zero terminal SNR: take v prediction, and ddim or euler")
+            raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
         return plan

@@ -4,7 +4,7 @@ The row enters as tensors, so one compiled step serves every sampler, step count
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

@@ -216,7 +216,9 @@ def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
     Raises FileNotFoundError or ValueError, one line, for files that do not hold it.
     """
     if not options.t5:
-        raise ValueError("no T5 for the prompt: name its file with `t5=FILE`, or give `prompt_embeds` and `negative_embeds`")
+        raise ValueError(
+            "no T5 for the prompt: name its file with `t5=FILE`, or give `prompt_embeds` and `negative_embeds`"
+        )
     paths, device = [hub.resolve(source) for source in options.t5], pick_device(options.device)
     beside = [paths[0].with_name(name) for name in ("spiece.model", "tokenizer.json")]
     vocab = hub.resolve(options.t5_vocab) if options.t5_vocab else next((p for p in beside if p.exists()), None)

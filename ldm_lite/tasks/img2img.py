@@ -42,9 +42,7 @@ def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageI
     strength = (1.0 if instructed else 0.75) if options.strength is None else options.strength
     plan, level, skipped = begin(model, options, strength)
     image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None
-    job = resolve(
-        model, options, plan, start=level, skipped=skipped, image_scale=image_scale, num_images=len(images)
-    )
+    job = resolve(model, options, plan, start=level, skipped=skipped, image_scale=image_scale, num_images=len(images))
     return job, (_inputs(model, options, source, strength) for source in images)
 
 
@@ -68,10 +66,8 @@ def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
 def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: float) -> ImageInputs:
     """What the results for one image start from."""
     name, image = named = open_source(source)
-    if options.resolution is None:
-        size = size_of(model, options, named)
-    else:
-        size = edit_size(image.size, options.resolution)
+    resolution = options.resolution
+    size = size_of(model, options, named) if resolution is None else edit_size(image.size, resolution)
     image = resize(image, size, "stretch" if options.compat else options.resize)
     pixels = padded(model, image)
     mean, deviation = encode(model, pixels[None])

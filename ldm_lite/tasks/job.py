@@ -26,7 +26,8 @@ from ldm_lite.conditioning.textual_inversion import with_embeddings
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.diffusion.names import label, make_plan, resolve as resolve_sampler
+from ldm_lite.diffusion.names import label, make_plan
+from ldm_lite.diffusion.names import resolve as resolve_sampler
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import open_depth, parameters, to_array, to_image, to_pil
@@ -284,9 +285,7 @@ def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
     return Seeds(seeds[0], seeds, options.fixed_code)
 
 
-def _refiner(
-    model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: int
-) -> tuple[Model, int] | None:
+def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: int) -> tuple[Model, int] | None:
     """The refiner, given or named by the options, and the step of the plan from which it takes over."""
     if options.refiner is None:
         if options.refiner_start is not None:

@@ -14,7 +14,7 @@ import ldm_lite
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_autoencoder
-from ldm_lite.cli.options import LoadOptions, SaveOptions
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import Progress, memory
 from ldm_lite.cli.task_options import CascadeOptions, StageOptions

@@ -15,7 +15,7 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
-from ldm_lite.diffusion.plan import NOISE, H, Plan, Rows, X
+from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X, to_kept
 from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
 from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Level, Schedule, Spacing, levels_of, linear_betas, linspace
 
@@ -103,7 +103,9 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
         return half_step(schedule, steps, spacing)
 
     original, order = SAMPLERS["heun"], list(SAMPLERS)
-    with pytest.raises(ValueError, match="cannot register heun: 'heun' already names heun; replace=True"):
+    with pytest.raises(
+        ValueError, match="cannot register heun: the name 'heun' is taken by heun; replace=True replaces it"
+    ):
         register(heun)
     assert SAMPLERS["heun"] is original
     register(heun, replace=True)
@@ -111,14 +113,18 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
     assert list(SAMPLERS) == order
     assert label("heundiscrete") == "Heun"  # its other names stay
     register(heun, label="Heun", aliases=["heundiscrete"], replace=True)
-    with pytest.raises(ValueError, match="cannot register pndm: 'pndm' already names plms"):
+    with pytest.raises(ValueError, match="cannot register pndm: the name 'pndm' is taken by plms; replace=True"):
         register(pndm)
     register(pndm, replace=True)
     assert resolve("pndm") == ("pndm", None)
     assert resolve("plms") == ("plms", None)
-    with pytest.raises(ValueError, match="cannot register half_step: 'euler' already names euler"):
+    with pytest.raises(
+        ValueError, match="cannot register half_step: the name 'euler' is taken by euler; choose another"
+    ):
         register(half_step, aliases=["Euler"])
-    with pytest.raises(ValueError, match="cannot register half_step: 'euler_a' already names euler_a"):
+    with pytest.raises(
+        ValueError, match="cannot register half_step: the name 'euler_a' is taken by euler_a; choose another"
+    ):
         register(half_step, label="Euler a", replace=True)
     assert "half_step" not in SAMPLERS
 
@@ -236,18 +242,45 @@ def test_images_with_a_sampler_of_ones_own(bundled: Pipeline) -> None:
     assert "Schedule type: quadratic" in text
 
 
+def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
+    """The last latents of a plan, without a prompt."""
+    noise = generate.seeded_noise([3], pipe.latent_shape(64, 64))()
+    nothing = classifier_free(Conditioning(torch.zeros(1, 77, pipe.family.unet.context_dim or 0)), None, 1.0)
+    *_, latents = generate.denoise(pipe, noise, nothing, plan)
+    return latents
+
+
 def test_the_plan_of_the_docstring(bundled: Pipeline) -> None:
-    """It runs, is Euler's method, and denoise takes it like any other."""
+    """It runs, is Euler's method (DDIM's update), and denoise takes it like any other plan."""
     code = (Plan.__doc__ or "").split("timesteps:\n", 1)[1]
     schedule = bundled.schedule
     scope: dict[str, Any] = {"schedule": schedule, "Rows": Rows, "H": H, "X": X, "CLEAN": CLEAN, "pairwise": pairwise}
     exec(textwrap.dedent(code), scope)
-    plan: Plan = scope["plan"]
     levels = [*(schedule.at(t) for t in (999, 750, 500, 250)), CLEAN]
-    same = make_plan("ddim", schedule, 4, spacing=lambda schedule, steps: levels)
-    noise = generate.seeded_noise([3], bundled.latent_shape(64, 64))()
-    nothing = classifier_free(Conditioning(torch.zeros(1, 77, bundled.family.unet.context_dim or 0)), None, 1.0)
-    ours, theirs = (list(generate.denoise(bundled, noise, nothing, each)) for each in (plan, same))
-    assert len(ours) == 4
-    for x, y in zip(ours, theirs, strict=True):
-        assert torch.allclose(x, y, atol=1e-4)
+    wanted = make_plan("ddim", schedule, 4, spacing=lambda schedule, steps: levels)
+    assert np.array_equal(scope["plan"].t, wanted.t)
+    assert torch.allclose(run(bundled, scope["plan"]), run(bundled, wanted), atol=1e-4)
+
+
+def test_a_plan_without_rows(bundled: Pipeline) -> None:
+    """Every field of the table filled in by hand, for DDIM's update: x' = s'/s x + (a' - a s'/s) x0."""
+    levels = [*(bundled.schedule.at(t) for t in (999, 600, 200)), CLEAN]
+    to_x0 = np.array([to_kept(bundled.schedule.prediction, "x0", level) for level in levels[:-1]])
+    mix = np.zeros((3, NUM_REGISTERS, NUM_REGISTERS + 2))
+    for i, (now, after) in enumerate(pairwise(levels)):
+        mix[i, 0, 0] = after.s / now.s
+        mix[i, 0, NUM_REGISTERS] = after.a - now.a * after.s / now.s
+    plan = Plan(
+        t=np.array([999.0, 600.0, 200.0]),
+        level=np.array([(level.a, level.s) for level in levels[:-1]]),
+        to_prediction=to_x0,
+        to_x0=to_x0,
+        mix=mix,
+        step=np.arange(3),
+        draws=np.zeros(3, dtype=bool),
+        stretch=np.zeros(3),
+        initial=1.0,
+        end=CLEAN,
+    )
+    wanted = make_plan("ddim", bundled.schedule, 3, spacing=lambda schedule, steps: levels)
+    assert torch.allclose(run(bundled, plan), run(bundled, wanted), atol=1e-4)

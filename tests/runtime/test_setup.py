@@ -37,7 +37,7 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    for has_units, auto, asked in ((True, "--dtype bf16 is faster", ""), (False, "", "bf16 is emulated")):
+    for has_units, auto, asked in ((True, '`dtype="bf16"` is faster', ""), (False, "", "bf16 is emulated")):
         monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
         for unit in ("amx_tile", "avx512_bf16"):
             monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has_units=has_units: has_units)
