@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable
 
 FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
-    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with --lora)",
+    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with `lora`)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
-    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for --embedding)",
+    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for `embedding`)",
     r"^(image_proj|ip_adapter)\.": "an IP-Adapter",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
