@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Autoencoder, Model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
@@ -22,6 +22,7 @@ from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.unet import TextCache, UNet
 from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
+from ldm_lite.zoo.networks import Autoencoder
 
 log = logging.getLogger("ldm_lite")
 
@@ -237,7 +238,7 @@ def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype:
             raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
         value = torch.cat(values)
         stacked[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
-    return Conditioning(**stacked)
+    return Conditioning(stacked["context"], stacked["y"], stacked["concat"])
 
 
 def _check_all(
@@ -246,13 +247,14 @@ def _check_all(
     """Raises ValueError for inputs of stream that do not fit each other."""
     for conditioning in branches.conditionings:
         check(model, noise, conditioning)
-    for conditioning in refiner.branches.conditionings if refiner is not None else ():
-        check(refiner.model, noise, conditioning)
-    if refiner is not None and refiner.model.family.prediction != model.family.prediction:
-        raise ValueError(
-            f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
-            f"{refiner.model.family.prediction}: the second cannot continue what the first began"
-        )
+    if refiner is not None:
+        for conditioning in refiner.branches.conditionings:
+            check(refiner.model, noise, conditioning)
+        if refiner.model.family.prediction != model.family.prediction:
+            raise ValueError(
+                f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
+                f"{refiner.model.family.prediction}: the second cannot continue what the first began"
+            )
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
 

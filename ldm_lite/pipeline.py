@@ -173,9 +173,10 @@ class Pipeline(Model):
         guidance is a scale, a function step -> scale, or a function (cond, uncond) -> output of the network's raw
         outputs (B,C,h,w).  draw gives the later noise of stochastic samplers: see noise_source.
         """
-        both = [None if each is None else _expanded(each, len(noise)) for each in (cond, uncond)]
-        assert both[0] is not None
-        return generate.denoise(self, noise, guided(self, both[0], both[1], guidance), plan, draw=draw)
+        count = len(noise)
+        cond = cond.rows(slice(None), count)
+        uncond = None if uncond is None else uncond.rows(slice(None), count)
+        return generate.denoise(self, noise, guided(self, cond, uncond, guidance), plan, draw=draw)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Latents (B,C,h,w) in the UNet's scale -> B images; output is "pil", "numpy" or "tensor"."""
@@ -239,11 +240,3 @@ def _output(pixels: Tensor, output: str) -> Any:
     if output not in OUTPUTS[:3]:
         raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS[:3])}")
     return pixels if output == "tensor" else to_array(pixels) if output == "numpy" else to_pil(pixels)
-
-
-def _expanded(conditioning: Conditioning, count: int) -> Conditioning:
-    """Conditioning of one prompt for `count` images; any other as it is."""
-    each = (
-        part if part is None or len(part) != 1 else part.expand(count, *part.shape[1:]) for part in conditioning[:3]
-    )
-    return Conditioning(*each)

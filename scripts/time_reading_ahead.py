@@ -33,7 +33,7 @@ def main() -> None:
     def step_ms(cached: bool) -> float:
         hook = None if cached else pipe.unet.register_forward_pre_hook(lambda module, args: None)
         start = time.perf_counter()
-        *_, latents = generate.denoise(pipe, noise, branches, plan)
+        latents = generate.denoise(pipe, noise, branches, plan)
         latents.cpu()
         if hook is not None:
             hook.remove()

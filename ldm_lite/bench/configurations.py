@@ -14,9 +14,9 @@ from torch import nn
 
 from ldm_lite.bench.contender import Here
 from ldm_lite.bench.jobs import Ours, Setting
-from ldm_lite.checkpoint.model import Pipeline, load
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.pipeline import Pipeline, load
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.runtime.precision import DTYPES

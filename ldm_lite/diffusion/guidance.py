@@ -21,6 +21,12 @@ class Conditioning(NamedTuple):
     control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
     cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
 
+    def rows(self, rows: slice, count: int) -> "Conditioning":
+        """Some rows of a conditioning of `count` images, or of one that serves all of them."""
+        parts = [self.context, self.y, self.concat]
+        chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
+        return Conditioning(chosen[0], chosen[1], chosen[2])
+
 
 Combine = Callable[[Tensor, Tensor], Tensor]  # the outputs (B,C,h,w) of cond and uncond -> the guided output
 

@@ -124,13 +124,13 @@ class PromptEncoder:
         """The conditioning of the prompts in these rows, and of the negative prompt where there is guidance."""
         job, some = self.job, slice(rows.start, rows.stop)
         if job.cond is not None and self.own:
-            cond = _rows(job.cond, some, len(job.prompts))
+            cond = job.cond.rows(some, len(job.prompts))
         else:
             cond = self._encode(job.prompts[some], image, negative=False)
         if not self.guided:
             return cond, None
         if job.uncond is not None and self.own:
-            return cond, _rows(job.uncond, some, len(job.prompts))
+            return cond, job.uncond.rows(some, len(job.prompts))
         return cond, self._encode([job.negative_prompt] * len(rows), image, negative=True)
 
     def encode_ahead(self, first: int, image: ImageInputs) -> None:
@@ -150,12 +150,6 @@ class PromptEncoder:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
         return self._cache[key]
-
-
-def _rows(given: Conditioning, some: slice, count: int) -> Conditioning:
-    """Some rows of ready conditioning for `count` prompts, or for one that serves all."""
-    whole = (None if each is None else each.expand(count, *each.shape[1:]) for each in given[:3])
-    return Conditioning(*(None if each is None else each[some] for each in whole))
 
 
 class InitialLatents:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,8 @@ def check(options: CascadeOptions, num_stages: int) -> None:
         except ValueError as error:
             raise ValueError(f"got `{name}` {value!r}, wanted numbers with commas between") from error
         for number in numbers:
-            Txt2imgOptions(**{name: number})  # raises what is out of range
+            values: dict[str, Any] = {name: number}
+            Txt2imgOptions(**values)  # raises what is out of range
     if options.height % 8 or options.width % 8:
         raise ValueError(f"got H {options.height} and W {options.width}, wanted multiples of 8")
 
@@ -110,7 +111,7 @@ def check(options: CascadeOptions, num_stages: int) -> None:
 def _free() -> None:
     """Give back the memory of networks that are no longer used."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
@@ -150,15 +151,15 @@ class _Stage:
         for first in range(0, len(seeds), options.batch_size):
             some = slice(first, first + options.batch_size)
             draw, extras = SeededNoise(seeds[some], shape), Extras()
-            both = [Conditioning(cond.context[some]), Conditioning(uncond.expand(len(seeds[some]), -1, -1))]
+            one, other = Conditioning(cond.context[some]), Conditioning(uncond.expand(len(seeds[some]), -1, -1))
             noise = draw()
             if number > 0:
                 larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
                 level = model.schedule.at(int(options.noise_level * 1000))
                 y = torch.full((len(noise),), level.t, dtype=torch.float32, device="cpu")
-                both = [each._replace(y=y, concat=larger) for each in both]
+                one, other = (each._replace(y=y, concat=larger) for each in (one, other))
                 extras = Extras(control=FreshNoise(model, level, draw))
-            branches = classifier_free(*both, family.scale if scale is None else float(scale))
+            branches = classifier_free(one, other, family.scale if scale is None else float(scale))
             branches = dataclasses.replace(branches, threshold=family.threshold)
             latents = noise
             for state in generate.stream(model, noise, branches, plan, draw=draw, extras=extras):

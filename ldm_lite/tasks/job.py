@@ -133,7 +133,8 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
     Raises ValueError for a file that is no list of prompts; with a model, also for no prompt where it needs one.
     """
     if options.cond is not None:
-        count = len(_conditioning(options.cond))
+        given = options.cond if isinstance(options.cond, Conditioning) else (options.cond,)
+        count = next(len(each) for each in given if each is not None)
         return [options.prompt if isinstance(options.prompt, str) else ""] * count
     if options.from_file is None:
         if options.prompt is None:
@@ -226,7 +227,6 @@ def resolve(
     extra = _extra(options)
     check_used([model] if refiner is None else [model, refiner[0]], extra)
     prompts = read_prompts(options, model)
-    cond, uncond = _conditioning(options.cond), _conditioning(options.uncond)
     controls = parse(options.control, options.preprocess)
     if (options.depth is not None) != (model.family.task == "depth"):
         got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
@@ -236,8 +236,8 @@ def resolve(
         model=model,
         prompts=prompts,
         negative_prompt=options.negative_prompt,
-        cond=cond and cond.conditioning,
-        uncond=uncond and uncond.conditioning,
+        cond=_conditioning(options.cond),
+        uncond=_conditioning(options.uncond),
         text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
         seeds=_seeds(options, len(prompts) * options.repeats * num_images),
         noise=options.noise,
@@ -257,21 +257,9 @@ def resolve(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """Ready conditioning from the user."""
-
-    conditioning: Conditioning
-
-    def __len__(self) -> int:
-        given = next((each for each in self.conditioning[:3] if each is not None), ())
-        return len(given)
-
-
-def _conditioning(value: Any) -> _Given | None:
-    if value is None:
-        return None
-    return _Given(value if isinstance(value, Conditioning) else Conditioning(value))
+def _conditioning(value: Any) -> Conditioning | None:
+    """Ready conditioning from the user: a Conditioning, or embeddings (N,T,D)."""
+    return value if value is None or isinstance(value, Conditioning) else Conditioning(value)
 
 
 def _seeds(options: Txt2imgOptions, count: int) -> Seeds:

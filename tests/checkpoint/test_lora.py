@@ -16,12 +16,12 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import generate
 from ldm_lite.checkpoint.lora import Lora, file_names, merge_lora, open_lora, parse, targets
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.zoo.families import SD1, SDXL
 from ldm_lite.zoo.networks import build
 
@@ -63,7 +63,7 @@ def check(pipe: Pipeline) -> None:
     assert toy.relative_error(text[:, ::5], GOLDEN["text"]) < 1e-5
     plan = make_plan("ddim", pipe.schedule, STEPS)
     uncond, cond = (Conditioning(each) for each in text[:, None])
-    *_, latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), classifier_free(cond, uncond, GUIDANCE), plan)
+    latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), classifier_free(cond, uncond, GUIDANCE), plan)
     assert toy.relative_error(latents, GOLDEN["latents"]) < 1e-5
     image = pipe.vae.decode(latents / SMALL.scale_factor)
     assert toy.relative_error(image[..., ::3], GOLDEN["image"]) < 1e-5

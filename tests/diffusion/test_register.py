@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
 from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X, to_kept
 from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
 from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Level, Schedule, Spacing, levels_of, linear_betas, linspace
+from ldm_lite.pipeline import Pipeline
 
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
 
@@ -220,7 +220,8 @@ def test_a_spacing_as_a_samplers_default() -> None:
 
 def sample(pipe: Pipeline, sampler: str, **options: Any) -> tuple[np.ndarray[Any, Any], str]:
     """The pixels and the PNG text of an image with three steps."""
-    from ldm_lite.txt2img import Options, txt2img
+    from ldm_lite.cli.task_options import Txt2imgOptions as Options
+    from ldm_lite.tasks.txt2img import txt2img
 
     [result] = txt2img(pipe, Options(prompt="a red apple", steps=3, seed=1, sampler=sampler, **options))
     return np.asarray(result.image), result.parameters
@@ -244,9 +245,9 @@ def test_images_with_a_sampler_of_ones_own(bundled: Pipeline) -> None:
 
 def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
     """The last latents of a plan, without a prompt."""
-    noise = generate.seeded_noise([3], pipe.latent_shape(64, 64))()
+    noise = generate.SeededNoise([3], pipe.latent_shape(64, 64))()
     nothing = classifier_free(Conditioning(torch.zeros(1, 77, pipe.family.unet.context_dim or 0)), None, 1.0)
-    *_, latents = generate.denoise(pipe, noise, nothing, plan)
+    latents = generate.denoise(pipe, noise, nothing, plan)
     return latents
 
 

@@ -22,14 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import load_controls, parse
 from ldm_lite.generate import decode
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import _blocks
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.tasks.txt2img import txt2img
 
 
 class Device:
@@ -62,7 +63,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def load(path: Path, **tuning: object) -> Pipeline:
-    return ldm_lite.load(path, device="cpu", tuning=tuning)
+    return ldm_lite.load(path, device="cpu", **tuning)
 
 
 def picture(pipe: Pipeline) -> Tensor:

@@ -69,10 +69,10 @@ def test_the_file_is_kohyas_and_gives_the_same_pictures(
     before = pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"].clone()
     merge_lora({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
     assert not torch.equal(before, pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
-    noise = generate.seeded_noise(range(4), pipe.latent_shape(64, 64))()
+    noise = generate.SeededNoise(range(4), pipe.latent_shape(64, 64))()
     cond, uncond = (encode_prompts(pipe, [prompt] * 4) for prompt in ("picture 1", ""))
     plan = make_plan("dpmpp_2m", pipe.schedule, 20)
-    *_, latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, pipe.family.scale), plan)
+    latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, pipe.family.scale), plan)
     ours = grid([to_pil(pixels) for pixels in generate.decode(pipe, latents)], columns=4)
     sheet = Image.open(tmp_path / "samples-0000004.png")  # from float32 averages; the file is float16
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(sheet, dtype=int)).mean() < 0.5
