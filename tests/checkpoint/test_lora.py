@@ -22,6 +22,9 @@ from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.quantization import Quantized
+from ldm_lite.txt2img import Options, txt2img
 from ldm_lite.zoo.families import SD1, SDXL
 from ldm_lite.zoo.networks import build
 
@@ -322,3 +325,102 @@ def test_loading_with_loras(tmp_path: Path, small: Pipeline, small_path: Path) -
     check(pipe)
     with pytest.raises(FileNotFoundError, match="no such file"):
         ldm_lite.load(small_path, device="cpu", lora=["none.safetensors:0.5"])
+
+
+# ---- weights that are offloaded or quantised ------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def values(pipe: Pipeline) -> dict[str, Tensor]:
+    """The weights that LoRAs change, as the networks compute with them."""
+    offloader = pipe.offloader or Offloader({}, CPU)
+    named = {f"{role}.{key}": value for role, each in networks(pipe).items() for key, value in each.named_parameters()}
+    return {key: offloader.read(value, CPU).clone() for key, value in named.items() if key.endswith("weight")}
+
+
+def kept(pipe: Pipeline) -> list[Quantized]:
+    offloader = pipe.offloader or Offloader({}, CPU)
+    return [offloader.save(value) for network in networks(pipe).values() for value in network.parameters()]
+
+
+def same(one: Quantized, other: Quantized) -> bool:
+    if (one.scale is None) != (other.scale is None) or not torch.equal(*(each.values.float() for each in (one, other))):
+        return False
+    return one.scale is None or other.scale is None or torch.equal(one.scale, other.scale)
+
+
+def image(pipe: Pipeline) -> Tensor:
+    [result] = txt2img(pipe, Options(prompt="a red apple", steps=2, height=16, width=16))
+    return result.pixels
+
+
+def rounding(storage: str | None, weight: Tensor) -> Tensor:
+    """How much quantising a weight may change it; 0 if it is not quantised."""
+    if storage is None or weight.ndim < 2:
+        return torch.zeros_like(weight)
+    largest = weight.abs().flatten(1).amax(dim=1).view(-1, *[1] * (weight.ndim - 1))
+    step = largest / 254 if storage == "int8" else weight.abs() / 16 + largest / 2**17
+    return 1.1 * step.expand_as(weight)
+
+
+@pytest.mark.parametrize("storage", [None, "int8", "fp8"])
+@pytest.mark.parametrize("offload", [None, "model", "sequential"])
+def test_merging_into_a_loaded_pipeline(
+    tmp_path: Path, small: Pipeline, small_path: Path, offload: str | None, storage: str | None
+) -> None:
+    """Within rounding it is merging before quantising; removal restores every bit, and the image."""
+    lora, tuning = write(tmp_path / "a.safetensors", kohya()), {"offload": offload, "storage": storage}
+    pipe = ldm_lite.load(small_path, device="cpu", tuning=tuning)
+    early = ldm_lite.load(small_path, device="cpu", tuning=tuning, lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"])
+    plain, before, picture = values(small), kept(pipe), image(pipe)
+    merge_lora(networks(small), [(lora, SCALE)])
+    exact, wanted = values(small), values(early)
+
+    with merge_lora(pipe.networks, [(lora, SCALE)], pipe.offloader):
+        changed = 0
+        for key, value in values(pipe).items():
+            bound = rounding(storage, plain[key]) + 2 * rounding(storage, exact[key])
+            assert ((value - wanted[key]).abs() <= bound).all(), key
+            changed += bool(((value - plain[key]).abs() > bound).any())
+        assert changed == len(golden("changes"))
+        with_lora = image(pipe)
+        assert not torch.equal(with_lora, picture)
+        if storage is None:
+            assert torch.equal(with_lora, image(early))
+    assert all(map(same, kept(pipe), before))
+    assert torch.equal(image(pipe), picture)
+
+
+def test_thirds_of_a_quantised_weight(tmp_path: Path) -> None:
+    """OpenCLIP's q, k and v: rows that a LoRA does not change keep their bits, and LoRAs are removed in turn."""
+    write_checkpoint(tmp_path / "sdxl.safetensors", miniature("sdxl_base"))
+    pipe = ldm_lite.load(tmp_path / "sdxl.safetensors", device="cpu", tuning={"storage": "int8", "offload": "model"})
+    assert pipe.offloader is not None
+    attention = pipe.text_encoder_2.transformer.resblocks[0].attn
+    weight, width = attention.in_proj_weight, attention.out_proj.in_features
+    name = "lora_te2_text_model_encoder_layers_0_self_attn_k_proj.lora_{}.weight"
+    down, up = toy.normal(0, 2, width), toy.normal(1, width, 2)
+    lora = write(tmp_path / "a.safetensors", {name.format("down"): down, name.format("up"): up})
+    before = [pipe.offloader.read(weight, CPU).clone(), pipe.offloader.save(weight)]
+    first = merge_lora(pipe.networks, [(lora, 1.0)], pipe.offloader)
+    once, middle = pipe.offloader.save(weight), pipe.offloader.read(weight, CPU)
+    bound = 2 * rounding("int8", middle)[width : 2 * width]
+    assert ((middle - before[0])[width : 2 * width] - up @ down).abs().le(bound).all()
+    for rows in (slice(width), slice(2 * width, None)):
+        assert torch.equal(once.values[rows], before[1].values[rows])
+    second = merge_lora(pipe.networks, [(lora, -0.5)], pipe.offloader)
+    second.remove()
+    assert same(pipe.offloader.save(weight), once)
+    first.remove()
+    assert same(pipe.offloader.save(weight), before[1])
+
+
+def test_quantised_weights_without_their_offloader(tmp_path: Path, small_path: Path) -> None:
+    lora = write(tmp_path / "a.safetensors", kohya())
+    for storage in ("int8", "fp8"):
+        pipe = ldm_lite.load(small_path, device="cpu", tuning={"storage": storage})
+        before = kept(pipe)
+        with pytest.raises(ValueError, match="the weights are quantised: merging needs the offloader"):
+            merge_lora(pipe.networks, [(lora, 1.0)])
+        assert all(map(same, kept(pipe), before))

@@ -152,6 +152,55 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     assert events[-2:] == ["kept", "kept"]
 
 
+@pytest.mark.parametrize("name", [None, *STORAGES])
+def test_a_prefetched_copy_is_not_used_after_writing(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    cpu, kept_for = torch.device("cpu"), list[object]()
+    main = SimpleNamespace(wait_event=lambda event: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: "copied")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: kept_for.append(other))
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    offloader = offload.Offloader({}, cpu, storage=name)
+    group = offload._Group({layer.weight: quantize(layer.weight.data, name)}, cpu, stream)
+    offloader._groups[layer.weight] = group
+    fresh = toy.normal(0, 8, 8)
+    group.prefetch()
+    offloader.write(layer.weight, fresh)
+    assert kept_for == [stream], "the memory is used again before the copy has ended"
+    with group:
+        assert torch.equal(layer.weight, dequantize(quantize(fresh, name), cpu))
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.parametrize("mode", ["model", "sequential"])
+def test_writing_while_a_network_computes(small_path: Path, device: Device, mode: str, storage: str | None) -> None:
+    """What is on the device changes with what is kept, in the memory where it is kept."""
+    pipe = load(small_path, offload=mode, storage=storage)
+    assert pipe.offloader is not None
+    block = pipe.unet.middle_block[0]
+    weight = block.in_layers[2].weight
+    fresh = toy.normal(0, *weight.shape)
+    home, seen = weight.data_ptr(), list[Tensor]()
+
+    def hook(module: nn.Module, args: object) -> None:
+        pipe.offloader.write(weight, fresh)
+        seen.append(weight.clone())
+
+    x, context, _ = toy.unet_inputs(pipe.family.unet)
+    handle = block.in_layers[2].register_forward_pre_hook(hook)
+    with pipe.phase("unet"):
+        first = pipe.unet(x, toy.T, context)
+        handle.remove()
+        assert torch.equal(pipe.unet(x, toy.T, context), first)
+    wanted = dequantize(quantize(fresh, storage), torch.device("cpu"))
+    assert torch.equal(seen[0], wanted)
+    assert torch.equal(pipe.offloader.read(weight, torch.device("cpu")), wanted)
+    assert weight.data_ptr() == home
+    with pipe.phase("unet"):
+        assert torch.equal(pipe.unet(x, toy.T, context), first)
+
+
 def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_path: Path) -> None:
     """ControlNets, also of differences, and T2I-Adapters; two threads may ask for them; and they go with their job."""
     weights, base = toy.control(SMALL.unet), load(small_path).unet.state_dict()
