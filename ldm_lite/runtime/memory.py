@@ -1,4 +1,4 @@
-"""Giving memory back: that through which tensors of memory-mapped files were read, and what the heap has left."""
+"""Returning memory to the system: pages of memory-mapped files that were read, and free memory of the heap."""
 
 import ctypes
 import mmap
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def releaser() -> Callable[[Tensor], None]:
-    """-> a function that gives back the memory of a tensor that is of no more use, where it is a mapped file's.
+    """Return a function that releases the pages of a tensor in a memory-mapped file; other tensors are ignored.
 
-    It is for tensors that were cast, copied or moved: a mapping lives as long as one tensor in it, and what was read
-    through it would stay as long.  Whatever reads the tensor again reads the file.  The mappings are those at the first
-    call.  On Linux alone: other systems take such memory back when they want it.
+    Call it for tensors that were cast, copied or moved: a mapping lives as long as one tensor in it, and would keep all
+    pages that were read.  Reading the tensor again reads the file.  Mappings are looked up at the first call.  Only on
+    Linux: other systems reclaim such pages themselves.
     """
     if sys.platform != "linux":
         return lambda tensor: None
@@ -33,13 +33,13 @@ def releaser() -> Callable[[Tensor], None]:
 
 
 def trim_heap() -> None:
-    """Give back what is free in the C library's heap, after work whose tensors are gone; without glibc nothing."""
+    """Return the free memory of the C library's heap to the system; without glibc this does nothing."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def _private_files() -> list[tuple[int, int]]:
-    """Where in this process's memory files are mapped for it alone, as torch and safetensors map them: (from, to)."""
+    """Return the address ranges (from, to) of private file mappings, the kind that torch and safetensors make."""
     found = []
     with open("/proc/self/maps") as file:
         for line in file:
