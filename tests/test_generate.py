@@ -4,11 +4,9 @@ import contextlib
 import gc
 import resource
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, denoise, seeded_noise
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
+from ldm_lite.runtime.patching import kernel, patch, unpatch
 from ldm_lite.tasks import batching as paint
 from ldm_lite.txt2img import Options, txt2img
 
@@ -113,11 +112,13 @@ def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tu
         for what, name in layers.items():
             layer = pipe.unet.get_submodule(name)
 
-            def counted(x: Tensor, what: str = what, forward: Callable[[Tensor], Tensor] = layer.forward) -> Tensor:
+            @kernel
+            def counted(layer: nn.Linear, x: Tensor, what: str = what) -> Tensor:
                 calls[what] += 1
-                return forward(x)
+                return nn.Linear.forward(layer, x)
 
-            stack.enter_context(mock.patch.object(layer, "forward", counted))
+            patch(layer, counted)
+            stack.callback(unpatch, layer)
         return run(pipe, "ddim", ["a red apple"], [1], steps), calls
 
 

@@ -49,7 +49,7 @@ def write(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Lora:
 
 @pytest.fixture
 def small(small_path: Path) -> Pipeline:
-    """With weights of its own: the tests change them."""
+    """Load a pipeline anew: the tests change its weights."""
     return ldm_lite.load(small_path, device="cpu")
 
 
@@ -58,7 +58,7 @@ def networks(pipe: Pipeline) -> dict[str, torch.nn.Module]:
 
 
 def check(pipe: Pipeline) -> None:
-    """The networks compute what kohya's did, and a run what diffusers' did."""
+    """Check that the networks compute what kohya's did, and a run what diffusers' did."""
     x, context, _ = toy.unet_inputs(SMALL.unet)
     assert toy.relative_error(pipe.unet(x, toy.T, context), GOLDEN["unet"]) < 1e-5
     ids = torch.from_numpy(GOLDEN["ids"])
@@ -73,7 +73,7 @@ def check(pipe: Pipeline) -> None:
 
 
 def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
-    """Linears, convolutions of 1x1 and 3x3, alphas: in both networks, and taken out again bit for bit."""
+    """Linears, convolutions of 1x1 and 3x3, alphas: merged into both networks, and removed again bit for bit."""
     before = {role: {k: v.clone() for k, v in net.state_dict().items()} for role, net in networks(small).items()}
     pointers = [p.data_ptr() for p in small.unet.parameters()]
     merged = merge_lora(networks(small), [(write(tmp_path / "a.safetensors", kohya()), SCALE)])
@@ -94,7 +94,7 @@ def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
 
 
 def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
-    """As diffusers writes it: dotted names; ranks and alphas of convolutions differ, so it has an alpha of its own."""
+    """As diffusers writes it: dotted names, without alphas, which are folded into the weights here."""
     values, names = kohya(), golden("peft")
     tensors = {}
     for key, same in names.items():
@@ -108,7 +108,7 @@ def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
 
 
 def filled(name: str) -> dict[str, Tensor]:
-    """The file of a golden, as the script filled it: what has no shape is an alpha of 3."""
+    """Make the file of a golden as its script does: entries without a shape are alphas of 3."""
     shapes = {key: tuple(shape) for key, shape in golden(f"{name}.shapes").items()}
     return {key: random_tensor(key, shape) if shape else torch.tensor(3.0) for key, shape in shapes.items()}
 
@@ -236,7 +236,7 @@ def test_several_loras_add_up(tmp_path: Path, small: Pipeline) -> None:
 
 
 def test_tucker(tmp_path: Path, small: Pipeline) -> None:
-    """A convolution of 1x1, one of 3x3, and one of 1x1 are the convolution that the merged weight is."""
+    """Convolutions of 1x1, 3x3 and 1x1 in a row equal one with the merged weight."""
     down, mid, up = toy.normal(0, 2, 32, 1, 1), toy.normal(1, 2, 2, 3, 3), toy.normal(2, 32, 2, 1, 1)
     name = "lora_unet_down_blocks_0_resnets_0_conv1.lora_{}.weight"
     tensors = {name.format("down"): down, name.format("mid"): mid, name.format("up"): up}
@@ -271,7 +271,7 @@ def test_half_precision_is_computed_in_float32(tmp_path: Path, small_path: Path)
     assert torch.equal(weight, (before + change).bfloat16())
 
 
-def test_what_is_not_matched_is_said(tmp_path: Path, small: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_what_does_not_match(tmp_path: Path, small: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ldm_lite")
     stray = {f"lora_unet_up_blocks_9.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
     lora = write(tmp_path / "a.safetensors", kohya() | stray | {"emphasis": torch.ones(1)})
@@ -373,7 +373,7 @@ def test_merging_into_a_loaded_pipeline(
     lora, tuning = write(tmp_path / "a.safetensors", kohya()), {"offload": offload, "storage": storage}
     pipe = ldm_lite.load(small_path, device="cpu", tuning=tuning)
     early = ldm_lite.load(small_path, device="cpu", tuning=tuning, lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"])
-    plain, before, picture = values(small), kept(pipe), image(pipe)
+    plain, before, before_image = values(small), kept(pipe), image(pipe)
     merge_lora(networks(small), [(lora, SCALE)])
     exact, wanted = values(small), values(early)
 
@@ -385,11 +385,11 @@ def test_merging_into_a_loaded_pipeline(
             changed += bool(((value - plain[key]).abs() > bound).any())
         assert changed == len(golden("changes"))
         with_lora = image(pipe)
-        assert not torch.equal(with_lora, picture)
+        assert not torch.equal(with_lora, before_image)
         if storage is None:
             assert torch.equal(with_lora, image(early))
     assert all(map(same, kept(pipe), before))
-    assert torch.equal(image(pipe), picture)
+    assert torch.equal(image(pipe), before_image)
 
 
 def test_thirds_of_a_quantised_weight(tmp_path: Path) -> None:
