@@ -9,6 +9,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.pixels import Pixels
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.train.tasks import DiffusionTask
+from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 
@@ -113,9 +114,10 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
 def loss(family: Family, pipe: Pipeline) -> Tensor:
     """Of a batch, in training; its gradients would need the device."""
     unet, vae, text = (on_cuda(lambda spec=spec: build(spec), torch.float32) for spec in family.networks.values())
-    task = DiffusionTask(unet, text, vae, pipe.schedule, 0.18, {"unet": unet}, 0.1, 5.0, 77)
+    model = replace(pipe, unet=unet, vae=vae, text_encoder=text)
+    diffusion_loss = DiffusionLoss(model, {"unet": unet}, caption_dropout=0.1, min_snr=5.0)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-    return task.loss(pixels, ["a red apple", ""], torch.Generator())
+    return diffusion_loss(pixels, ["a red apple", ""], torch.Generator())
 
 
 def main(names: list[str]) -> int:

@@ -51,7 +51,7 @@ def _forward(norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def use_fast_backward(network: nn.Module) -> None:
-    """Let each GroupNorm of a network that gets bfloat16 images (B,C,h,w) use the backward pass of this module."""
+    """Give the GroupNorms of a network this backward pass, for bfloat16 inputs (B,C,h,w); changes it in place."""
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
             module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from ldm_lite.inpaint import Options as Inpaint
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.samplers import Options as Samplers
-from ldm_lite.train.__main__ import Options as Train
+from ldm_lite.train.options import TrainOptions as Train
 from ldm_lite.txt2img import Options
 from ldm_lite.upscale import Options as Upscale
 
