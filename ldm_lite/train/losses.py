@@ -3,6 +3,7 @@
 A loss owns the networks that are trained and computes the loss of a batch; the trainer does everything else.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Protocol
@@ -112,11 +113,20 @@ class DiffusionLoss:
         return {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.model.schedule.prediction]
 
 
-def checkpoint_activations(unet: UNet) -> None:
-    """Recompute the activations of each block in the backward pass; changes the UNet in place.  Chen et al. 2016."""
+def checkpoint_activations(unet: UNet) -> contextlib.ExitStack:
+    """Recompute the activations of each block in the backward pass.  Chen et al. 2016.
+
+    Changes the UNet in place, until close() of the result or the end of its `with` block.
+    """
+    undo = contextlib.ExitStack()
     for module in unet.modules():
         if isinstance(module, Block):
+            if "forward" in vars(module):  # patched before
+                undo.callback(setattr, module, "forward", module.forward)
+            else:
+                undo.callback(delattr, module, "forward")
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return undo
 
 
 @torch.no_grad()

@@ -56,6 +56,8 @@ def train(
         if isinstance(lora := loss.networks.get("lora"), LoRA):
             stack.enter_context(lora.attach(trained_networks(options, model)))
         trainer = _trainer(options, model, loss)
+        if options.checkpointing:  # after the trainer has copied the networks for the EMA
+            stack.enter_context(checkpoint_activations(model.unet))
         trainer.fit(dataset, on_step, lambda step: outputs.save(options, model, trainer))
     return outputs.checkpoint_path(options)
 
@@ -72,8 +74,6 @@ def _trainer(options: TrainOptions, model: Pipeline, loss: Loss) -> Trainer:
     if model.device.type == "cpu":
         for network in networks:
             use_fast_backward(network)
-    if options.checkpointing:  # after the trainer has copied the networks for the EMA
-        checkpoint_activations(model.unet)
     if options.compile_network:
         for network in networks if options.lora_rank is None else [model.unet]:
             network.compile()

@@ -45,7 +45,7 @@ def make_model(options: TrainOptions, load_options: LoadOptions) -> Pipeline:
         model = load(**replace(load_options, dtype="fp32").arguments())
     else:
         model = _new_model(options, load_options)
-    _check(options, model)
+    check_model(options, model)
     return model
 
 
@@ -78,7 +78,7 @@ def _new_model(options: TrainOptions, load_options: LoadOptions) -> Pipeline:
     return Pipeline("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
 
 
-def _check(options: TrainOptions, model: Pipeline) -> None:
+def check_model(options: TrainOptions, model: Pipeline) -> None:
     """Raise ValueError, one line, if this model cannot be trained here."""
     family = model.family
     if not isinstance(model.vae, AutoencoderKL):

@@ -97,7 +97,7 @@ def test_training_removes_its_lora(
     """Also if it ends with an error, as with the second learning rate."""
     pipe = ldm_lite.load(small_path, device="cpu")
     monkeypatch.setattr(setup, "load", lambda **given: pipe)
-    given = options(folder, tmp_path, steps=2, lora_rank=2, lora_text=True, lr=lr, warmup=0)
+    given = options(folder, tmp_path, steps=1, lora_rank=2, lora_text=True, checkpointing=True, lr=lr, warmup=0)
     seen = list[bool]()
     with pytest.raises(ValueError, match="the loss is") if lr > 1 else contextlib.nullcontext():
         train(given, load_options(small_path), lambda step, loss: seen.append(unchanged(pipe.unet)))
@@ -153,10 +153,10 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
 
 
 def test_the_loss_falls(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    extra = {"steps": 25, "batch": 6, "save_every": 100, "lora_rank": 8, "lr": 3e-2}
+    extra = {"steps": 12, "batch": 6, "save_every": 99, "lora_rank": 8, "lr": 3e-2}
     train(options(folder, tmp_path, **extra), load_options(small_path))
     got = losses(tmp_path)
-    assert np.mean(got[-8:]) < 0.9 * np.mean(got[:5])
+    assert np.mean(got[-4:]) < 0.8 * np.mean(got[:4])
 
 
 def test_a_rank_below_1_is_refused(tmp_path: Path, folder: Path, small_path: Path) -> None:

@@ -84,9 +84,9 @@ def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path,
 
 
 def test_overfitting_a_few_images_lowers_the_loss(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    train(options(folder, tmp_path, steps=40, batch=6, save_every=100), load_options(small_path))
+    train(options(folder, tmp_path, steps=12, batch=6, save_every=99, lr=3e-3), load_options(small_path))
     got = losses(tmp_path)
-    assert np.mean(got[-10:]) < 0.8 * np.mean(got[:5])
+    assert np.mean(got[-4:]) < 0.7 * np.mean(got[:4])
 
 
 def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) 
     pipe = ldm_lite.load(small_path, device="cpu")
     pipe = replace(pipe, family=replace(pipe.family, task="inpaint"))
     with pytest.raises(ValueError, match="only text-to-image models with one CLIP-L text encoder can be trained here"):
-        setup._check(options(folder, folder), pipe)
+        setup.check_model(options(folder, folder), pipe)
 
 
 def test_the_fast_backward_pass_of_group_normalisation_is_torchs() -> None:
@@ -316,10 +316,10 @@ def test_mistakes_are_one_line(
     assert "Traceback" not in error
 
 
-def test_photos_are_turned_upright_and_what_is_transparent_is_white(tmp_path: Path) -> None:
+def test_photos_are_turned_upright_and_transparency_becomes_white(tmp_path: Path) -> None:
     image, exif = Image.new("RGB", (16, 8), "blue"), Image.Exif()
     image.paste((255, 0, 0), (0, 0, 8, 8))
-    exif[0x112] = 6  # to be turned by 90 degrees: its left side is the top
+    exif[0x112] = 6  # rotate by 90 degrees: the left side becomes the top
     image.save(tmp_path / "a.png", exif=exif)
     Image.new("RGBA", (8, 8)).save(tmp_path / "b.png")
     for name in "ab":
