@@ -6,7 +6,6 @@ import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest

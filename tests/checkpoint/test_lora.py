@@ -17,6 +17,7 @@ import ldm_lite
 from ldm_lite import generate
 from ldm_lite.checkpoint.lora import Lora, file_names, merge_lora, open_lora, parse, targets
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextEncoder
@@ -24,7 +25,6 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.quantization import Quantized
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.zoo.families import SD1, SDXL
 from ldm_lite.zoo.networks import build
