@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.control.control import load_controls, parse
+from ldm_lite.control.control import parse
+from ldm_lite.control.loading import load_controls
 from ldm_lite.generate import decode
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.pipeline import Pipeline
