@@ -41,6 +41,7 @@ PLAIN = replace(  # quick to compile
     cross_only=(False,),
     middle_depth=0,
 )
+ATTENDING = replace(PLAIN, transformer_depth=(1,), middle_depth=1)  # four transformers of one kind
 SCHEDULE = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
 
 
@@ -351,7 +352,7 @@ def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
     counts = []
     for prepare in (lambda unet, given: given, cached):
         torch._dynamo.reset()
-        unet, counter = toy.fill(UNet(SMALL.unet)), CompileCounter()
+        unet, counter = toy.fill(UNet(ATTENDING)), CompileCounter()
         step = CompiledStep("regional", unet, counter)  # type: ignore[arg-type]
         step(unet, *prepare(unet, VARIED[0]))
         counts.append(counter.frame_count)

@@ -97,8 +97,10 @@ def test_the_text_of_a_whole_job_is_embedded_first(small_path: Path, device: Dev
     pipe, options = load(small_path, offload="model"), Options(from_file=str(tmp_path / "prompts.txt"), steps=1)
     results = [result.pixels for result in txt2img(pipe, options)]
     assert device.shapes.count(tuple(pipe.text_encoder.embeddings.token_embedding.weight.shape)) == 1
-    wanted = [result.pixels for result in txt2img(load(small_path), options)]
-    assert all(map(torch.equal, results, wanted))
+    for result, wanted in zip(results, txt2img(load(small_path), options), strict=True):
+        # Not bit for bit: a matrix product of more rows may add them up in another order.
+        torch.testing.assert_close(result, wanted.pixels, rtol=1e-4, atol=1e-4)
+    assert (results[0] - results[1]).abs().max() > 1e-2
 
 
 def test_what_is_needed_next_is_fetched_ahead() -> None:
