@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ldm_lite.bench.subjects import random_tensor
+from ldm_lite.bench.checkpoints import random_tensor
 from ldm_lite.checkpoint.reader import EMA, on_meta, prefix
 from ldm_lite.diffusion.schedule import linear_betas
 from ldm_lite.models.clip import CLIPTextSpec

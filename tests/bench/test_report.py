@@ -1,12 +1,12 @@
-"""What a report says: speed-ups only of right results, and only in bold where they exceed the noise."""
+"""Reports: speed-ups only of results that pass, and in bold only above the noise floor."""
 
 from pathlib import Path
 
 import pytest
 
-from ldm_lite.bench.jobs import Cell
+from ldm_lite.bench.comparison import AGAIN, Table, Timing
 from ldm_lite.bench.report import Report, as_json, chart, duration, from_json, markdown, write
-from ldm_lite.bench.run import AGAIN, Table, Timing
+from ldm_lite.bench.workload import Cell
 
 
 def timing(seconds: float, passes: bool = True) -> Timing:
@@ -71,7 +71,7 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
     assert from_json(as_json(made)) == made
     write(made, tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["results.json", "results.md"]
-    with pytest.raises(ValueError, match="no results of a benchmark"):
+    with pytest.raises(ValueError, match="not the results of a benchmark"):
         from_json("[1]")
 
 

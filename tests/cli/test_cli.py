@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ldm_lite
-from ldm_lite.bench.__main__ import Options as Bench
+from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cascade import Options as Cascade
 from ldm_lite.cascade import StageOptions
 from ldm_lite.cli import console, flags
