@@ -1,6 +1,6 @@
 """Compare every network, and whole DDIM and PLMS runs, with diffusers and transformers at full Stable Diffusion size.
 
-    python scripts/random_checkpoint.py sd1.safetensors
+    python tests/fixtures/random_checkpoint.py sd1.safetensors
     python scripts/check_full_size.py sd1.safetensors            # --size 256 --steps 50 for the runs
 
 Prints relative errors |ours - theirs| / |theirs| in float32; exits 1 if one exceeds its limit (1e-5 for a network,

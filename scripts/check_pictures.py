@@ -1,7 +1,7 @@
 """Compare img2img, inpaint and InstructPix2Pix runs with diffusers' pipelines at full Stable Diffusion size.
 
-    python scripts/random_checkpoint.py sd1.safetensors          # --family sd1_inpaint or instruct_pix2pix for those
-    python scripts/check_pictures.py sd1.safetensors             # --size 256 --steps 10
+    python tests/fixtures/random_checkpoint.py sd1.safetensors  # --family sd1_inpaint or instruct_pix2pix for those
+    python scripts/check_pictures.py sd1.safetensors  # --size 256 --steps 10
 
 Prints the relative error |ours - theirs| / |theirs| of the last latents in float32; exits 1 if one exceeds 1e-4.
 `pip install diffusers transformers`; 9 GB of memory.

@@ -38,6 +38,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extra
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--samplers", "ddim", "--steps", "2,3", "--reference", "5", "--device", "cpu"]

@@ -77,7 +77,7 @@ class Rows:
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
         """One model call at level `now`: the latent becomes x; H joins the history if it is to be remembered."""
         history = (H, H1, H2) if remember else (H1, H2, H3)
-        self.rows.append((now, np.stack([x, aside, *history]), step))
+        self.rows.append((now, np.array([x, aside, *history]), step))
 
     def plan(self, end: Level, initial: float = 1.0) -> Plan:
         """The finished table.  Raises ValueError if a coefficient is undefined, as for eps at zero SNR."""

@@ -6,6 +6,7 @@ A sampler visits a descending list of such levels; a spacing makes that list.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class Schedule:
         """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): what from_betas would take."""
         return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
 
-    @property
+    @cached_property
     def sigmas(self) -> Array:
         """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (zero terminal SNR has infinity)."""
         return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))

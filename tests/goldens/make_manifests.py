@@ -1,6 +1,6 @@
 """Make tests/data/manifests.json.gz: the keys, shapes and parameter counts of the original networks.
 
-    python scripts/make_manifests.py DIR
+    python tests/goldens/make_manifests.py DIR
 
 DIR holds one JSON file per network, {name, params, n_keys, shapes: {key: [dims]}}, read off the original classes on the
 meta device; keys are without the prefix of the whole file.  Those of the networks that ldm_lite has are kept.
@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "manifests.json.gz"
+TARGET = Path(__file__).resolve().parents[1] / "data" / "manifests.json.gz"
 KEPT = ("unet_", "control_", "t2i_adapter_", "vae_", "taesd_", "text_", "t5_")
 
 

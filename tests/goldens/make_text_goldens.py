@@ -3,7 +3,7 @@
     pip install transformers sentencepiece einops && pip install --no-deps open_clip_torch
     git clone https://github.com/CompVis/latent-diffusion && git clone https://github.com/Stability-AI/stablediffusion
     git clone https://github.com/Stability-AI/generative-models
-    python scripts/make_text_goldens.py --originals .
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_text_goldens.py --originals .
 
 The encoders are open_clip's TextTransformer, run by the originals' FrozenOpenCLIPEmbedder (Stable Diffusion 2) and
 FrozenOpenCLIPEmbedder2 (SDXL), latent-diffusion's TransformerWrapper and transformers' T5EncoderModel, in miniature,
@@ -36,7 +36,7 @@ from make_tokenizer_goldens import APOSTROPHES, CONTROL, DIGITS, EMOJI, HTML, LE
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.text.tokenizer import _BERT_VOCAB
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 STUBS = ("torchvision", "torchvision.ops", "torchvision.ops.misc", "kornia", "clip", "open_clip", "pytorch_lightning")
 
 

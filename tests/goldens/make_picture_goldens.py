@@ -2,7 +2,7 @@
 
     pip install diffusers transformers einops omegaconf
     git clone https://github.com/CompVis/stable-diffusion
-    python scripts/make_picture_goldens.py --originals .
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_picture_goldens.py --originals .
 
 The folder holds the repository, a checkout; nothing of it is copied.  Networks are diffusers', with the weights of
 random_checkpoint.py in the families of toy.PICTURE_FAMILIES; what is stored is the last latents of toy.PICTURE_RUNS.

@@ -5,7 +5,7 @@ ids there would be without truncation. Every character is of Unicode 8 or older,
 new the Unicode tables of `tokenizers` are.
 
     pip install ftfy transformers && pip install --no-deps open_clip_torch
-    python scripts/make_tokenizer_goldens.py [bpe_simple_vocab_16e6.txt.gz]
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_tokenizer_goldens.py [bpe_simple_vocab_16e6.txt.gz]
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import tokenizers
 import transformers
 from make_vocab import read_merges, source
 
-TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "tokenizer.json"
+TARGET = Path(__file__).resolve().parents[1] / "data" / "tokenizer.json"
 
 PLAIN = [
     "",

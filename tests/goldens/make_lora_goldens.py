@@ -2,7 +2,7 @@
 
     pip install diffusers transformers peft
     git clone https://github.com/kohya-ss/sd-scripts
-    python scripts/make_lora_goldens.py --sd-scripts sd-scripts
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_lora_goldens.py --sd-scripts sd-scripts
 
 kohya's LoRANetwork is put on diffusers' UNet and transformers' text encoder with random_checkpoint.SMALL's weights, and
 filled with random factors; nothing of it is copied.  What it computes, and what diffusers computes after
@@ -34,7 +34,7 @@ from ldm_lite.bench import peers
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.families import SD1, SDXL, Family
 
-OUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "lora.npz"
+OUT = Path(__file__).resolve().parents[1] / "data" / "lora.npz"
 SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0
 PROMPTS = ["", "a red apple"]
 

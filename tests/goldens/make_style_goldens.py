@@ -2,7 +2,7 @@
 
     pip install diffusers transformers
     git clone -b SD https://github.com/TencentARC/T2I-Adapter
-    python scripts/make_style_goldens.py --original T2I-Adapter
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_style_goldens.py --original T2I-Adapter
 
 The image encoder is transformers' CLIPVisionModel, its picture prepared by CLIPImageProcessor; the adapter and the
 sampler are the original's, the UNet diffusers', all with toy's weights, in float32; nothing of it is copied.

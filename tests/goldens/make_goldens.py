@@ -3,7 +3,7 @@
     pip install diffusers transformers einops omegaconf scipy
     git clone https://github.com/CompVis/stable-diffusion && git clone https://github.com/crowsonkb/k-diffusion
     git clone https://github.com/Stability-AI/stablediffusion && git clone https://github.com/Stability-AI/generative-models
-    python scripts/make_goldens.py --originals .
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_goldens.py --originals .
 
 The folder holds the repositories under these names, a checkout each; nothing of them is copied.
 The networks are the originals' own classes, and diffusers' and transformers', filled with toy.fill's weights, in
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from ldm_lite.bench import peers
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 Arrays = dict[str, Any]
 
 

@@ -1,7 +1,7 @@
 """Make tests/data/diffusers.npz and diffusers.json.gz: networks in the format of diffusers, and runs of some.
 
     pip install diffusers transformers && pip install --no-deps open_clip_torch
-    python scripts/make_diffusers_goldens.py
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_diffusers_goldens.py
 
 The networks are diffusers' and transformers' own, in miniature, with weights that depend on *their* keys (toy.fill): so
 the files of the tests can be written without them.  Stored are what they compute, in float32, and the keys and shapes

@@ -1,7 +1,7 @@
 """Make tests/data/families.npz: prompts and runs of Stable Diffusion 2 and XL in miniature, by diffusers' pipelines.
 
     pip install diffusers transformers && pip install --no-deps open_clip_torch
-    python scripts/make_family_goldens.py
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_family_goldens.py
 
 The checkpoints are random_checkpoint.small's, in the original layout, renamed by diffusers' own converters; the
 tokenizers are transformers'; 4 steps of DDIM from toy.normal's noise, in float32.  What is stored: the embeddings of
@@ -33,7 +33,7 @@ from ldm_lite.models.taesd import TAESD
 from ldm_lite.zoo.detection import with_prediction
 from ldm_lite.zoo.families import Family
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
 NOISE = toy.normal(9, 1, 4, 8, 8)
 

@@ -3,7 +3,7 @@
     pip install einops omegaconf
     git clone https://github.com/CompVis/latent-diffusion && git clone https://github.com/CompVis/taming-transformers
     git clone https://github.com/madebyollin/taesd && git clone https://github.com/Stability-AI/stablediffusion
-    python scripts/make_zoo_goldens.py --originals .
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_zoo_goldens.py --originals .
 
 The folder holds the repositories under these names, a checkout each; nothing of them is copied.  Networks are the
 originals' own classes with toy.fill's weights, in float32.  Only what they need of Lightning is replaced, by torch.nn.

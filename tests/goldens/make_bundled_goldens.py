@@ -1,7 +1,7 @@
 """Make tests/data/bundled.npz: what diffusers and transformers compute with the weights of the bundled model.
 
     pip install diffusers transformers
-    python scripts/make_bundled_goldens.py
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_bundled_goldens.py
 
 To be run again whenever the bundled model changes.  Everything is in float32; runs have guidance.
 """
@@ -21,7 +21,7 @@ from ldm_lite.bench import peers
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import open_checkpoint
 
-PATH = Path(__file__).resolve().parents[1] / "tests" / "data" / "bundled.npz"
+PATH = Path(__file__).resolve().parents[1] / "data" / "bundled.npz"
 PROMPTS = ("a red apple on a blue background", "a cat on a yellow background")
 TIMESTEPS = (981, 501, 1)
 RUNS = (("ddim", 20, 2.5), ("ddim", 50, 5.0))

@@ -3,7 +3,7 @@
     pip install diffusers einops omegaconf opencv-python-headless ftfy beautifulsoup4
     git clone https://github.com/lllyasviel/ControlNet && git clone https://github.com/deep-floyd/IF
     git clone https://github.com/TencentARC/T2I-Adapter && git -C T2I-Adapter worktree add ../T2I-Adapter-SD origin/SD
-    python scripts/make_control_goldens.py --originals .
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_control_goldens.py --originals .
 
 The networks are the originals' own classes, filled with toy.fill's weights, in float32; modules that importing them
 needs, but what is used of them does not, are replaced by empty ones.
