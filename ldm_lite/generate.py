@@ -17,9 +17,9 @@ from ldm_lite.checkpoint.model import Autoencoder, Pipeline
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
-from ldm_lite.diffusion.step import Model, Row, rows
-from ldm_lite.models.controlnet import Steered
-from ldm_lite.models.unet import UNet
+from ldm_lite.diffusion.step import Model, rows
+from ldm_lite.models.controlnet import ControlledUNet
+from ldm_lite.models.unet import TextCache, UNet
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.runtime.tuning import unchanged
 
@@ -107,44 +107,29 @@ def denoise(
             if computes is not now:
                 phase.close()
                 phase.enter_context(computes.phase("unet"))
-                now, ahead = computes, _ReadAhead(computes, conditioning, table)
+                now, text, cache = computes, conditioning.context, _text_cache(computes, conditioning.context)
             unet: Model = computes.unet
             if steer is not None and computes is pipe:
                 unet, conditioning = steer(int(plan.step[i]), conditioning)
-            row, conditioning = ahead(i, unet, conditioning)
+            own = unet.unet if isinstance(unet, ControlledUNet) else unet
+            if own is computes.unet and conditioning.context is text:
+                conditioning = conditioning._replace(cache=cache)
             registers = computes.step(unet, registers, row, fresh, conditioning, guidance, dtype)
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield registers[0]
 
 
-class _ReadAhead:
-    """What a network makes of the text and of the timesteps alone, made once for all steps instead of in each.
+def _text_cache(pipe: Pipeline, context: Tensor | None) -> TextCache | None:
+    """The text's keys and values for all steps, made within the UNet's phase; None if every step must make its own.
 
-    Nothing is, where types change on the way (autocast), and where the network does not run as it is written, since who
-    replaced or hooked a part of it may look for the text there, or bring its weights.
+    That is so with autocast, which changes dtypes on the way, and if a part of the network was replaced or hooked: a
+    hook may want to see the text, or bring the weights.
     """
-
-    def __init__(self, pipe: Pipeline, conditioning: Conditioning, table: Sequence[Row]) -> None:
-        """Within the UNet's phase; conditioning is what all steps read, but for those that are steered."""
-        unet = self._unet = pipe.unet
-        self._context = self._text = conditioning.context
-        self._table = self._read = table
-        as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
-        if torch.is_autocast_enabled(pipe.device.type) or not as_written:
-            return
-        if self._context is not None:
-            self._text = unet.read_text(self._context)
-        if conditioning.y is None:  # which is embedded with the timestep
-            times = unet.read_times(torch.stack([row.t for row in table]))
-            self._read = [row._replace(t=t) for row, t in zip(table, times, strict=True)]
-
-    def __call__(self, i: int, model: Model, conditioning: Conditioning) -> tuple[Row, Conditioning]:
-        """The row and the conditioning of a step, for what runs in it."""
-        if (model.unet if isinstance(model, Steered) else model) is not self._unet:
-            return self._table[i], conditioning
-        if conditioning.context is self._context:
-            conditioning = conditioning._replace(context=self._text)
-        return self._read[i], conditioning
+    unet = pipe.unet
+    as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
+    if context is None or torch.is_autocast_enabled(pipe.device.type) or not as_written:
+        return None
+    return unet.text_cache(context)
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:

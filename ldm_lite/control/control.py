@@ -23,7 +23,7 @@ from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.step import Model, denoise_step
 from ldm_lite.image import clip_pixels, open_picture, resize
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
+from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
 from ldm_lite.models.style_adapter import StyleAdapter, styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec
@@ -283,7 +283,7 @@ class Steering:
         self._unet, self._num_steps = pipe.unet, plan.num_steps
         self._compiled = inspect.unwrap(pipe.step) is not denoise_step  # a step may be watched
         nets: list[ControlNet] = []
-        self._nets: list[tuple[Request, Hint]] = []  # as they are within their range of steps
+        self._nets: list[tuple[Request, ControlInput]] = []  # as they are within their range of steps
         self._adapters: list[tuple[Request, Features]] = []
         self._styles: list[tuple[Request, Tensor]] = []
         for control in controls:
@@ -294,11 +294,11 @@ class Steering:
             picture = read_picture(request, size).to(pipe.device, pipe.dtype)
             if isinstance(network, ControlNet):
                 nets.append(network)
-                self._nets.append((request, _hint(network, request, picture)))
+                self._nets.append((request, _control_input(network, request, picture)))
             else:
                 features = _features(network, request, picture, pipe.family.unet.num_res_blocks)
                 self._adapters.append((request, features))
-        self._steered = Steered(pipe.unet, nets)
+        self._steered = ControlledUNet(pipe.unet, nets)
 
     def __call__(self, num_branches: int, step: int, conditioning: Conditioning) -> tuple[Model, Conditioning]:
         """What runs in a step, counted from 0, in place of the UNet on so many branches of guidance; what it reads."""
@@ -308,7 +308,7 @@ class Steering:
             conditioning = conditioning._replace(context=longer)
         if not any(self._steers(request, step) for request, _ in (*self._nets, *self._adapters)):
             return self._unet, conditioning
-        hints: list[Hint | None] = []
+        hints: list[ControlInput | None] = []
         for request, hint in self._nets:
             if request.guess or request.pool:
                 hint = hint._replace(share=num_branches)
@@ -320,7 +320,7 @@ class Steering:
             if not self._steers(request, step):
                 own = tuple(None if each is None else torch.zeros_like(each) for each in own)
             features = own if features is None else tuple(map(_plus, features, own))
-        return self._steered, conditioning._replace(control=Hints(tuple(hints), features))
+        return self._steered, conditioning._replace(control=ControlInputs(tuple(hints), features))
 
     def _steers(self, request: Request, step: int) -> bool:
         # To the nearest thousandth of a step: shares like 0.3 are not exact.
@@ -329,12 +329,12 @@ class Steering:
 
 
 @torch.no_grad()
-def _hint(network: ControlNet, request: Request, picture: Tensor) -> Hint:
+def _control_input(network: ControlNet, request: Request, picture: Tensor) -> ControlInput:
     """What a ControlNet reads: its picture, embedded once a job, and its weights."""
     num = len(network.zero_convs) + 1
     guess = guess_scales(num) if request.guess else [1.0] * num
     scales = torch.tensor([request.weight * scale for scale in guess], device=picture.device)
-    return Hint(network.embed_hint(picture), scales, share=1, pool=request.pool)
+    return ControlInput(network.embed_hint(picture), scales, share=1, pool=request.pool)
 
 
 @torch.no_grad()

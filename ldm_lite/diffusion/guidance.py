@@ -16,7 +16,8 @@ class Conditioning(NamedTuple):
     context: Tensor | None = None  # (B,T,D)
     y: Tensor | None = None  # vectors (B,V), or classes (B,) int64
     concat: Tensor | None = None  # (B,C',h,w), channels that follow the latents'
-    control: tuple[Any, ...] | None = None  # what a network that is steered reads too: models.controlnet.Hints
+    control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
+    cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
 
 
 @dataclass(frozen=True)

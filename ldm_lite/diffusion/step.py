@@ -13,13 +13,13 @@ from torch import Tensor
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, guide
 from ldm_lite.diffusion.plan import Plan
 
-Model = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; one that is steered reads `control` as the fifth
+Model = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; also control= and cache= if they are given
 
 
 class Row(NamedTuple):
     """One row of a Plan as float32 tensors on the device; the columns of the table under their names."""
 
-    t: Tensor  # (); or (1+P,), followed by what the network made of it before
+    t: Tensor  # ()
     to_prediction: Tensor  # (2,)
     to_x0: Tensor  # (2,)
     mix: Tensor  # (R, R+2)
@@ -52,9 +52,13 @@ def denoise_step(
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
-    steered = () if conditioning.control is None else (conditioning.control,)
-    t = row.t.expand(batch.shape[0], *row.t.shape)
-    out = model(batch.to(dtype), t, conditioning.context, conditioning.y, *steered).float()
+    extra = {}
+    if conditioning.control is not None:
+        extra["control"] = conditioning.control
+    if conditioning.cache is not None:
+        extra["cache"] = conditioning.cache
+    t = row.t.expand(batch.shape[0])
+    out = model(batch.to(dtype), t, conditioning.context, conditioning.y, **extra).float()
     if out.shape[1] == 2 * x.shape[1]:
         out, variance = out.chunk(2, dim=1)
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)

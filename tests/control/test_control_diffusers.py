@@ -29,7 +29,7 @@ from ldm_lite.img2img import Options as ImageOptions
 from ldm_lite.img2img import img2img
 from ldm_lite.inpaint import Options as MaskOptions
 from ldm_lite.inpaint import inpaint
-from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered
+from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.txt2img import Options, txt2img
@@ -137,7 +137,7 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
     plain = pipe.unet(x, toy.T, context, y)
     torch.testing.assert_close(out(y)[0], plain[0], rtol=1e-4, atol=1e-5)
     net, hint = load_controls(pipe, parse([spec(folder, "sdxl")]))[0].network, steering._nets[0][1]
-    control = net(x[1:], toy.T[1:], context[1:], hint.picture, y[1:])  # type: ignore[operator,index]
+    control = net(x[1:], toy.T[1:], context[1:], hint.hint, y[1:])  # type: ignore[operator,index]
     wanted = pipe.unet(
         x[1:],
         toy.T[1:],
@@ -157,10 +157,10 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
     unet = toy.fill(UNet(distilled))
     for given in (whole, plain):
         net = toy.fill(ControlNet(given))
-        hint = Hint(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
-        out = Steered(unet, [net])(x, toy.T, context, y, Hints((hint,), None))  # type: ignore[arg-type,list-item]
+        hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
+        out = ControlledUNet(unet, [net])(x, toy.T, context, y, ControlInputs((hint,), None))  # type: ignore[arg-type,list-item]
         vector = y[:, : distilled.vector_dim] if given is whole else None
-        wanted = unet(x, toy.T, context, y, control=net(x, toy.T, context, hint.picture, vector))
+        wanted = unet(x, toy.T, context, y, control=net(x, toy.T, context, hint.hint, vector))
         assert torch.equal(out, wanted)
 
 
