@@ -1,14 +1,14 @@
-"""Runs the commands on a CUDA device that need not be there: `python scripts/check_devices.py [FAMILY ...]`.
+"""A CUDA device that need not be there: networks and commands with fake tensors, so that nothing is computed.
 
-Nothing is computed (torch's fake tensors), but each tensor has a device, and an operator on tensors of two is an error:
-what was left on the CPU is found without a GPU.  Needs a torch that was built for CUDA.  Not seen here: streams, pinned
-memory, CUDA graphs, and what depends on values (all comparisons of them hold).
+Each tensor has a device, and an operator on tensors of two is an error, so a tensor that was left on the CPU is found
+without a GPU.  Needs a torch that was built for CUDA.  Streams, pinned memory, CUDA graphs and everything that depends
+on values are not tested (all comparisons of values hold).  Run by `parity.py devices`.
 """
 
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +37,7 @@ ADAPTER = AdapterSpec(3, 8, (320, 640, 1280, 1280), 2, light=False)
 
 
 class Values(TorchDispatchMode):
-    """What a fake tensor's value is, where Python asks for it: True, 1 or 0.5."""
+    """Gives fake tensors a value if Python asks for one: True, 1 or 0.5."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._local_scalar_dense.default:
@@ -46,33 +46,39 @@ class Values(TorchDispatchMode):
         return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
-def on_cuda(make: Callable[[], Any], dtype: torch.dtype = torch.float16) -> Any:
-    """A network whose weights are on the device that is not there."""
-    with on_meta():
-        network: nn.Module = make()
+def to_cuda(network: nn.Module, dtype: torch.dtype, channels_last: bool = False) -> nn.Module:
+    """Give a network on meta fake weights on the device."""
     for module in network.modules():
         for kept in (module._parameters, module._buffers):
             for name, value in kept.items():
                 if value is not None:
                     like = dtype if value.is_floating_point() else value.dtype
-                    fresh = torch.empty(value.shape, device=CUDA, dtype=like)
+                    layout = torch.channels_last if channels_last and value.ndim == 4 else torch.contiguous_format
+                    fresh = torch.empty(value.shape, device=CUDA, dtype=like, memory_format=layout)
                     kept[name] = nn.Parameter(fresh, requires_grad=False) if kept is module._parameters else fresh
     return network.eval()
 
 
+def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float16) -> Any:
+    """Make a network with fake weights on the device."""
+    with on_meta():
+        network = make()
+    return to_cuda(network, dtype)
+
+
 def pipeline(name: str, family: Family) -> Pipeline:
-    """A pipeline of a family, in half precision."""
-    networks = {role: on_cuda(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
+    """Make a pipeline of a family in half precision."""
+    networks = {role: made(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
     schedule, tokenizer = Schedule.from_betas(family.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
     return Pipeline(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
 
 
 def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a pipeline can be asked for, by name."""
+    """Yield everything that a pipeline can do, by name."""
     family, side = pipe.family, pipe.family.resolution
-    picture, mask = Image.new("RGB", (side, side)), Image.new("L", (side, side), 181)
-    picture.save(f"{folder}/picture.png")
+    image, mask = Image.new("RGB", (side, side)), Image.new("L", (side, side), 181)
+    image.save(f"{folder}/image.png")
     mask.save(f"{folder}/mask.png")
     Path(f"{folder}/boxes.json").write_text('[{"class": 12, "box": [0.1, 0.1, 0.5, 0.5]}]')
     np.save(f"{folder}/embedding.npy", np.zeros((1, (family.unet.vector_dim or 1536) // 2), np.float32))
@@ -81,7 +87,7 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
     prompt: dict[str, Any] = {"prompt": words.get(family.conditioner, "a (red:1.2) apple"), "steps": 3}
     prompt |= {"image_embedding": f"{folder}/embedding.npy"} if family.conditioner.startswith("unclip") else {}
     prompt |= {"depth": f"{folder}/mask.png"} if family.task == "depth" else {}
-    given: dict[str, Any] = {"pictures": [picture]}
+    given: dict[str, Any] = {"pictures": [image]}
     if family.task == "upscale":
         yield "upscale", lambda: list(upscale.upscale(pipe, upscale.Options(**prompt), **given))
     elif family.task == "cascade":
@@ -101,9 +107,9 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
         if family.task == "txt2img":
             yield "inpaint", lambda: list(inpaint.inpaint(pipe, inpaint.Options(**prompt), masks=[mask], **given))
     if family.unet.context_dim == 768 and family.unet.in_channels == 4 and family.conditioner == "clip":
-        requests = [f"{name}:{folder}/picture.png{more}" for name, more in (("net", ":guess"), ("adapter", ":0.5-1"))]
+        requests = [f"{name}:{folder}/image.png{more}" for name, more in (("net", ":guess"), ("adapter", ":0.5-1"))]
         steered = txt2img.Options(**prompt, control=tuple(requests))
-        networks = [on_cuda(lambda: ControlNet(family.unet)), on_cuda(lambda: T2IAdapter(ADAPTER))]
+        networks = [made(lambda: ControlNet(family.unet)), made(lambda: T2IAdapter(ADAPTER))]
         controls = [control.Control(*each) for each in zip(control.parse(requests, None), networks, strict=True)]
         with mock.patch.object(control, "load_controls", return_value=controls):
             yield "control", lambda: list(txt2img.txt2img(pipe, steered))
@@ -111,19 +117,19 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 def loss(family: Family, pipe: Pipeline) -> Tensor:
-    """Of a batch, in training; its gradients would need the device."""
-    unet, vae, text = (on_cuda(lambda spec=spec: build(spec), torch.float32) for spec in family.networks.values())
+    """The training loss of a batch; its gradients would need a real device."""
+    unet, vae, text = (made(lambda spec=spec: build(spec), torch.float32) for spec in family.networks.values())
     task = DiffusionTask(unet, text, vae, pipe.schedule, 0.18, {"unet": unet}, 0.1, 5.0, 77)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     return task.loss(pixels, ["a red apple", ""], torch.Generator())
 
 
-def main(names: list[str]) -> int:
-    """The families by name, all if none are given -> the number of failures."""
+def run_commands(names: Iterable[str]) -> int:
+    """Run everything that these families can do, print a line each, and return the number of failures."""
     if torch.version.cuda is None:
         sys.exit(f"this needs a torch that was built for CUDA, and this is {torch.__version__}")
     failed = 0
-    for name in names or FAMILIES:
+    for name in names:
         with contextlib.ExitStack() as stack, torch.no_grad():
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -134,11 +140,7 @@ def main(names: list[str]) -> int:
                 try:
                     job()
                     print(f"{name}: {what}: all on one device", flush=True)
-                except Exception as error:  # whatever it is, it is the result
+                except Exception as error:  # any error is a result
                     failed += 1
                     print(f"{name}: {what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) > 0)
