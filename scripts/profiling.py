@@ -11,7 +11,7 @@ import torch would find it in place of Python's own module.)
 """
 
 import argparse
-import importlib
+import importlib.util
 import re
 import statistics
 import time
@@ -82,6 +82,8 @@ def kernels(args: argparse.Namespace) -> None:
             cache = unet.text_cache(context)
         count("ours", lambda: unet(x, t, context))
         count("ours, the text's keys and values cached", lambda: unet(x, t, context, cache=cache))
+        if importlib.util.find_spec("diffusers") is None:
+            return
         diffusers = importlib.import_module("diffusers")
         peer = diffusers.UNet2DConditionModel(cross_attention_dim=768).to(memory_format=torch.channels_last)
         count(f"diffusers {diffusers.__version__}", lambda: peer(x, t, context))

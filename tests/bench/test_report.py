@@ -76,6 +76,17 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.extra
+def test_results_of_earlier_versions_are_read() -> None:
+    timing = '{"error": 1e-6, "passes": true, "first_s": 2.0, "peak": null, "samples": [0.5], "unable": null}'
+    cell = '{"section": "step", "dtype": "fp32", "batch": 1}'
+    table = f'{{"cell": {cell}, "flops": 7, "items": 1, "calls": 3, "timings": {{"math": {timing}}}}}'
+    about = '"about": {"command": "c"}, "titles": {"math": "ours"}, "ceilings": {"fp32": 1.0}, "largest": {}'
+    read = from_json(f'{{{about}, "tables": [{table}], "notes": ["n"]}}')
+    made = Timing(error=1e-6, passes=True, first_s=2.0, samples=[0.5])
+    assert read.tables == [Table(Cell("step", "fp32", 1), 7, 1, 3, {"math": made})]
+    assert (read.baseline, read.notes) == ("math", ["n"])
+
+
 def test_the_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart(report(), tmp_path / "chart.png")
