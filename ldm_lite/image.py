@@ -1,6 +1,6 @@
-"""Images between files, PIL, tensors and text: nothing here writes.
+"""Convert images between files, PIL, tensors and text.  Nothing here writes files.
 
-A picture is an RGB PIL image; a mask is one of mode L, 255 where a picture is to be repainted and 0 elsewhere.
+An image is an RGB PIL image unless stated otherwise; a mask is a PIL image of mode L, 255 = repaint and 0 = keep.
 """
 
 import logging
@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ SIDES = ("left", "top", "right", "bottom")
 # ---- from files -----------------------------------------------------------------------------------------------------
 
 
-def listed(folder: Path) -> list[Path]:
-    """The pictures in a folder, by name: hidden ones are half written, or another system's notes."""
+def list_images(folder: Path) -> list[Path]:
+    """Return the image files of a folder, sorted by name.  Skip hidden files: half-written ones and macOS metadata."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -37,65 +37,87 @@ def listed(folder: Path) -> list[Path]:
     )
 
 
-def open_picture(path: str | os.PathLike[str]) -> Image.Image:
-    """A file -> to_picture of it.  Raises ValueError for what is no image; OSError if it cannot be opened."""
-    return read(path, to_picture)
+def open_image(path: str | os.PathLike[str]) -> Image.Image:
+    """Open an image file as RGB (see `to_rgb`).  Raises ValueError if it is not a readable image; OSError."""
+    return read_image(path, to_rgb)
 
 
 def open_mask(path: str | os.PathLike[str]) -> Image.Image:
-    """A file -> to_mask of it.  Raises ValueError for what is no image; OSError if it cannot be opened."""
-    return read(path, to_mask)
+    """Open an image file as a mask (see `to_mask`).  Raises ValueError if it is not a readable image; OSError."""
+    return read_image(path, to_mask)
 
 
 def open_depth(path: str | os.PathLike[str]) -> Image.Image:
-    """A file -> its grey values, all bits of them, as an image of mode F.  Raises as open_picture does."""
-    return read(path, lambda image: ImageOps.exif_transpose(image).convert("F" if image.mode[0] in "IF" else "L"))
+    """Open a depth map as grey values: mode F keeps 16-bit and float precision, other files give mode L.
+
+    Raises ValueError if it is not a readable image; OSError.
+    """
+    return read_image(path, lambda image: ImageOps.exif_transpose(image).convert("F" if image.mode[0] in "IF" else "L"))
 
 
-def read(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
-    """A file -> what `convert` makes of its image.  Raises ValueError for what is no image, or none for it; OSError."""
-    with open(path, "rb") as file:  # first, so that only a file that is there is called no image
+def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
+    """Open an image file and return `convert` of it.  Raises ValueError if either fails; OSError."""
+    with open(path, "rb") as file:  # before the try: a missing file raises OSError
         try:
             return convert(Image.open(file))
-        except Exception as error:  # of a damaged file PIL raises nearly anything
+        except Exception as error:  # PIL may raise nearly any exception for a damaged file
             why = "" if isinstance(error, UnidentifiedImageError) else f" ({str(error) or type(error).__name__})"
             raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
 
 
-def to_picture(image: Image.Image) -> Image.Image:
-    """Any PIL image -> RGB: turned as its EXIF says, 16 bits made 8, transparency laid over white."""
-    return _over(image, "white").convert("RGB")
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any PIL image to RGB: rotated by its EXIF tag, 16 bits reduced to 8, transparency filled with white."""
+    return _flatten(image, "white").convert("RGB")
 
 
 def to_mask(image: Image.Image) -> Image.Image:
-    """Any PIL image -> a mask: 255 where it is lighter than middle grey, else 0; transparency is 0."""
-    return _over(image, "black").convert("L").point(lambda value: 255 * (value >= 128))
+    """Convert any PIL image to a mask: 255 where it is lighter than middle grey, else 0; transparency is 0."""
+    return _flatten(image, "black").convert("L").point(lambda value: 255 * (value >= 128))
 
 
-def _over(image: Image.Image, background: str) -> Image.Image:
-    """Upright, of 8 bits a channel, and opaque."""
+def _flatten(image: Image.Image, background: str) -> Image.Image:
+    """Rotate an image by its EXIF tag, reduce it to 8 bits per channel and fill transparency with `background`."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits of grey, which PIL's own conversion would clip
+    if image.mode.startswith("I"):  # 16-bit grey: PIL's own conversion would clip it
         values = np.asarray(image).astype(np.float64)
         image = Image.fromarray((values / 257).round().clip(0, 255).astype(np.uint8))
     elif image.mode == "F":
-        raise ValueError("got an image of floating-point numbers, whose range is not known: save it with 8 or 16 bits")
+        raise ValueError("got an image of floating-point numbers, whose range is unknown: save it with 8 or 16 bits")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         if np.asarray(image)[:, :, 3].min() < 255:
-            log.info("what is transparent in an image is taken as %s", background)
+            log.info("transparent parts of an image are taken as %s", background)
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image
+
+
+def to_image(value: Any) -> Image.Image:
+    """A PIL image as it is; an array (H,W), (H,W,3) or (H,W,4), uint8 or float in [0,1]; a tensor (3,H,W) in [-1,1].
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, Tensor):
+        pixels = value[0] if value.ndim == 4 and len(value) == 1 else value
+        if pixels.ndim != 3 or len(pixels) != 3:
+            raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, wanted (3,H,W) in [-1,1]")
+        return to_pil(pixels.detach().cpu())
+    if not isinstance(value, np.ndarray) or value.ndim not in (2, 3):
+        raise ValueError(f"got {type(value).__name__} as an image, wanted a path, PIL, an array (H,W,3) or a tensor")
+    if value.dtype.kind == "f":
+        value = (value * 255).round().clip(0, 255)
+    return Image.fromarray(value.astype(np.uint8))
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
 def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
-    """A picture or mask -> one of size (width, height): how is one of RESIZES.
+    """Resize an image or mask to `size` = (width, height).  `how` is one of RESIZES.
 
-    "crop" fills the size and cuts what is over, the same on both sides; "fit" lies inside it, so that one side may be
-    shorter; "stretch" changes the proportions.  No pixel of a mask is lost.  Raises ValueError for another `how`.
+    "crop" fills the size and crops the rest, equally on both sides; "fit" fits inside it, so one side may be shorter;
+    "stretch" changes the aspect ratio.  No marked pixel of a mask is lost.  Raises ValueError for another `how`.
     """
     if how not in RESIZES:
         raise ValueError(f"got resize {how!r}, wanted {', '.join(RESIZES)}")
@@ -110,8 +132,8 @@ def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
     return _scale(image, (width, height)).crop((left, top, left + size[0], top + size[1]))
 
 
-def clip_pixels(image: Image.Image, size: int) -> Image.Image:
-    """A picture as CLIP's image encoder takes it: its middle, scaled to size pixels a side."""
+def clip_crop(image: Image.Image, size: int) -> Image.Image:
+    """Resize and centre-crop an image to (size, size), as CLIP's image encoder expects it."""
     width, height = image.size
     short = min(width, height)
     scaled = image.resize((size * width // short, size * height // short), Image.Resampling.BICUBIC)
@@ -124,15 +146,15 @@ def _scale(image: Image.Image, size: tuple[int, int]) -> Image.Image:
         return image
     if image.mode != "L":
         return image.resize(size, Image.Resampling.LANCZOS)
-    # The mean over each new pixel's area, in floating point: above zero wherever anything was masked.
+    # The mean over each new pixel's area, in floating point, is above zero wherever anything was masked.
     means = np.asarray(image.convert("F").resize(size, Image.Resampling.BOX))
     return Image.fromarray(np.where(means > 0, 255, 0).astype(np.uint8))
 
 
 def extend(image: Image.Image, sides: Mapping[str, int]) -> tuple[Image.Image, Image.Image]:
-    """A picture -> it with so many pixels more on each of SIDES, its edge drawn out, and the mask of what is new.
+    """Add pixels to the given SIDES by repeating the edge; return the larger image and the mask of the new area.
 
-    Raises ValueError for other sides, negative numbers, and nothing at all.
+    Raises ValueError for unknown sides, negative numbers, or if nothing is added.
     """
     if not sides or set(sides) - set(SIDES) or min(sides.values()) < 0 or not any(sides.values()):
         raise ValueError(f"got extend {dict(sides)}, wanted pixels above 0 for some of {', '.join(SIDES)}")
@@ -144,7 +166,7 @@ def extend(image: Image.Image, sides: Mapping[str, int]) -> tuple[Image.Image, I
 
 
 def pad(pixels: Tensor, factor: int) -> Tensor:
-    """Pixels (C,H,W) -> the same with their right and bottom edges drawn out to sides that are multiples of factor."""
+    """Pad pixels (C,H,W) on the right and bottom to multiples of `factor` by repeating the edge."""
     _, height, width = pixels.shape
     return F.pad(pixels[None], (0, -width % factor, 0, -height % factor), mode="replicate")[0]
 
@@ -152,13 +174,13 @@ def pad(pixels: Tensor, factor: int) -> Tensor:
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def to_pixels(picture: Image.Image) -> Tensor:
-    """A picture -> pixels (3,H,W) float32 in [-1,1], from which to_array gets it back bit for bit."""
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
+def to_pixels(image: Image.Image) -> Tensor:
+    """Convert an image to pixels (3,H,W) float32 in [-1,1].  `to_array` inverts this bit for bit."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 def mask_weights(mask: Image.Image, feather: float = 0.0) -> Tensor:
-    """A mask -> (1,H,W) float32: 1 where it is white, falling to 0 around that over about `feather` pixels."""
+    """Convert a mask to weights (1,H,W) float32: 1 inside, falling to 0 outside over about `feather` pixels."""
     if feather > 0:
         blurred = mask.filter(ImageFilter.GaussianBlur(feather / 2))
         mask = Image.fromarray(np.maximum(np.asarray(mask), np.asarray(blurred)))
@@ -166,34 +188,34 @@ def mask_weights(mask: Image.Image, feather: float = 0.0) -> Tensor:
 
 
 def mask_latent(weights: Tensor, factor: int) -> Tensor:
-    """Weights (1,H,W), both sides multiples of factor -> (1,1,h,w): 1 wherever one of a position's pixels is 1."""
+    """Downsample weights (1,H,W), H and W multiples of `factor`, to (1,1,h,w): 1 if any pixel of the cell is 1."""
     return F.max_pool2d((weights[None] == 1).float(), factor)
 
 
-def depth_latent(picture: Image.Image, size: tuple[int, int]) -> Tensor:
-    """A depth map, lighter = nearer -> (1,1,h,w) float32 of size (h, w), its values stretched to [-1,1].
+def depth_latent(image: Image.Image, size: tuple[int, int]) -> Tensor:
+    """Convert a depth map (lighter = nearer) to (1,1,h,w) float32 of size (h, w), normalised to [-1,1].
 
     As `scripts/gradio/depth2img.py` of stablediffusion does with MiDaS' inverse depth.  A flat map is -1 everywhere.
     """
-    depth = torch.from_numpy(np.asarray(picture.convert("F")).copy())[None, None]
+    depth = torch.from_numpy(np.asarray(image.convert("F")).copy())[None, None]
     depth = F.interpolate(depth, size=size, mode="bicubic", align_corners=False)
     low, high = depth.amin(), depth.amax()
     return 2 * (depth - low) / (high - low).clamp(min=1e-6) - 1
 
 
 def to_array(pixels: Tensor) -> NDArray[np.uint8]:
-    """Pixels (3,H,W) in [-1,1], clamped -> (H,W,3) in [0,255], rounded."""
+    """Convert pixels (3,H,W) in [-1,1], on the CPU, to uint8 (H,W,3): clamped and rounded."""
     scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
     return scaled.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
 def to_pil(pixels: Tensor) -> Image.Image:
-    """Pixels (3,H,W) in [-1,1], on the CPU -> an RGB image."""
+    """Convert pixels (3,H,W) in [-1,1], on the CPU, to an RGB image."""
     return Image.fromarray(to_array(pixels))
 
 
 def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Images of one size -> one image, `columns` wide, with the 2 pixels between that the original scripts leave."""
+    """Tile images of one size into a grid, `columns` wide, with the original scripts' gap of 2 pixels."""
     gap, (width, height) = 2, images[0].size
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
@@ -204,7 +226,7 @@ def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
 
 
 def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, object]) -> str:
-    """The text that AUTOMATIC1111's web UI stores in a PNG under "parameters", so that its readers understand it."""
+    """Format the text that AUTOMATIC1111's web UI stores in a PNG under "parameters", so that its readers parse it."""
     lines = [prompt]
     if negative_prompt:
         lines.append(f"Negative prompt: {negative_prompt}")

@@ -20,14 +20,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ldm_lite import cascade, generate, img2img, inpaint, txt2img, upscale
-from ldm_lite.checkpoint.model import Pipeline, tokenizer_of
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model, tokenizer_of
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.control import control
+from ldm_lite.cli.task_options import CascadeOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.control.control import Control
+from ldm_lite.control.loading import LoadedControl
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.pixels import Pixels
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
+from ldm_lite.tasks import job as tasks_job
+from ldm_lite.tasks.cascade import cascade
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.tasks.upscale import upscale
 from ldm_lite.train.tasks import DiffusionTask
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
@@ -66,19 +74,18 @@ def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float16) -> A
     return to_cuda(network, dtype)
 
 
-def pipeline(name: str, family: Family) -> Pipeline:
-    """Make a pipeline of a family in half precision."""
+def fake_model(name: str, family: Family) -> Model:
+    """Make a model of a family in half precision."""
     networks = {role: made(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
     schedule, tokenizer = Schedule.from_betas(family.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
-    return Pipeline(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
+    return Model(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
 
 
-def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield everything that a pipeline can do, by name."""
-    family, side = pipe.family, pipe.family.resolution
+def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield everything that a model can do, by name."""
+    family, side = model.family, model.family.resolution
     image, mask = Image.new("RGB", (side, side)), Image.new("L", (side, side), 181)
-    image.save(f"{folder}/image.png")
     mask.save(f"{folder}/mask.png")
     Path(f"{folder}/boxes.json").write_text('[{"class": 12, "box": [0.1, 0.1, 0.5, 0.5]}]')
     np.save(f"{folder}/embedding.npy", np.zeros((1, (family.unet.vector_dim or 1536) // 2), np.float32))
@@ -87,39 +94,38 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
     prompt: dict[str, Any] = {"prompt": words.get(family.conditioner, "a (red:1.2) apple"), "steps": 3}
     prompt |= {"image_embedding": f"{folder}/embedding.npy"} if family.conditioner.startswith("unclip") else {}
     prompt |= {"depth": f"{folder}/mask.png"} if family.task == "depth" else {}
-    given: dict[str, Any] = {"pictures": [image]}
+    edited = prompt | {"init_img": image}
     if family.task == "upscale":
-        yield "upscale", lambda: list(upscale.upscale(pipe, upscale.Options(**prompt), **given))
+        yield "upscale", lambda: list(upscale(model, UpscaleOptions(**edited)))
     elif family.task == "cascade":
         small, text = family.unet.num_classes is None, torch.empty(1, 77, 4096)
-        stages = [pipe] if small else [pipeline("if_I", FAMILIES["if_I"]), pipe]
-        options = cascade.Options("x")
-        yield "cascade", lambda: list(cascade.cascade(stages, options, text, text))
+        stages = [model] if small else [fake_model("if_I", FAMILIES["if_I"]), model]
+        options = CascadeOptions("x")
+        yield "cascade", lambda: list(cascade(stages, options, text, text))
     elif family.task.startswith("inpaint"):
-        yield "inpaint", lambda: list(inpaint.inpaint(pipe, inpaint.Options(**prompt), masks=[mask], **given))
+        yield "inpaint", lambda: list(inpaint(model, InpaintOptions(**edited, mask=mask)))
     elif family.task == "instruct":
-        yield "img2img", lambda: list(img2img.img2img(pipe, img2img.Options(**prompt), **given))
+        yield "img2img", lambda: list(img2img(model, Img2imgOptions(**edited)))
     else:
         for more in ({}, {"scale": 1.0, "sampler": "euler_a"}, {"n_samples": 2, "n_iter": 2}, {"sampler": "unipc"}):
-            options = txt2img.Options(**prompt, **more)
-            yield f"txt2img {more}", lambda options=options: list(txt2img.txt2img(pipe, options))
-        yield "img2img", lambda: list(img2img.img2img(pipe, img2img.Options(**prompt), **given))
+            options = Txt2imgOptions(**prompt, **more)
+            yield f"txt2img {more}", lambda options=options: list(txt2img(model, options))
+        yield "img2img", lambda: list(img2img(model, Img2imgOptions(**edited)))
         if family.task == "txt2img":
-            yield "inpaint", lambda: list(inpaint.inpaint(pipe, inpaint.Options(**prompt), masks=[mask], **given))
+            yield "inpaint", lambda: list(inpaint(model, InpaintOptions(**edited, mask=mask)))
     if family.unet.context_dim == 768 and family.unet.in_channels == 4 and family.conditioner == "clip":
-        requests = [f"{name}:{folder}/image.png{more}" for name, more in (("net", ":guess"), ("adapter", ":0.5-1"))]
-        steered = txt2img.Options(**prompt, control=tuple(requests))
+        controls = (Control("net", image, guess=True), Control("adapter", image, start=0.5))
         networks = [made(lambda: ControlNet(family.unet)), made(lambda: T2IAdapter(ADAPTER))]
-        controls = [control.Control(*each) for each in zip(control.parse(requests, None), networks, strict=True)]
-        with mock.patch.object(control, "load_controls", return_value=controls):
-            yield "control", lambda: list(txt2img.txt2img(pipe, steered))
-        yield "loss", lambda: loss(family, pipe)
+        loaded = [LoadedControl(*each) for each in zip(controls, networks, strict=True)]
+        with mock.patch.object(tasks_job, "load_controls", return_value=loaded):
+            yield "control", lambda: list(txt2img(model, Txt2imgOptions(**prompt, control=controls)))
+        yield "loss", lambda: loss(family, model)
 
 
-def loss(family: Family, pipe: Pipeline) -> Tensor:
+def loss(family: Family, model: Model) -> Tensor:
     """The training loss of a batch; its gradients would need a real device."""
     unet, vae, text = (made(lambda spec=spec: build(spec), torch.float32) for spec in family.networks.values())
-    task = DiffusionTask(unet, text, vae, pipe.schedule, 0.18, {"unet": unet}, 0.1, 5.0, 77)
+    task = DiffusionTask(unet, text, vae, model.schedule, 0.18, {"unet": unet}, 0.1, 5.0, 77)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     return task.loss(pixels, ["a red apple", ""], torch.Generator())
 
@@ -136,7 +142,7 @@ def run_commands(names: Iterable[str]) -> int:
             stack.enter_context(Values())
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda self: self))
             stack.enter_context(mock.patch.object(generate, "broken_weights", return_value=None))
-            for what, job in jobs(pipeline(name, FAMILIES[name]), folder):
+            for what, job in jobs(fake_model(name, FAMILIES[name]), folder):
                 try:
                     job()
                     print(f"{name}: {what}: all on one device", flush=True)

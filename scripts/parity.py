@@ -34,19 +34,19 @@ import ldm_lite
 from ldm_lite.bench.checkpoints import random_checkpoint, random_tensor
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.progress import memory
-from ldm_lite.conditioning.prompts import Reading, encode_prompts
-from ldm_lite.control.control import Request, load_controls
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
+from ldm_lite.control.control import Control
+from ldm_lite.control.loading import load_controls
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import denoise
-from ldm_lite.img2img import Options as Img2imgOptions
-from ldm_lite.img2img import img2img
-from ldm_lite.inpaint import Options as InpaintOptions
-from ldm_lite.inpaint import inpaint
+from ldm_lite.generate import DenoisingState, denoise
 from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
 from ldm_lite.runtime.precision import DTYPES
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
@@ -112,7 +112,7 @@ def sd1(args: argparse.Namespace, checks: Checks) -> None:
     for name in ("ddim", "plms"):
         scheduler = peers.schedulers(pipe.family)[name]()
         theirs = peers.sample(unet, scheduler, first, context, uncond, args.steps, scale=7.5)
-        *_, ours = denoise(pipe, first, branches, make_plan(name, pipe.schedule, args.steps))
+        ours = denoise(pipe, first, branches, make_plan(name, pipe.schedule, args.steps))
         checks.compare(f"{args.steps} steps of {name}", ours, theirs, 1e-4)
 
 
@@ -135,13 +135,16 @@ def images(args: argparse.Namespace, checks: Checks) -> None:
         run = toy.PictureRun(pipe.family.task, command, strength, steps=args.steps)
         theirs = goldens.from_diffusers(run, pipe.family, load_file(args.path), args.size)
         latents: list[Tensor] = []
-        given: Any = {"context": context, "uncond": uncond, "pictures": [Image.fromarray(image)]}
-        given["on_step"] = lambda step, num_steps, x, latents=latents: latents.append(x)
         settings: Any = {"steps": run.steps, "scale": 5.0, "strength": strength, "sampler": "ddim"}
+        settings |= {"context": context, "uncond": uncond, "init_img": Image.fromarray(image)}
+
+        def on_step(state: DenoisingState, latents: list[Tensor] = latents) -> None:
+            latents.append(state.latents)
+
         if command == "inpaint":
-            list(inpaint(pipe, InpaintOptions(**settings), masks=[Image.fromarray(mask)], **given))
+            list(inpaint(pipe, InpaintOptions(**settings, mask=Image.fromarray(mask)), on_step))
         else:
-            list(img2img(pipe, Img2imgOptions(**settings), **given))
+            list(img2img(pipe, Img2imgOptions(**settings), on_step))
         ours = latents[-1]
         if command == "inpaint" and pipe.family.task == "txt2img":  # diffusers replaces the rest after the last step
             repainted = torch.from_numpy(mask[4::8, 4::8] > 0)
@@ -189,8 +192,8 @@ def _our_steps(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tens
     pipe = ldm_lite.load(random_checkpoint(name, FAMILIES[name]), device="cpu", dtype=dtype, prediction="eps")
     loaded = time.perf_counter()
     size = (noise.shape[2] * 8, noise.shape[3] * 8)
-    cond, uncond = (encode_prompts(pipe, [prompt], Reading(size=size)) for prompt in (PROMPT, NEGATIVE))
-    *_, latents = denoise(pipe, noise, classifier_free(cond, uncond, SCALE), make_plan("ddim", pipe.schedule, STEPS))
+    cond, uncond = (encode_prompts(pipe, [prompt], PromptOptions(size=size)) for prompt in (PROMPT, NEGATIVE))
+    latents = denoise(pipe, noise, classifier_free(cond, uncond, SCALE), make_plan("ddim", pipe.schedule, STEPS))
     return loaded - start, time.perf_counter() - loaded, latents
 
 
@@ -305,7 +308,7 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
         with on_meta():
             unet = UNet(family.unet)
         cpu = torch.device("cpu")
-        pipe: Any = SimpleNamespace(unet=unet, family=family, device=cpu, dtype=torch.float32, placement=None)
+        pipe: Any = SimpleNamespace(unet=unet, family=family, device=cpu, dtype=torch.float32, offloader=None)
         x, context, _ = toy.unet_inputs(family.unet, h=16, w=16)
         sizes, pooled = torch.tensor([[128.0, 128, 0, 0, 128, 128]] * 2), toy.normal(3, 2, 1280)
         y = torch.cat([pooled, timestep_embedding(sizes.flatten(), 256).view(2, -1)], dim=1)
@@ -316,7 +319,7 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(folder)
             del theirs
-            [loaded] = load_controls(pipe, [Request(folder, "")])
+            [loaded] = load_controls(pipe, [Control(folder, Image.new("RGB", (128, 128)))])
             net: Any = loaded.network
             ours = net(x, toy.T, context, net.embed_hint(image), y)
         errors = [toy.relative_error(a, b.numpy()) for a, b in zip(ours, [*down, middle], strict=True)]

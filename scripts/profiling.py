@@ -36,16 +36,17 @@ from ldm_lite import generate
 from ldm_lite.bench.checkpoints import random_checkpoint
 from ldm_lite.bench.measure import alternating
 from ldm_lite.checkpoint.reader import load_weights, on_meta, split
+from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.step import Row
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime import compile as tiers
-from ldm_lite.runtime import group_norm
+from ldm_lite.runtime import fused_norm
 from ldm_lite.runtime.cpu import winograd
+from ldm_lite.runtime.setup import keep_freed_memory, prepare
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.runtime.tuning import keep_freed_memory, tune
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 
@@ -194,7 +195,7 @@ def our_step(name: str, *, fixed: bool, folded: bool = True, written_out: bool =
     with mode:
         to_cuda(unet, torch.half, channels_last=True)
     if written_out:
-        group_norm.use(unet)
+        fused_norm.use(unet)
     batch, tokens, h, w = 1, 77, *((8, 8) if folded else (64, 64))
     if not fixed:
         source = importlib.import_module("torch._dynamo.source").ConstantSource("sizes")
@@ -284,8 +285,7 @@ def text_cache(args: argparse.Namespace) -> None:
     plan, branches = make_plan("ddim", pipe.schedule, steps), classifier_free(cond, uncond, 5.0)
 
     def cached() -> None:
-        *_, latents = generate.denoise(pipe, noise, branches, plan)
-        latents.cpu()
+        generate.denoise(pipe, noise, branches, plan).cpu()
 
     def not_cached() -> None:
         hook = pipe.unet.register_forward_pre_hook(lambda module, args: None)  # a hook turns the cache off
@@ -300,7 +300,7 @@ def strips(args: argparse.Namespace) -> None:
     """Stable Diffusion's decoder on a CPU, the whole image at once and strip by strip."""
     dtype = getattr(torch, args.dtype)
     whole = AutoencoderKL(SD1.vae).eval().to(dtype)
-    tune({"vae": whole})
+    prepare({"vae": whole}, RuntimeOptions(), torch.device("cpu"))
     in_strips = tiled(whole)
     z = torch.randn(1, 4, args.size // 8, args.size // 8, dtype=dtype)
     with torch.inference_mode():

@@ -13,7 +13,7 @@ import random_checkpoint
 import toy
 
 import ldm_lite
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.pipeline import Pipeline
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Reading pictures and masks of every kind, resizing them, and getting pixels back as they were."""
+"""Reading images and masks of every mode, resizing them, and the round trip to pixels."""
 
 from pathlib import Path
 
@@ -9,18 +9,18 @@ from PIL import Image
 
 from ldm_lite.image import (
     extend,
-    listed,
+    list_images,
     mask_latent,
     mask_weights,
+    open_image,
     open_mask,
-    open_picture,
     pad,
-    read,
+    read_image,
     resize,
     to_array,
     to_mask,
-    to_picture,
     to_pixels,
+    to_rgb,
 )
 
 RED = (255, 0, 0)
@@ -34,21 +34,21 @@ def two_halves(mode: str = "RGB") -> Image.Image:
 
 
 def test_exif_orientation(tmp_path: Path) -> None:
-    """A camera held sideways: stored 6 x 4 with the note "turn by 90 degrees", seen 4 x 6 with red above."""
+    """A camera held sideways: stored 6 x 4 with the tag "rotate by 90 degrees", shown 4 x 6 with red on top."""
     exif = Image.Exif()
     exif[0x0112] = 6
     two_halves().save(tmp_path / "a.png", exif=exif)
-    picture = open_picture(tmp_path / "a.png")
-    assert picture.size == (4, 6)
-    assert picture.getpixel((0, 0)) == picture.getpixel((3, 2)) == RED
-    assert picture.getpixel((0, 5)) == (0, 0, 255)
+    image = open_image(tmp_path / "a.png")
+    assert image.size == (4, 6)
+    assert image.getpixel((0, 0)) == image.getpixel((3, 2)) == RED
+    assert image.getpixel((0, 5)) == (0, 0, 255)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK", "YCbCr", "HSV"])
 def test_modes_of_colour(mode: str) -> None:
-    picture = to_picture(two_halves(mode))
-    assert picture.mode == "RGB"
-    assert np.abs(np.asarray(picture, dtype=int) - np.asarray(two_halves(), dtype=int)).max() <= 2
+    image = to_rgb(two_halves(mode))
+    assert image.mode == "RGB"
+    assert np.abs(np.asarray(image, dtype=int) - np.asarray(two_halves(), dtype=int)).max() <= 2
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "I;16B", "I"])
@@ -61,29 +61,29 @@ def test_modes_of_grey(mode: str) -> None:
     else:
         image = Image.fromarray(grey).convert(mode)
     assert image.mode == mode
-    assert np.array_equal(np.asarray(to_picture(image)), np.repeat(grey[:, :, None], 3, axis=2))
+    assert np.array_equal(np.asarray(to_rgb(image)), np.repeat(grey[:, :, None], 3, axis=2))
     assert np.array_equal(np.asarray(to_mask(image)), grey)
 
 
 def test_16_bit_files_are_scaled_and_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "a.png")
-    assert np.asarray(open_picture(tmp_path / "a.png"))[0, :, 0].tolist() == [0, 128, 255]
+    assert np.asarray(open_image(tmp_path / "a.png"))[0, :, 0].tolist() == [0, 128, 255]
 
 
-def test_transparency_is_white_in_pictures_and_black_in_masks(caplog: pytest.LogCaptureFixture) -> None:
+def test_transparency_is_white_in_images_and_black_in_masks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    to_picture(Image.new("RGBA", (2, 1), "red"))
+    to_rgb(Image.new("RGBA", (2, 1), "red"))
     assert not caplog.text
     image = Image.new("RGBA", (2, 1), (255, 255, 255, 0))
     image.putpixel((1, 0), (255, 255, 255, 255))
-    assert to_picture(image).getpixel((0, 0)) == (255, 255, 255)
+    assert to_rgb(image).getpixel((0, 0)) == (255, 255, 255)
     assert list(np.asarray(to_mask(image))[0]) == [0, 255]
     assert "taken as white" in caplog.text
     assert "taken as black" in caplog.text
     palette = Image.new("P", (1, 1))
     palette.putpalette([0, 0, 0])
     palette.info["transparency"] = 0
-    assert to_picture(palette).getpixel((0, 0)) == (255, 255, 255)
+    assert to_rgb(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_files_that_are_no_images(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((2, 2), dtype=np.float32)).save(tmp_path / "float.tif")
     for name in ("half.png", "text.png", "float.tif"):
         with pytest.raises(ValueError, match=rf"{name}: is not an image that can be read"):
-            open_picture(tmp_path / name)
+            open_image(tmp_path / name)
     with pytest.raises(ValueError, match=r"text\.png: is not an image that can be read$"):  # without Pillow's own words
-        open_picture(tmp_path / "text.png")
+        open_image(tmp_path / "text.png")
     with pytest.raises(FileNotFoundError):
         open_mask(tmp_path / "none.png")
 
@@ -173,12 +173,12 @@ def test_padding() -> None:
     assert pad(padded, 8).shape == (3, 8, 8)
 
 
-def test_a_folder_s_pictures_are_its_visible_files(tmp_path: Path) -> None:
-    """Not the picture that another process is writing, nor macOS's notes, nor a folder with such a name."""
+def test_list_images_skips_hidden_files_and_folders(tmp_path: Path) -> None:
+    """Not a half-written image, nor macOS metadata, nor a folder with an image suffix."""
     for name in ("b.PNG", "a.jpg", ".half.png", "._a.jpg", "a.txt"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "folder.png").mkdir()
-    assert [path.name for path in listed(tmp_path)] == ["a.jpg", "b.PNG"]
+    assert [path.name for path in list_images(tmp_path)] == ["a.jpg", "b.PNG"]
 
 
 @pytest.mark.parametrize("error", [EOFError("x"), NotImplementedError("x"), MemoryError(), OverflowError("x")])
@@ -188,4 +188,4 @@ def test_whatever_a_damaged_file_raises_is_one_line(tmp_path: Path, error: Excep
 
     Image.new("RGB", (1, 1)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=r"a\.png: is not an image that can be read \((x|MemoryError)\)"):
-        read(tmp_path / "a.png", convert)
+        read_image(tmp_path / "a.png", convert)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ldm_lite import samplers as command
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.samplers import Options, compare, table
 
 FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=100)

@@ -13,13 +13,15 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import load_controls, parse
-from ldm_lite.image import clip_pixels, to_pixels
+from ldm_lite.image import clip_crop, to_pixels
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.style_adapter import StyleAdapter, styled
-from ldm_lite.txt2img import Options, main, txt2img
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.txt2img import main
 from ldm_lite.zoo.inference import infer_style, infer_vision
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")
@@ -55,7 +57,7 @@ def test_what_clip_sees_is_what_transformers_has() -> None:
     encoder = CLIPVisionEncoder(toy.VISION)
     encoder.load_state_dict(toy.vision())
     assert infer_vision({key: tuple(value.shape) for key, value in toy.vision().items()}) == toy.VISION
-    picture = (to_pixels(clip_pixels(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
+    picture = (to_pixels(clip_crop(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
     with torch.no_grad():
         seen = encoder(picture)
     assert toy.relative_error(seen[:, ::4], GOLDEN["seen"]) < 1e-5

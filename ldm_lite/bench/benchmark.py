@@ -21,7 +21,7 @@ from ldm_lite.bench.report import RESULTS, Report, describe_run, from_json
 from ldm_lite.bench.training import TRAIN_CONFIGURATIONS, TrainConfiguration, train_backends
 from ldm_lite.bench.worker import PEERS
 from ldm_lite.bench.workload import IMAGE_SECTIONS, SECTIONS, TRAIN, Cell, Setting, Target, cost
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import numbers
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.runtime.precision import DTYPES, pick_device
@@ -45,9 +45,9 @@ def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Re
     cells, peers = _cells(options, dtypes), names("peer", options.peer, PEERS)
     threads, size = set_threads(options), model_size(options)
     models = Models(open_model(size, options.ckpt), device)
-    pipe = models.loaded(torch.float32)
-    target = Target(size, options.ckpt, str(device), threads, make_setting(options, pipe))
-    about = describe_run(options, pipe.description, device, threads)
+    model = models.loaded()
+    target = Target(size, options.ckpt, str(device), threads, make_setting(options, model))
+    about = describe_run(options, model.description, device, threads)
     report = Report(about, {name: table[name].title for name in configs})
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
     if options.resume:
@@ -55,7 +55,7 @@ def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Re
         report.tables += earlier.tables
         cells = [cell for cell in cells if cell not in {table.cell for table in earlier.tables}]
     if options.max_batch:
-        del models, pipe  # their memory is for the subprocesses
+        del models, model  # their memory is for the subprocesses
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -66,7 +66,7 @@ def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Re
         for peer in _start_peers(peers, report, target):
             report.titles[peer.name] = f"{peer.name} ({peer.description})"
             backends.append(processes.enter_context(peer))
-        costs = functools.partial(cost, pipe.family, target.setting)
+        costs = functools.partial(cost, model.family, target.setting)
         repeated = "sdpa" if options.train else configs[-1]
         _compare(Comparison(reference, backends, costs, options.rounds, deadline, repeated), cells, report, on_result)
     return report
@@ -104,11 +104,11 @@ def set_threads(options: Options) -> int:
     return torch.get_num_threads()
 
 
-def make_setting(options: Options, pipe: Pipeline) -> Setting:
+def make_setting(options: Options, model: Model) -> Setting:
     """Resolve the work.  Raises ValueError for an image size or a sampler that the model cannot use."""
-    height, width = (pipe.family.resolution if side is None else side for side in (options.height, options.width))
-    pipe.latent_shape(height, width)
-    make_plan(options.sampler, pipe.schedule, options.steps)
+    height, width = (model.family.resolution if side is None else side for side in (options.height, options.width))
+    model.latent_shape(height, width)
+    make_plan(options.sampler, model.schedule, options.steps)
     return Setting(
         height,
         width,

@@ -5,13 +5,16 @@ Random weights do the same work as trained ones (zeros do not), and no full-size
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
+from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta, prefix
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.zoo.detection import describe
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
@@ -27,6 +30,11 @@ def open_model(size: str, ckpt: str | None) -> Checkpoint:
     if size not in FAMILIES:
         raise ValueError(f"unknown size {size!r}: wanted bundled, or one of {', '.join(FAMILIES)}")
     return random_checkpoint(size, FAMILIES[size])
+
+
+def load(checkpoint: Checkpoint, device: str, dtype: str, **options: Any) -> Model:
+    """Load a checkpoint's networks; options are the other fields of LoadOptions."""
+    return load_model(LoadOptions(ckpt=checkpoint, device=device, dtype=dtype, **options), Model)
 
 
 def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ldm_lite.bench import loading, memory, report
 from ldm_lite.bench.benchmark import benchmark, chosen_dtypes, make_setting, model_size, set_threads
-from ldm_lite.bench.checkpoints import open_model
+from ldm_lite.bench.checkpoints import load, open_model
 from ldm_lite.bench.loading_worker import METHODS, PEER, PEER_BIN
 from ldm_lite.bench.options import Options, names
 from ldm_lite.bench.workload import Target
-from ldm_lite.checkpoint.model import load
 from ldm_lite.runtime.precision import pick_device
 
 log = logging.getLogger("ldm_lite")
@@ -44,12 +43,12 @@ def _run_benchmark(options: Options) -> None:
 def memory_table(options: Options) -> str:
     """Measure the peak memory of the options that save memory, at batch 1 and in the first dtype, as Markdown."""
     dtype, device, size = chosen_dtypes(options)[0], pick_device(options.device), model_size(options)
-    pipe = load(open_model(size, options.ckpt), device="cpu")
-    setting = make_setting(options, pipe)
+    model = load(open_model(size, options.ckpt), "cpu", "fp32")
+    setting = make_setting(options, model)
     threads = set_threads(options)
     target = Target(size, options.ckpt, str(device), threads, setting)
-    about = report.describe_run(options, pipe.description, device, threads)
-    del pipe
+    about = report.describe_run(options, model.description, device, threads)
+    del model
     rows = []
     for row in memory.measure(memory.Request(target, dtype, {}, image=""), memory.MODES):
         log.info("%s: %s", row.mode, row.error or row.result)

@@ -14,14 +14,16 @@ import torch
 from torch import nn
 
 from ldm_lite.bench.backends import InProcessBackend
+from ldm_lite.bench.checkpoints import load
 from ldm_lite.bench.inference import OurWorkload
 from ldm_lite.bench.workload import Setting
-from ldm_lite.checkpoint.model import Pipeline, load
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta
+from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.runtime.tuning import tune
+from ldm_lite.runtime.setup import prepare
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -33,7 +35,7 @@ class Configuration:
     title: str
     attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, on other devices PyTorch's choice
     autocast: bool  # half precision by autocast from float32 weights, instead of weights cast once
-    tuned: bool  # set up by runtime.tuning, instead of plain modules
+    tuned: bool  # set up by runtime.setup, instead of plain modules
     compile: str  # a tier of runtime.compile
 
 
@@ -57,12 +59,12 @@ class Models:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self._loaded: dict[torch.dtype, Pipeline] = {}
+        self._loaded: dict[str, Model] = {}
 
-    def loaded(self, dtype: torch.dtype = torch.float32) -> Pipeline:
-        """The model as `load` returns it."""
+    def loaded(self, dtype: str = "fp32") -> Model:
+        """The model as it is loaded by default, in a dtype given by its short name."""
         if dtype not in self._loaded:
-            self._loaded[dtype] = load(self.checkpoint, device=self.device, dtype=dtype)
+            self._loaded[dtype] = load(self.checkpoint, str(self.device), dtype)
         return self._loaded[dtype]
 
     def backend(self, name: str, configuration: Configuration, setting: Setting) -> InProcessBackend:
@@ -71,28 +73,29 @@ class Models:
 
     def workload(self, configuration: Configuration, setting: Setting, dtype: str) -> OurWorkload:
         """The networks of a configuration in a dtype, given by its short name."""
-        wanted = DTYPES[dtype]
-        casts = configuration.autocast and wanted != torch.float32
-        pipe = configured(self.loaded(torch.float32 if casts else wanted), configuration)
-        return OurWorkload(pipe, setting, wanted if casts else None)
+        casts = configuration.autocast and dtype != "fp32"
+        model = configured(self.loaded("fp32" if casts else dtype), configuration)
+        return OurWorkload(model, setting, DTYPES[dtype] if casts else None)
 
 
-def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
-    """Return a copy of the pipeline in a configuration, with networks of its own that share the weights.
+def configured(model: Model, configuration: Configuration) -> Model:
+    """Return a copy of the model in a configuration, with networks of its own that share the weights.
 
     Raises ValueError for an attention that the device lacks.
     """
     copied = shared_copy if configuration.tuned else plain_copy
-    networks: dict[str, Any] = {role: copied(each) for role, each in pipe.networks.items()}
-    fused = pipe.device.type != "cuda" and configuration.attention == "efficient"
+    networks: dict[str, Any] = {role: copied(each) for role, each in model.networks.items()}
+    fused = model.device.type != "cuda" and configuration.attention == "efficient"
     name = "sdpa" if fused else configuration.attention
     if configuration.tuned:
-        return replace(pipe, **networks, step=tune(networks, attention=name, compile=configuration.compile))
+        options = RuntimeOptions(attention=name, compile=configuration.compile)
+        step, _ = prepare(networks, options, model.device)
+        return replace(model, **networks, step=step)
     for role in ("unet", "vae"):
         attention.use(networks[role], name)
     # The original's UNet is trainable: autocast caches the casts of such weights for as long as it is on.
     networks["unet"].requires_grad_(configuration.autocast)
-    return replace(pipe, **networks, step=compiled_step(configuration.compile, networks["unet"]))
+    return replace(model, **networks, step=compiled_step(configuration.compile, networks["unet"]))
 
 
 def shared_copy(network: N) -> N:

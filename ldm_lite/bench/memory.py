@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from ldm_lite import generate
-from ldm_lite.bench.checkpoints import open_model
+from ldm_lite.bench.checkpoints import load, open_model
 from ldm_lite.bench.measure import status
 from ldm_lite.bench.workload import Target
-from ldm_lite.checkpoint.model import load
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 
@@ -47,7 +46,7 @@ class Request:
 
     target: Target
     dtype: str
-    runtime: Mapping[str, object]  # options of runtime
+    runtime: Mapping[str, object]  # fields of RuntimeOptions
     image: str  # the .npy file to write
 
 
@@ -79,20 +78,20 @@ def make_image(request: Request) -> Result:
     if target.threads is not None:
         torch.set_num_threads(target.threads)
     checkpoint = open_model(target.size, target.ckpt)
-    pipe = load(checkpoint, device=device, dtype=request.dtype, tuning=request.runtime)
-    plan = make_plan(setting.sampler, pipe.schedule, setting.steps)
-    draw = generate.seeded_noise([setting.seed], pipe.latent_shape(setting.height, setting.width))
-    branches = guided(pipe, encode_prompts(pipe, [setting.prompt]), encode_prompts(pipe, [""]), setting.scale)
+    model = load(checkpoint, target.device, request.dtype, **request.runtime)
+    plan = make_plan(setting.sampler, model.schedule, setting.steps)
+    draw = generate.SeededNoise([setting.seed], model.latent_shape(setting.height, setting.width))
+    branches = guided(model, encode_prompts(model, [setting.prompt]), encode_prompts(model, [""]), setting.scale)
     noise = latents = draw()
     times = []
-    for x in generate.denoise(pipe, noise, branches, plan, draw=draw):
-        latents = x
+    for state in generate.stream(model, noise, branches, plan, draw=draw):
+        latents = state.latents
         times.append(_now(device))
-    [pixels] = generate.decode(pipe, latents)
+    [pixels] = generate.decode(model, latents)
     end = _now(device)
     np.save(request.image, pixels.numpy())
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else status("VmHWM")
-    weights = sum(value.nbytes for network in pipe.networks.values() for value in network.state_dict().values())
+    weights = sum(value.nbytes for network in model.networks.values() for value in network.state_dict().values())
     return Result(peak, weights, float(np.median(np.diff(times))) if len(times) > 1 else 0.0, end - times[-1])
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, Ranged, option
+from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, option
 
 
 @dataclass(frozen=True)
-class Options(Ranged):
+class Options(CheckedOptions):
     """What to measure."""
 
     size: str | None = option(

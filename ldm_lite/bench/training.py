@@ -135,12 +135,12 @@ class TrainModels:
         if configuration.compiled:
             unet.compile(dynamic=False)
         cast = None if dtype == "fp32" else DTYPES[dtype]
-        family = self.models.loaded(torch.float32).family
+        family = self.models.loaded().family
         return TrainWorkload(unet, trained, family, self.setting, cast, configuration.channels_last)
 
     def _parameters(self, channels_last: bool) -> Trained:
         if channels_last not in self._trained:
-            unet: Any = plain_copy(self.models.loaded(torch.float32).unet)
+            unet: Any = plain_copy(self.models.loaded().unet)
             own = {key: value.clone() for key, value in unet.state_dict().items()}  # others run on the loaded ones
             unet.load_state_dict(own, assign=True)
             self._trained[channels_last] = Trained(

@@ -16,7 +16,7 @@ from ldm_lite.bench.measure import flops
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
-from ldm_lite.generate import seeded_noise
+from ldm_lite.generate import SeededNoise
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.families import Family
@@ -117,7 +117,7 @@ def inputs(family: Family, setting: Setting, batch: int) -> Inputs:
     context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)
     tokenizer = CLIPTokenizer(family.text.length)
     image = torch.rand(batch, 3, setting.height, setting.width, generator=generator) * 2 - 1
-    noise = seeded_noise([setting.seed + k for k in range(batch)], shape)()
+    noise = SeededNoise([setting.seed + k for k in range(batch)], shape)()
     return Inputs(noise, context, uncond, tokenizer([setting.prompt] * batch), tokenizer([""] * batch), image)
 
 

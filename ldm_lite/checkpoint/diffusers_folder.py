@@ -1,4 +1,4 @@
-"""Folders in which diffusers saves a pipeline, or one network of it, as one checkpoint in the original's layout."""
+"""Read folders saved by diffusers, of a whole pipeline or one network, as one checkpoint in the original layout."""
 
 import json
 import logging
@@ -9,41 +9,39 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import Checkpoint, joined, open_checkpoint, prefix, split
+from ldm_lite.checkpoint.reader import Checkpoint, combine, join, open_checkpoint, prefix, split
 
 log = logging.getLogger("ldm_lite")
 
 ROLES = ("unet", "vae", "text_encoder", "text_encoder_2")
-UNREAD = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")  # beside those, with weights
+IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
-TOLD = ("hidden_act", "global_pool_conditions")  # what no weights say of a network, and its configuration does
-ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that is there is read
+CONFIG_KEYS = ("hidden_act", "global_pool_conditions")  # read from config.json because weights do not tell them
+ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that exists is read
 
 
 def open_source(source: str | os.PathLike[str] | None) -> Checkpoint:
-    """Open a checkpoint by its name: a file, or a folder of diffusers, of a whole pipeline or of one network.
+    """Open a checkpoint: a file, or a diffusers folder of a whole pipeline or one network.
 
-    Either may be on the hub: "owner/repository/file", and "owner/repository" for a folder.  What the folder of a
-    pipeline says of its prediction and its scheduler is in the metadata.  Raises FileNotFoundError, and ValueError, one
-    line, for a folder without weights, with a part of them, or of a pipeline that has no UNet.
+    Either may be on the hub: "owner/repository/file", or "owner/repository" for a folder.  The metadata hold the
+    prediction type and the scheduler from a pipeline's folder.  Raises FileNotFoundError; ValueError, one line, for a
+    folder without weights, with only a part of them, or of a pipeline without a UNet.
     """
     repository = hub.repository(source)
-    path = hub.resolve(source) if repository is None else _fetched(repository)
+    path = hub.resolve(source) if repository is None else _download(repository)
     if not path.is_dir():
         return open_checkpoint(path)
     roles = [role for role in ROLES if (path / role).is_dir()]
     if not roles:
-        return _network(path)
+        return _open_network(path)
     if "unet" not in roles:
-        raise ValueError(f"{path}: is a pipeline without a UNet ({', '.join(roles)}): no latent diffusion model")
-    return _pipeline(path, roles)
+        raise ValueError(f"{path}: is a pipeline without a UNet ({', '.join(roles)}), not a latent diffusion model")
+    return _open_pipeline(path, roles)
 
 
-def _fetched(repository: str) -> Path:
-    """What is read of a repository that diffusers has saved: downloaded, where it is not yet -> the folder of it."""
+def _download(repository: str) -> Path:
+    """Download the needed files of a diffusers repository to the hub's cache; return its folder there."""
     names = hub.files(repository)
     folders = [f"{role}/" for role in ROLES if any(name.startswith(f"{role}/") for name in names)] or [""]
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
@@ -53,67 +51,61 @@ def _fetched(repository: str) -> Path:
         file, index = _weights(inside)
         if file is None and index is not None:
             wanted.append(folder + index)
-            wanted += [folder + name for name in _parts(hub.download(repository, folder + index))]
+            wanted += [folder + name for name in _shards(hub.download(repository, folder + index))]
         elif file is not None:
             wanted.append(folder + file)
         else:
             files = ", ".join(f"{repository}/{name}" for name in names if name.endswith((".safetensors", ".ckpt")))
-            instead = f"take one of its files: {files}" if files else "it has no weights that are read here"
-            raise ValueError(f"{repository}: is no folder of diffusers on the hub; {instead}")
-    places = [hub.download(repository, name) for name in wanted]
-    root = places[-1].parents[wanted[-1].count("/")]
+            instead = f"take one of its files: {files}" if files else "it has no weights that ldm_lite reads"
+            raise ValueError(f"{repository}: is not a diffusers folder on the hub; {instead}")
+    paths = [hub.download(repository, name) for name in wanted]
+    root = paths[-1].parents[wanted[-1].count("/")]
     log.info("%s: at %s", repository, root)
     return root
 
 
-def _pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
-    if unread := [name for name in UNREAD if (folder / name).is_dir()]:
-        log.info("%s: not read of it: %s", hub.title(folder), ", ".join(unread))
-    places: dict[str, tuple[Checkpoint, str]] = {}
-    texts = iter(("text_encoder", "text_encoder_2"))  # SDXL's refiner has but the one that is the base's second
+def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
+    if ignored := [name for name in IGNORED if (folder / name).is_dir()]:
+        log.info("%s: ignored %s", hub.title(folder), ", ".join(ignored))
+    tensors: dict[str, tuple[Checkpoint, str]] = {}
+    texts = iter(("text_encoder", "text_encoder_2"))  # SDXL's refiner has only the base's second one
     for name in roles:
         role = next(texts) if name.startswith("text_encoder") else name
-        found = split(_network(folder / name))
+        found = split(_open_network(folder / name))
         component = found.get("text_encoder" if name == "text_encoder_2" else name)
         if component is None:
             raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(found)}")
         before = prefix(role, component.keys, sgm="text_encoder_2" in roles)
-        places |= {before + key: (component.checkpoint, stored) for key, stored in component.keys.items()}
-    shapes = {key: checkpoint.shapes[stored] for key, (checkpoint, stored) in places.items()}
-    scheduler = _json(folder / "scheduler" / "scheduler_config.json")
-    about = {"prediction": scheduler["prediction_type"]} if "prediction_type" in scheduler else {}
+        tensors |= {before + key: (component.checkpoint, stored) for key, stored in component.keys.items()}
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    metadata = {"prediction": scheduler["prediction_type"]} if "prediction_type" in scheduler else {}
     if scheduler:
-        about["scheduler"] = f"{scheduler.get('_class_name')}, {scheduler.get('timestep_spacing')}"
-
-    def read(key: str) -> Tensor:
-        checkpoint, stored = places[key]
-        return checkpoint.read(stored)
-
-    return Checkpoint(folder, shapes, about, read)
+        metadata["scheduler"] = f"{scheduler.get('_class_name')}, {scheduler.get('timestep_spacing')}"
+    return combine(folder, tensors, metadata)
 
 
-def _network(folder: Path) -> Checkpoint:
-    """The weights in the folder of one network, in one file or several."""
+def _open_network(folder: Path) -> Checkpoint:
+    """Open the weights in the folder of one network, in one file or in shards."""
     found, index = _weights([path.name for path in folder.iterdir() if path.is_file()])
     if found is not None:
         checkpoint = open_checkpoint(folder / found)
     elif index is not None:
-        files = [folder / name for name in _parts(folder / index)]
-        if lacks := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{folder}: lacks {', '.join(lacks)}, which {index} names: download it whole")
-        checkpoint = joined([open_checkpoint(file) for file in files])
+        files = [folder / name for name in _shards(folder / index)]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ValueError(f"{folder}: lacks {', '.join(missing)}, which {index} names: download the whole folder")
+        checkpoint = join([open_checkpoint(file) for file in files])
     else:
         raise ValueError(
-            f"{folder}: is a folder without weights, wanted a checkpoint, or a folder of diffusers, whose networks lie "
-            f"in {STEMS[0]}.safetensors and the like"
+            f"{folder}: is a folder without weights, wanted a checkpoint, or a diffusers folder with weights in "
+            f"{STEMS[0]}.safetensors or the like"
         )
-    config = _json(folder / "config.json")
-    about = {name: str(config[name]) for name in TOLD if config.get(name) is not None}
-    return replace(checkpoint, path=folder, metadata=about)
+    config = _read_json(folder / "config.json")
+    metadata = {name: str(config[name]) for name in CONFIG_KEYS if config.get(name) is not None}
+    return replace(checkpoint, path=folder, metadata=metadata)
 
 
 def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
-    """Of the files of one network's folder, that which holds its weights, and that which names those that do."""
+    """Return the weights file and the index of shards among the file names of one network's folder."""
     found = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
     indices = sorted(
         (name for name in names if re.fullmatch(r"[^/]*\.index[^/]*\.json", name)),
@@ -122,17 +114,17 @@ def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
     return next((name for name in found if name in names), None), next(iter(indices), None)
 
 
-def _parts(index: Path) -> list[str]:
-    """The files that an index names."""
-    return sorted(set(_json(index).get("weight_map", {}).values()))
+def _shards(index: Path) -> list[str]:
+    """Return the names of the files that an index lists."""
+    return sorted(set(_read_json(index).get("weight_map", {}).values()))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds; nothing if it is not there.  Raises ValueError if it is damaged."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read an object from a JSON file; {} if there is no file.  Raises ValueError if it is damaged."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: is no JSON ({error}): download it again") from error
+        raise ValueError(f"{path}: is not valid JSON ({error}): download it again") from error
     return content if isinstance(content, dict) else {}

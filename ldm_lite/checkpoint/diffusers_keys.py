@@ -1,22 +1,22 @@
-"""The names of diffusers and transformers for the networks of the original; files in their format, read by rule.
+"""Key names of diffusers and transformers, and the rules that map their files to the original layout.
 
-renamed() says of what the tensors of the original's layout are made in such a file: of one of another name, which may
-be of another shape (1x1 convolutions written as linears), or of several (OpenCLIP's in_proj).
+original_layout() tells how each tensor of the original layout is made from such a file: from one tensor with another
+name and perhaps another shape (1x1 convolutions stored as linears), or from several (OpenCLIP's in_proj).
 """
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.inference import Shapes
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
 
-# Layers of a residual block, and those outside of the blocks: ours (the original's) -> diffusers'.
+# Layers of a residual block, and layers outside the blocks: the original's name (ours) -> diffusers'.
 RESNET = {
     "in_layers.0": "norm1",
     "in_layers.2": "conv1",
@@ -26,6 +26,7 @@ RESNET = {
     "skip_connection": "conv_shortcut",
     "op": "conv",  # of a downsampler
 }
+ORIGINAL_RESNET = {theirs: ours for ours, theirs in RESNET.items()}
 OUTSIDE = {
     "input_blocks.0.0": "conv_in",
     "time_embed.0": "time_embedding.linear_1",
@@ -36,7 +37,7 @@ OUTSIDE = {
     "out.0": "conv_norm_out",
     "out.2": "conv_out",
 }
-# The same of classes, and of vectors where there is but one kind (unCLIP).
+# The same for class embeddings, and for the vectors of unCLIP.
 CLASSES = {
     "label_emb": "class_embedding",
     "label_emb.0.0": "class_embedding.linear_1",
@@ -45,7 +46,7 @@ CLASSES = {
 
 
 def unet_blocks(num_res_blocks: Sequence[int], transformer_depth: Sequence[int], middle_depth: int) -> dict[str, str]:
-    """The blocks of a UNet whose spec has these numbers: "input_blocks.1.0" -> diffusers' "down_blocks.0.resnets.0"."""
+    """Map block names of a UNet with these spec values: "input_blocks.1.0" -> diffusers' "down_blocks.0.resnets.0"."""
     table, n, last = {}, 1, len(num_res_blocks) - 1
     for level, count in enumerate(num_res_blocks):
         for i in range(count):
@@ -68,7 +69,7 @@ def unet_blocks(num_res_blocks: Sequence[int], transformer_depth: Sequence[int],
 
 
 def unet_name(module: str, blocks: Mapping[str, str]) -> str:
-    """A UNet's module by its name here -> by diffusers' name for the same; blocks is unet_blocks(...)."""
+    """Return diffusers' name of a UNet module.  `blocks` is the result of unet_blocks."""
     if module in OUTSIDE:
         return OUTSIDE[module]
     parts = module.split(".")
@@ -78,9 +79,9 @@ def unet_name(module: str, blocks: Mapping[str, str]) -> str:
 
 
 def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
-    """What a ControlNet has beside the UNet's way down, diffusers' -> the original's; counts are _unet_original's."""
+    """Map the modules that a ControlNet adds to the UNet's encoder, diffusers' -> the original's."""
     inner = [f"blocks.{i}" for i in range(counts.get("controlnet_cond_embedding.blocks", 0))]
-    table = {  # the original counts the activations in between
+    table = {  # the original also counts the activations in between
         f"controlnet_cond_embedding.{name}": f"input_hint_block.{2 * i}"
         for i, name in enumerate(["conv_in", *inner, "conv_out"])
     }
@@ -90,57 +91,60 @@ def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
     return table | {"controlnet_mid_block": "middle_block_out.0"}
 
 
-def _unet_original(shapes: Shapes) -> Callable[[str], str]:
-    """-> a function: a key of a UNet of these shapes, or a ControlNet, by diffusers' name -> by the original's."""
-    counts: dict[str, int] = {}  # how many there are of "down_blocks", "down_blocks.0.resnets", ...
-    for key in shapes:
+def _numbered(keys: Iterable[str]) -> dict[str, int]:
+    """Count the numbered children of each module: "down_blocks" -> 4, "down_blocks.0.resnets" -> 2, ..."""
+    counts: dict[str, int] = {}
+    for key in keys:
         for found in re.finditer(r"\.(\d+)(?=\.)", key):
-            before = key[: found.start()]
-            counts[before] = max(counts.get(before, 0), int(found[1]) + 1)
+            parent = key[: found.start()]
+            counts[parent] = max(counts.get(parent, 0), int(found[1]) + 1)
+    return counts
+
+
+def _unet_keys(keys: Collection[str]) -> dict[str, str]:
+    """Map a UNet's or ControlNet's keys, diffusers' -> the original's.  An unknown key keeps its name."""
+    counts = _numbered(keys)
     levels = [f"down_blocks.{level}" for level in range(counts.get("down_blocks", 0))]
     blocks = unet_blocks(
         [counts.get(f"{level}.resnets", 0) for level in levels],
         [counts.get(f"{level}.attentions", 0) for level in levels],
         counts.get("mid_block.attentions", 0),
     )
-    original_block = {theirs: ours for ours, theirs in blocks.items()}
+    block = {theirs: ours for ours, theirs in blocks.items()}
     outside = {theirs: ours for ours, theirs in (*OUTSIDE.items(), *CLASSES.items())} | _control_modules(counts)
-    resnet = {theirs: ours for ours, theirs in RESNET.items()}
-
-    def original(key: str) -> str:
-        module, _, last = key.rpartition(".")
-        found = re.match(r"((?:down_blocks|up_blocks)\.\d+|mid_block)\.(\w+)\.\d+(?=\.)", module)
-        if found is None:
-            return f"{outside[module]}.{last}" if module in outside else key
-        layer = module[found.end() + 1 :]
-        layer = layer if found[2] in ("attentions", "upsamplers") else resnet.get(layer, layer)
-        # what no table has keeps its name, so that it is found to be unknown
-        return f"{original_block[found[0]]}.{layer}.{last}" if found[0] in original_block else key
-
-    return original
+    return {key: _unet_key(key, block, outside) for key in keys}
 
 
-def _adapter_original(shapes: Shapes) -> Callable[[str], str]:
-    """-> a function: a key of a T2I-Adapter of these shapes by diffusers' name -> by the original's.
+def _unet_key(key: str, blocks: Mapping[str, str], outside: Mapping[str, str]) -> str:
+    module, _, last = key.rpartition(".")
+    found = re.match(r"((?:down_blocks|up_blocks)\.\d+|mid_block)\.(\w+)\.\d+(?=\.)", module)
+    if found is None:
+        return f"{outside[module]}.{last}" if module in outside else key
+    layer = module[found.end() + 1 :]
+    layer = layer if found[2] in ("attentions", "upsamplers") else ORIGINAL_RESNET.get(layer, layer)
+    return f"{blocks[found[0]]}.{layer}.{last}" if found[0] in blocks else key
 
-    The original counts the residual blocks of a full one through all levels.
-    """
-    light = "adapter.body.0.out_conv.weight" in shapes
-    block = re.compile(r"^adapter\.body\.(\d+)\.(?:resnets\.(\d+)\.)?")
-    num = 1 + max(int(found[2] or 0) for key in shapes if (found := block.match(key)))
 
-    def name(found: re.Match[str]) -> str:
-        level, inner = int(found[1]), found[2]
+def _adapter_keys(keys: Collection[str]) -> dict[str, str]:
+    """Map a T2I-Adapter's keys, diffusers' -> the original's, which numbers a full one's blocks through all levels."""
+    light = "adapter.body.0.out_conv.weight" in keys
+    pattern = re.compile(r"^adapter\.body\.(\d+)\.(?:resnets\.(\d+)\.)?")
+    found = {key: match for key in keys if (match := pattern.match(key))}
+    count = 1 + max(int(match[2] or 0) for match in found.values())
+    names = {key: key for key in keys}
+    for key, match in found.items():
+        level, block = int(match[1]), match[2]
         if light:
-            return f"adapter.body.{level}." + ("" if inner is None else f"body.{inner}.")
-        return f"adapter.body.{level * num + int(inner or 0)}."
-
-    return lambda key: block.sub(name, key)
+            module = f"{level}" if block is None else f"{level}.body.{block}"
+        else:
+            module = f"{level * count + int(block or 0)}"
+        names[key] = f"adapter.body.{module}.{key[match.end() :]}"
+    return names
 
 
 # ---- autoencoders, text encoders ------------------------------------------------------------------------------------
 
-# Patterns of diffusers' names -> the original's, all of them tried in this order.
+# Patterns of diffusers' names -> the original's, all applied in this order.
 VAE = (
     (r"\.conv_shortcut\.", ".nin_shortcut."),
     (r"\.conv_norm_out\.", ".norm_out."),
@@ -157,7 +161,7 @@ VAE = (
     (r"(\.attn(?:_1|\.\d+))\.(?:to_([qkv])|(q)uery|(k)ey|(v)alue)\.", r"\1.\2\3\4\5."),
     (r"(\.attn(?:_1|\.\d+))\.(?:to_out\.0|proj_attn)\.", r"\1.proj_out."),
 )
-# OpenCLIP's names -> transformers', of modules; and patterns for what else of its keys differs.
+# OpenCLIP's module names -> transformers', and patterns for the other differences.
 TRANSFORMERS = {
     "transformer.resblocks": "encoder.layers",
     ".attn.": ".self_attn.",
@@ -177,35 +181,35 @@ OPEN_CLIP = (
 QKV = "qkv"  # the order of in_proj's rows
 
 
-def _vae_original(shapes: Shapes) -> Callable[[str], str]:
-    """-> a function: a key of an autoencoder of these shapes by diffusers' name -> by the original's."""
-    levels = [int(found[1]) for key in shapes if (found := re.match(r"decoder\.up_blocks\.(\d+)", key))]
+def _vae_keys(keys: Collection[str]) -> dict[str, str]:
+    """Map an autoencoder's keys, diffusers' -> the original's, which counts decoder levels from the finest down."""
+    pattern = re.compile(r"^decoder\.up_blocks\.(\d+)")
+    last = max((int(match[1]) for key in keys if (match := pattern.match(key))), default=0)
+    names = {}
+    for key in keys:
+        match = pattern.match(key)
+        level = key if match is None else f"decoder.up_blocks.{last - int(match[1])}{key[match.end() :]}"
+        names[key] = _substitute(VAE, level)
+    return names
 
-    def original(key: str) -> str:
-        # The original counts the decoder's levels from the highest resolution too.
-        key = re.sub(r"(?<=^decoder\.up_blocks\.)\d+", lambda level: str(max(levels) - int(level[0])), key)
-        return _substituted(VAE, key)
 
-    return original
-
-
-def _substituted(patterns: Sequence[tuple[str, str]], key: str) -> str:
+def _substitute(patterns: Sequence[tuple[str, str]], key: str) -> str:
     for pattern, ours in patterns:
         key = re.sub(pattern, ours, key)
     return key
 
 
-def tiny_names(stored: Mapping[str, str]) -> Mapping[str, str]:
-    """A TAESD file's keys as one network of two: the original's are numbers alone, a file each, diffusers' say layers.
+def taesd_keys(stored: Mapping[str, str]) -> Mapping[str, str]:
+    """Rename the keys of a TAESD file to those of one network with `encoder.` and `decoder.`; values stay.
 
-    Those of any other file stay as they are.
+    The original has two files with bare numbers as keys; diffusers has one with `layers.`.  Other files are unchanged.
     """
     if "1.weight" in stored and "19.weight" in stored:
         return {f"decoder.{key}": long for key, long in stored.items()}
     if "0.weight" in stored and "1.conv.0.weight" in stored:
         return {f"encoder.{key}": long for key, long in stored.items()}
     if "decoder.layers.0.weight" in stored or "encoder.layers.0.weight" in stored:
-        # diffusers' decoder begins after the clamp, which the original counts
+        # diffusers' decoder starts after the clamp, which the original counts
         pattern = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
         return {
             pattern.sub(lambda m: f"{m[1]}.{int(m[2]) + (m[1] == 'decoder')}.", key): long
@@ -215,7 +219,7 @@ def tiny_names(stored: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def transformers_name(module: str) -> str:
-    """A module of OpenCLIP's text encoder by its name here -> by transformers' name for the same."""
+    """Return transformers' name of a module of OpenCLIP's text encoder."""
     for ours, theirs in TRANSFORMERS.items():
         module = module.replace(ours, theirs)
     return module
@@ -224,62 +228,66 @@ def transformers_name(module: str) -> str:
 # ---- whole networks -------------------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """Of what a tensor is made: tensors of a file, one below the other, turned if so asked, as `shape`."""
+class StoredTensor(NamedTuple):
+    """How a tensor is stored: tensors of a file, concatenated along rows, transposed if so, and reshaped."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
-    turned: bool = False
+    transposed: bool = False
 
-    def tensor(self, read: Callable[[str], Tensor], release: Callable[[Tensor], None]) -> Tensor:
-        """The tensor, by a way to read the file's; those that were copied into it are released."""
+    def read(self, read: Callable[[str], Tensor], pages: MappedPages) -> Tensor:
+        """Return the tensor.  `read` reads one of the file's; `pages` releases those that were copied."""
         parts = [read(key) for key in self.keys]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         for part in parts:
             if part is not whole:
-                release(part)
-        return (whole.T if self.turned else whole).reshape(self.shape)
+                pages.release(part)
+        return (whole.T if self.transposed else whole).reshape(self.shape)
 
 
 WIDTH_OF_CLIP_L = 768
 
 
-def renamed(shapes: Shapes, open_clip: bool | None = None) -> dict[str, Source] | None:
-    """Of what the tensors of a network are made, by the original's keys, in a file in the format of diffusers.
+def original_layout(shapes: Shapes, open_clip: bool | None = None) -> dict[str, StoredTensor] | None:
+    """Map the keys of a network's original layout to the tensors of a file in the format of diffusers.
 
-    None if its keys are not diffusers', or transformers' for what ldm_lite has as OpenCLIP: open_clip says whether a
-    text encoder is that; None: if it is wider than CLIP-L.  What no rule knows keeps its name.
+    Return None if the keys are not diffusers', nor transformers' names of an OpenCLIP text encoder.  `open_clip` tells
+    whether a text encoder is OpenCLIP; None = if it is wider than CLIP-L.  Unknown keys keep their names.
     """
-    norm = next(
-        (key for key in ("text_model.final_layer_norm.weight", "final_layer_norm.weight") if key in shapes), None
-    )
-    original: Callable[[str], str]
-    if "time_embedding.linear_1.weight" in shapes:
-        original = _unet_original(shapes)
-    elif "adapter.body.0.resnets.0.block1.weight" in shapes:
-        original = _adapter_original(shapes)
-    elif any(re.match(r"(encoder|decoder)\.mid_block\.resnets\.0\.", key) for key in shapes):
-        original = _vae_original(shapes)
-    elif norm is not None and (shapes[norm][0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
-        original = functools.partial(_substituted, OPEN_CLIP)
-    else:
+    names = _original_keys(shapes, open_clip)
+    if names is None:
         return None
     grouped: dict[str, list[str]] = {}
-    for key in sorted(shapes, key=_in_order):
-        grouped.setdefault(original(key), []).append(key)
-    return {name: _source(name, keys, shapes) for name, keys in grouped.items()}
+    for key in sorted(shapes, key=_qkv_order):
+        grouped.setdefault(names[key], []).append(key)
+    return {name: _stored(name, keys, shapes) for name, keys in grouped.items()}
 
 
-def _in_order(key: str) -> int:
-    """Queries before keys before values."""
+def _original_keys(shapes: Shapes, open_clip: bool | None) -> dict[str, str] | None:
+    """Map a file's keys to the original's names; None if no rule applies."""
+    if "time_embedding.linear_1.weight" in shapes:
+        return _unet_keys(shapes)
+    if "adapter.body.0.resnets.0.block1.weight" in shapes:
+        return _adapter_keys(shapes)
+    if any(re.match(r"(encoder|decoder)\.mid_block\.resnets\.0\.", key) for key in shapes):
+        return _vae_keys(shapes)
+    norms = ("text_model.final_layer_norm.weight", "final_layer_norm.weight")
+    norm = next((key for key in norms if key in shapes), None)
+    if norm is not None and (shapes[norm][0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
+        return {key: _substitute(OPEN_CLIP, key) for key in shapes}
+    return None
+
+
+def _qkv_order(key: str) -> int:
+    """Sort key: queries before keys before values."""
     found = re.search(r"\.([qkv])_proj\.", key)
     return 0 if found is None else QKV.index(found[1])
 
 
-def _source(name: str, keys: Sequence[str], shapes: Shapes) -> Source:
+def _stored(name: str, keys: Sequence[str], shapes: Shapes) -> StoredTensor:
     shape = shapes[keys[0]]
     if len(keys) > 1:
         shape = (sum(shapes[key][0] for key in keys), *shape[1:])
     if re.search(r"\.attn(_1|\.\d+)\.(q|k|v|proj_out)\.weight$", name) and len(shape) == 2:
         shape = (*shape, 1, 1)
-    return Source(tuple(keys), shape, turned=name == "text_projection")
+    return StoredTensor(tuple(keys), shape, transposed=name == "text_projection")

@@ -1,7 +1,7 @@
-"""Read a checkpoint file safely: by its content, tensor by tensor, running nothing of it.
+"""Read checkpoint files safely, tensor by tensor, without running any code in them.
 
-open_checkpoint() tells safetensors, torch zip files and legacy torch pickles apart by their first bytes.  What
-torch has written is read by unpickle.py.
+open_checkpoint() tells safetensors, torch zip files and legacy torch pickles apart by their first bytes.  unpickle.py
+reads the files that torch has written.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ldm_lite.checkpoint.diffusers_keys import renamed, tiny_names
+from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
 from ldm_lite.checkpoint.unpickle import is_mapped, unpickle
-from ldm_lite.runtime.memory import releaser
+from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.inference import Shapes, foreign
 
 log = logging.getLogger("ldm_lite")
@@ -27,12 +28,12 @@ log = logging.getLogger("ldm_lite")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: shapes of all its tensors by key, its metadata, and a way to read one tensor."""
+    """An open checkpoint: the shapes of its tensors by key, its metadata, and a function that reads one tensor."""
 
     path: Path
     shapes: Shapes
     metadata: Mapping[str, str]
-    read: Callable[[str], Tensor]  # key -> its tensor on the CPU, memory-mapped or else handed out only once
+    read: Callable[[str], Tensor]  # key -> tensor on the CPU; one that is not memory-mapped can be read only once
 
 
 # ---- opening --------------------------------------------------------------------------------------------------------
@@ -41,10 +42,10 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a .safetensors or torch file, whatever its extension.
 
-    Raises ValueError, one line, for a file that is no checkpoint, is damaged, or would run code.
+    Raises ValueError, one line, for a file that is not a checkpoint, is damaged, or would run code.
     """
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder, wanted one .safetensors or .ckpt file in the original layout")
+        raise ValueError(f"{path}: is a folder, wanted a .safetensors or .ckpt file in the original layout")
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(64)
@@ -56,30 +57,42 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))
     if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
         return _open_torch(path, is_zip=head[:1] == b"P")
-    raise ValueError(f"{path}: is no checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
+    raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
 
 
-def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Several files that hold one network together, as one checkpoint."""
-    owners = {key: part for part in parts for key in part.shapes}
-    shapes = {key: part.shapes[key] for key, part in owners.items()}
-    return Checkpoint(parts[0].path, shapes, parts[0].metadata, lambda key: owners[key].read(key))
+def combine(path: Path, tensors: Mapping[str, tuple[Checkpoint, str]], metadata: Mapping[str, str]) -> Checkpoint:
+    """Return one checkpoint of tensors from several.  `tensors` maps each key to a checkpoint and its key there."""
+    shapes = {key: checkpoint.shapes[stored] for key, (checkpoint, stored) in tensors.items()}
+    return Checkpoint(path, shapes, metadata, partial(_read_from, tensors))
 
 
-def as_original(checkpoint: Checkpoint) -> Checkpoint:
-    """A file of one network in the format of diffusers, in the original's; any other file as it is."""
-    act = checkpoint.metadata.get("hidden_act")  # of transformers' configuration beside the file: OpenCLIP has gelu
-    sources = renamed(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
-    if sources is None:
+def _read_from(tensors: Mapping[str, tuple[Checkpoint, str]], key: str) -> Tensor:
+    checkpoint, stored = tensors[key]
+    return checkpoint.read(stored)
+
+
+def join(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """Return one checkpoint of the files (shards) that hold one network together."""
+    return combine(parts[0].path, {key: (part, key) for part in parts for key in part.shapes}, parts[0].metadata)
+
+
+def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
+    """Convert a file of one network in the format of diffusers to the original layout; return any other file as is."""
+    act = checkpoint.metadata.get("hidden_act")  # from transformers' config.json: OpenCLIP's is gelu
+    tensors = original_layout(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
+    if tensors is None:
         return checkpoint
-    shapes = {key: source.shape for key, source in sources.items()}
-    release = releaser()
-    return replace(checkpoint, shapes=shapes, read=lambda key: sources[key].tensor(checkpoint.read, release))
+    shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    return replace(checkpoint, shapes=shapes, read=partial(_read_stored, checkpoint, tensors, MappedPages()))
+
+
+def _read_stored(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], pages: MappedPages, key: str) -> Tensor:
+    return tensors[key].read(checkpoint.read, pages)
 
 
 def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
     if 8 + header > size:
-        raise ValueError(f"{path}: is truncated: {size} bytes, of which the header alone takes {8 + header}")
+        raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
     try:
         file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -96,15 +109,15 @@ def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
 def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
     tensors = unpickle(path, is_zip)
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    # Popped, so that what is cast or moved to a device is not in memory twice.
+    # pop: a tensor that is cast or moved to a device must not stay in memory twice
     read = tensors.__getitem__ if is_mapped(path, is_zip) else tensors.pop
     return Checkpoint(path, shapes, {}, read)
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
 
-SGM = "conditioner.embedders."  # what text encoders' keys begin with in files of generative-models: SDXL, SD-Turbo
-# A component's role, a key that it always has, and the prefixes under which it is found; the first match first.
+SGM = "conditioner.embedders."  # prefix of text encoders in files of generative-models: SDXL, SD-Turbo
+# A component's role, a key that it always has, and its possible prefixes.  The first match wins.
 COMPONENTS = (
     ("control", "input_hint_block.0.weight", ("control_model.", "")),
     ("adapter", "body.0.block1.weight", ("adapter.", "")),
@@ -130,10 +143,10 @@ COMPONENTS = (
     ("text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", "")),
     ("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
     ("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
-    ("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # maps of labels
+    ("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
     ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.",)),
 )
-# Keys that carry no weights, unless a network has them all the same; they are left out in silence.
+# Keys that carry no weights and are ignored without a warning, unless a network has them.
 NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
     r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
@@ -147,30 +160,30 @@ EMA = "model_ema."
 
 @dataclass(frozen=True)
 class Component:
-    """The weights of one network in an open checkpoint: its own keys -> the file's."""
+    """The weights of one network in an open checkpoint.  `keys` maps the network's keys to the file's."""
 
     checkpoint: Checkpoint
     keys: Mapping[str, str]
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes by the network's own keys, without prefix."""
+        """Shapes by the network's keys, without prefix."""
         return {key: self.checkpoint.shapes[stored] for key, stored in self.keys.items()}
 
 
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
-    """What the original layout (or generative-models') puts before the keys of the network with these keys, so used."""
+    """Return the prefix of a network's keys in the original layout, or with `sgm` in that of generative-models."""
     prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name == role and probe in keys)
     return next((found for found in prefixes if found.startswith(SGM) == sgm), prefixes[0])
 
 
 def split(checkpoint: Checkpoint) -> dict[str, Component]:
-    """The components that a file holds, by role: any of "unet", "vae", "text_encoder", ...
+    """Return the components of a file by role: "unet", "vae", "text_encoder", ...
 
-    Raises ValueError, one line, if there is none or the file is of a kind that ldm_lite does not read.
+    Raises ValueError, one line, if there is none or ldm_lite does not read this kind of file.
     """
-    checkpoint = as_original(checkpoint)
-    stored = tiny_names({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
+    checkpoint = to_original_layout(checkpoint)
+    stored = taesd_keys({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
     if what := foreign(stored):
         raise ValueError(f"{checkpoint.path}: is {what}, wanted a latent diffusion checkpoint in the original layout")
     components = {}
@@ -186,45 +199,40 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
         components["vae"] = _with_other_half(components["vae"])
     if not components:
         sample = ", ".join(sorted(stored)[:3])
-        raise ValueError(
-            f"{checkpoint.path}: holds no UNet, autoencoder or text encoder that is known here (has {sample})"
-        )
+        raise ValueError(f"{checkpoint.path}: holds no known UNet, autoencoder or text encoder (it has {sample})")
     ignored = sorted(key for key in stored if key not in used and not NO_WEIGHTS.search(key))
     if ignored:
-        log.warning("%s: ignored %d tensors of no use here: %s", checkpoint.path.name, len(ignored), _some(ignored))
+        log.warning("%s: ignored %d unknown tensors: %s", checkpoint.path.name, len(ignored), _sample(ignored))
     return components
 
 
 def _plain(key: str) -> str:
-    """A key without what torch.compile and DataParallel add to it."""
+    """Remove what torch.compile and DataParallel add to a key."""
     return key.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _with_other_half(vae: Component) -> Component:
-    """TAESD's decoder or encoder with the other, if its file lies beside: taesd_decoder.pth and taesd_encoder.pth."""
+    """Add TAESD's other half from the file beside it: taesd_decoder.pth and taesd_encoder.pth."""
     path, half = vae.checkpoint.path, " ".join({key.partition(".")[0] for key in vae.keys})
     other = {"decoder": "encoder", "encoder": "decoder"}.get(half, half)
     beside = path.with_name(path.name.replace(half, other))
     if beside == path or not beside.is_file():
         return vae
     second = open_checkpoint(beside)
-    keys = tiny_names({key: key for key in second.shapes})
+    keys = taesd_keys({key: key for key in second.shapes})
     if not all(key.startswith(f"{other}.") for key in keys):
         return vae
     log.info("%s: taken together with %s", path.name, beside.name)
-    shapes = {**vae.shapes, **{key: second.shapes[stored] for key, stored in keys.items()}}
-
-    def read(key: str) -> Tensor:
-        return vae.checkpoint.read(vae.keys[key]) if key in vae.keys else second.read(keys[key])
-
-    return Component(Checkpoint(path, shapes, vae.checkpoint.metadata, read), {key: key for key in shapes})
+    tensors = {key: (vae.checkpoint, stored) for key, stored in vae.keys.items()}
+    tensors |= {key: (second, stored) for key, stored in keys.items()}
+    return Component(combine(path, tensors, vae.checkpoint.metadata), {key: key for key in tensors})
 
 
-def ema(unet: Component) -> Component | None:
-    """The EMA copy of a UNet in the same file, if it is complete; else None.
+def ema_copy(unet: Component) -> Component | None:
+    """Return the EMA copy of a UNet in the same file; None if there is none or it is incomplete.
 
-    EMA names are "model_ema." and the name inside the Lightning module with every dot left out, which cannot be
-    split again, so they are built from the UNet's own keys.
+    EMA names are "model_ema." and the name in the Lightning module without its dots.  The dots cannot be restored, so
+    the names are built from the UNet's keys.
     """
     shapes = unet.checkpoint.shapes
     names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet.keys if not NO_WEIGHTS.search(key)}
@@ -237,7 +245,7 @@ def ema(unet: Component) -> Component | None:
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Leaves out torch.nn.init: on the meta device it has no effect, but imports the compiler, over a second."""
+    """Skip torch.nn.init: on the meta device it has no effect, but it imports the compiler, over a second."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -249,7 +257,7 @@ class _WithoutInit(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Networks made in this block have shapes and no memory, to be filled by load_weights."""
+    """Build networks in this block on the meta device, without memory, for load_weights to fill."""
     with torch.device("meta"), _WithoutInit():
         yield
 
@@ -257,41 +265,41 @@ def on_meta() -> Iterator[None]:
 def load_weights(
     network: nn.Module, component: Component, title: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Fill a network built on the meta device, strictly, one tensor at a time straight to device and dtype.
+    """Fill a network built on the meta device, strictly, tensor by tensor straight to device and dtype.
 
-    Raises ValueError, one line with the first misfits, if names or shapes differ.
+    Raises ValueError, one line with the first differences, if names or shapes differ.
     """
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     got = component.shapes
     missing = sorted(set(wanted) - set(got))
     unexpected = sorted(key for key in set(got) - set(wanted) if not NO_WEIGHTS.search(key))
-    misshapen = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
+    reshaped = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
     problems = [
-        f"{len(keys)} tensors {what} ({_some(keys)})"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        f"{len(keys)} tensors {what} ({_sample(keys)})"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
         if keys
     ]
     if problems:
         raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
-    weights, release = {}, releaser()
+    weights, pages = {}, MappedPages()
     for key in wanted:
         value = component.checkpoint.read(component.keys[key])
         weights[key] = value.to(device=device, dtype=dtype)
         if weights[key] is not value:
-            release(value)
+            pages.release(value)
     network.load_state_dict(weights, assign=True)
     network.requires_grad_(False).eval()
 
 
-def _some(items: Iterable[str], most: int = 3) -> str:
+def _sample(items: Iterable[str], most: int = 3) -> str:
     items = list(items)
     return ", ".join(items[:most]) + (", ..." if len(items) > most else "")
 
 
 def broken_weights(networks: Mapping[str, nn.Module]) -> str | None:
-    """Which weights are not finite, in words; None if all are.  For the message when a result is not finite."""
+    """Describe the first network with non-finite weights; None if all are finite.  Explains a non-finite result."""
     for title, network in networks.items():
         bad = [key for key, value in network.state_dict().items() if not torch.isfinite(value.float()).all()]
         if bad:
-            return f"{len(bad)} of the {title}'s weights hold NaN or infinity ({_some(bad)}): the file is damaged"
+            return f"{len(bad)} of the {title}'s weights hold NaN or infinity ({_sample(bad)}): the file is damaged"
     return None

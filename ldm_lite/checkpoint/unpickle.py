@@ -1,7 +1,7 @@
-"""What torch has written, zip files and legacy pickles, read without running anything of it.
+"""Read torch's zip files and legacy pickles without running any code in them.
 
-Pickles are read with weights_only=True; the classes that Lightning, OmegaConf and numpy leave in original files are
-replaced by inert stand-ins, and anything else in them is refused by name.
+Pickles are read with weights_only=True.  Inert stand-ins replace the classes that Lightning, OmegaConf and numpy leave
+in original files; anything else in them is refused by name.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _Inert:
-    """Stands for a class or function named in a pickle: takes any arguments and state, and does nothing."""
+    """Replaces a class or function named in a pickle: takes any arguments and state, and does nothing."""
 
     def __new__(cls, *args: object, **kwargs: object) -> "_Inert":
         return super().__new__(cls)
@@ -26,7 +26,7 @@ class _Inert:
     def __setstate__(self, state: object) -> None: ...
 
 
-# What the research repositories' training runs leave in a checkpoint beside its tensors: module -> names.
+# What training runs of the research repositories leave in a checkpoint beside its tensors: module -> names.
 STAND_INS = {
     "pytorch_lightning.callbacks.model_checkpoint": ("ModelCheckpoint",),
     "pytorch_lightning.callbacks.early_stopping": ("EarlyStopping",),
@@ -49,7 +49,7 @@ STAND_INS = {
 
 
 def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """What torch.serialization.safe_globals takes, to have all of these replaced."""
+    """Return the stand-ins as torch.serialization.safe_globals takes them."""
     parameters = (_Parameters, "torch.nn.modules.container.ParameterDict")
     inert = [
         type(name, (_Inert,), {"__module__": module, "__qualname__": name})
@@ -59,11 +59,11 @@ def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     return [*inert, parameters]
 
 
-INVERSION = "string_to_param"  # what a file of textual inversion has its vectors under, here then with its name
+INVERSION = "string_to_param"  # key of the vectors in a textual inversion file
 
 
 class _Parameters(_Inert):
-    """Stands for a ParameterDict, in which the files of the original textual inversion have their vectors."""
+    """Replaces the ParameterDict that holds the vectors in files of the original textual inversion."""
 
     values: object = None
 
@@ -76,12 +76,12 @@ _UNPICKLING = threading.Lock()  # torch keeps the list of allowed globals in the
 
 
 def is_mapped(path: Path, is_zip: bool) -> bool:
-    """Whether torch can memory-map the file: it takes any name that ends in .safetensors at its word."""
+    """Whether torch can memory-map the file: it takes any file named .safetensors for one."""
     return is_zip and path.suffix != ".safetensors"
 
 
 def unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
-    """The tensors of a torch file by key, out of whatever wraps them.  Raises ValueError, having run nothing."""
+    """Return the tensors of a torch file by key, unwrapped.  Raises ValueError, having run nothing in the file."""
     try:
         with open(path, "rb") as file, _UNPICKLING, torch.serialization.safe_globals(stand_ins()):
             if is_mapped(path, is_zip):
@@ -91,11 +91,13 @@ def unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|(?:function|class) (\S+)", str(error))
         if refused is None:
-            raise ValueError(f"{path}: is a pickle that is no checkpoint, or damaged; nothing of it was run") from error
+            raise ValueError(
+                f"{path}: is a damaged pickle, or one that is not a checkpoint; nothing in it was run"
+            ) from error
         name = refused[1] or refused[2]
         raise ValueError(
-            f"{path}: refused, nothing of it was run: its pickle names {name}, which weights have no need of. "
-            "Take the .safetensors of this model, or convert it to safetensors where you trust it"
+            f"{path}: refused, nothing in it was run: its pickle names {name}, which weights do not need. "
+            "Use the .safetensors file of this model, or convert it to safetensors on a machine where that is safe"
         ) from error
     except (RuntimeError, EOFError, zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
@@ -110,5 +112,5 @@ def unpickle(path: Path, is_zip: bool) -> dict[str, Tensor]:
         content = {f"{INVERSION}.{own.get(key, key)}": value for key, value in parts}
     tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
     if not tensors:
-        raise ValueError(f"{path}: holds no tensors by name, wanted a checkpoint")
+        raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
     return tensors

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, Kept
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.step import denoise_step
 
 log = logging.getLogger("ldm_lite")
@@ -189,7 +189,7 @@ def _unfolded_step(
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
         concat, kept = conditioning.concat, guidance.kept
         concat = None if concat is None else _unfolded(concat)
-        kept = None if kept is None else Kept(_unfolded(kept.latents), _unfolded(kept.mask))
+        kept = None if kept is None else InpaintMask(_unfolded(kept.latents), _unfolded(kept.mask))
         context, y, _, control, cache = conditioning
         conditioning = Conditioning(context, y, concat, control, cache)
         guidance = Guidance(guidance.weights, guidance.rescale, guidance.percentile, kept, guidance.limit)

@@ -1,45 +1,43 @@
-"""Giving memory back: that through which tensors of memory-mapped files were read, and what the heap has left."""
+"""Give memory back to the system: pages of memory-mapped files, and free blocks of the heap."""
 
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable
 
 from torch import Tensor
 
 
-def releaser() -> Callable[[Tensor], None]:
-    """-> a function that gives back the memory of a tensor that is of no more use, where it is a mapped file's.
+class MappedPages:
+    """Gives back the memory of tensors in memory-mapped files.
 
-    It is for tensors that were cast, copied or moved: a mapping lives as long as one tensor in it, and what was read
-    through it would stay as long.  Whatever reads the tensor again reads the file.  The mappings are those at the first
-    call.  On Linux alone: other systems take such memory back when they want it.
+    For tensors that were cast, copied or moved: a mapping lives as long as any tensor in it, and keeps in memory what
+    was read through it.  Reading such a tensor again reads the file.  The mappings are those of the process at the
+    first release.  On Linux only: other systems take such memory back when they need it.
     """
-    if sys.platform != "linux":
-        return lambda tensor: None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    mappings: list[tuple[int, int]] = []
 
-    def release(tensor: Tensor) -> None:
-        if not mappings:
-            mappings.extend(_private_files())
+    def __init__(self) -> None:
+        self._mappings: list[tuple[int, int]] = []
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back the whole pages of a tensor if it lies in a mapped file; else do nothing."""
+        if sys.platform != "linux":
+            return
+        self._mappings = self._mappings or _private_files()
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages
-        if first < last and any(begin <= first and last <= stop for begin, stop in mappings):
-            madvise(first, last - first, mmap.MADV_DONTNEED)
-
-    return release
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and any(begin <= first and last <= stop for begin, stop in self._mappings):
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def trim_heap() -> None:
-    """Give back what is free in the C library's heap, after work whose tensors are gone; without glibc nothing."""
+    """Return the free memory of the C library's heap to the system.  Without glibc this does nothing."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def _private_files() -> list[tuple[int, int]]:
-    """Where in this process's memory files are mapped for it alone, as torch and safetensors map them: (from, to)."""
+    """Address ranges (begin, end) of this process's private file mappings, which is how torch and safetensors map."""
     found = []
     with open("/proc/self/maps") as file:
         for line in file:

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ldm_lite.image import SUFFIXES, listed, open_picture
+from ldm_lite.image import SUFFIXES, list_images, open_image
 from ldm_lite.models.vae_kl import AutoencoderKL
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Folder:
     def example(self, index: int) -> tuple[Tensor, str]:
         """-> pixels (3,R,R) uint8, caption.  Raises ValueError, one line, for a file that is no image; OSError."""
         path, caption = self.items[index]
-        image = open_picture(path)
+        image = open_image(path)
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2
         square = image.resize(
@@ -78,7 +78,7 @@ def open_folder(folder: Path, resolution: int) -> Folder:
 
 def _beside(folder: Path) -> list[tuple[Path, str]]:
     folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
-    paths = sorted(path for each in folders for path in listed(each))
+    paths = sorted(path for each in folders for path in list_images(each))
     without = [path for path in paths if not path.with_suffix(".txt").is_file()]
     if without:
         raise ValueError(

@@ -138,16 +138,16 @@ def complete(got: Collection[str], wanted: Iterable[str]) -> None:
     """Raises ValueError if one of the wanted roles of networks is not among those got."""
     if set(got) in ({"control"}, {"adapter"}):
         what = "a ControlNet" if "control" in got else "a T2I-Adapter"
-        raise ValueError(f"is {what}, to be added to a checkpoint: --control FILE:IMAGE beside --ckpt")
+        raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
     if lacks := [role for role in wanted if role not in got]:
-        flags = " and ".join(dict.fromkeys(f"--{role.removesuffix('_2').replace('_', '-')} FILE" for role in lacks))
-        raise ValueError(f"holds only {', '.join(got)}: name what is missing with {flags}")
+        options = " and ".join(dict.fromkeys(f"`{role.removesuffix('_2')}=FILE`" for role in lacks))
+        raise ValueError(f"holds only {', '.join(got)}: name what is missing with {options}")
 
 
 def known(metadata: Mapping[str, str]) -> Mapping[str, str]:
     """Metadata that a user gives, as they are.  Raises ValueError for a name that nothing here reads."""
     if unknown := [name for name in metadata if name not in KNOWN]:
-        raise ValueError(f"got --metadata {unknown[0]}, wanted one of {', '.join(KNOWN)}")
+        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(KNOWN)}")
     return metadata
 
 
@@ -169,7 +169,7 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
         name, key = nearest(shapes["unet"])
         raise ValueError(
             f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it as what it is, "
-            f"its metadata (or --metadata KEY=VALUE) must say {', '.join(lacks)}"
+            f"its metadata (or `metadata=KEY=VALUE`) must say {', '.join(lacks)}"
         )
     if (
         metadata.get("beta_schedule", "scaled_linear") != "scaled_linear"

@@ -17,7 +17,7 @@ CELL = Cell(TRAIN, "fp32", 2)
 def test_all_configurations_have_the_losses_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ldm_lite.bench.measure.SAMPLE_S", 0.01)
     models = Models(random_checkpoint("small", SMALL), torch.device("cpu"))
-    before = {key: value.clone() for key, value in models.loaded(torch.float32).unet.state_dict().items()}
+    before = {key: value.clone() for key, value in models.loaded().unet.state_dict().items()}
     names = [name for name in TRAIN_CONFIGURATIONS if name != "compiled"]  # the compiler takes long
     reference, made = train_backends(models, SETTING, names)
     comparison = Comparison(reference, made, lambda cell: cost(SMALL, SETTING, cell), 2, 0.0, None)
@@ -27,5 +27,5 @@ def test_all_configurations_have_the_losses_of_the_first(monkeypatch: pytest.Mon
     assert losses.shape == (STEPS,)
     assert losses[-1] < losses[0]
     assert torch.equal(losses, made[0].first(CELL).result)  # however much was trained in between
-    after = models.loaded(torch.float32).unet.state_dict()
+    after = models.loaded().unet.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())

@@ -14,7 +14,7 @@ from ldm_lite.bench.comparison import Comparison
 from ldm_lite.bench.configurations import CONFIGURATIONS, OURS, REFERENCE, Models, shared_copy
 from ldm_lite.bench.inference import OurWorkload
 from ldm_lite.bench.workload import SECTIONS, TRAIN, Cell, Setting, cost, inputs
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.zoo.families import SD1
 
@@ -28,7 +28,7 @@ def models() -> Models:
 
 
 def test_a_random_checkpoint_is_one_from_a_file(models: Models, small_path: str) -> None:
-    ours, file = models.loaded(torch.float32), ldm_lite.load(small_path, device="cpu")
+    ours, file = models.loaded(), ldm_lite.load(small_path, device="cpu")
     assert ours.family == file.family == SMALL
     for role, network in file.networks.items():
         other = ours.networks[role].state_dict()
@@ -38,7 +38,7 @@ def test_a_random_checkpoint_is_one_from_a_file(models: Models, small_path: str)
 
 
 def test_the_step_that_is_compared_is_the_mean_of_both_halves(models: Models) -> None:
-    pipe = models.loaded(torch.float32)
+    pipe = models.loaded()
     given = inputs(pipe.family, SETTING, 2)
     t = torch.full((2,), 999.0)
     halves = [pipe.unet(given.noise, t, context) for context in (given.uncond, given.context)]
@@ -48,19 +48,19 @@ def test_the_step_that_is_compared_is_the_mean_of_both_halves(models: Models) ->
 
 @pytest.mark.parametrize("section", [*SECTIONS, "img2img", "inpaint"])
 def test_every_section_runs_and_does_not_depend_on_the_batch(models: Models, section: str) -> None:
-    ours = OurWorkload(models.loaded(torch.float32), SETTING, None)
+    ours = OurWorkload(models.loaded(), SETTING, None)
     job = ours.job(section, 2)
     job.run(1)
     result = job.check()
     assert len(result) == 2
     assert torch.isfinite(result).all()
     if section == "inpaint":  # the left half stays, up to the autoencoder's loss
-        kept = ours.pipe.vae.decode(ours.pipe.vae.encode(inputs(SMALL, SETTING, 2).image)[0]).clamp(-1, 1)
+        kept = ours.model.vae.decode(ours.model.vae.encode(inputs(SMALL, SETTING, 2).image)[0]).clamp(-1, 1)
         assert (result - kept)[..., :16].abs().mean() < (result - kept)[..., -16:].abs().mean()
     if section == "decode":
         assert result.shape == (2, 3, 64, 64)
         given = inputs(SMALL, SETTING, 2).noise
-        assert torch.allclose(result, ours.pipe.vae.decode(given).clamp(-1, 1), atol=1e-5)
+        assert torch.allclose(result, ours.model.vae.decode(given).clamp(-1, 1), atol=1e-5)
 
 
 def test_the_work_of_stable_diffusion_is_what_was_counted() -> None:
@@ -76,16 +76,16 @@ def test_the_work_of_stable_diffusion_is_what_was_counted() -> None:
 
 
 def test_a_perturbed_network_fails_the_gate(models: Models) -> None:
-    def backend(name: str, change: Callable[[Pipeline], None]) -> InProcessBackend:
+    def backend(name: str, change: Callable[[Model], None]) -> InProcessBackend:
         workload = models.workload(OURS, SETTING, "fp32")
-        change(workload.pipe)
+        change(workload.model)
         return InProcessBackend(name, CPU, lambda dtype: workload)
 
-    def perturb(pipe: Pipeline) -> None:
-        layer = pipe.unet.input_blocks[0][0]
+    def perturb(model: Model) -> None:
+        layer = model.unet.input_blocks[0][0]
         layer.weight = torch.nn.Parameter(layer.weight * 1.01, requires_grad=False)  # its own: weights are shared
 
-    backends = [backend("right", lambda pipe: None), backend("wrong", perturb)]
+    backends = [backend("right", lambda model: None), backend("wrong", perturb)]
     reference = models.backend("reference", REFERENCE, SETTING)
     comparison = Comparison(reference, backends, lambda cell: cost(SMALL, SETTING, cell), 2, 0.0, None)
     timings = comparison.measure(Cell("step", "fp32", 1), 0.0).timings
@@ -95,15 +95,15 @@ def test_a_perturbed_network_fails_the_gate(models: Models) -> None:
 
 def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(models: Models) -> None:
     workload = models.workload(replace(OURS, compile="step"), SETTING, "fp32")
-    broken = compiled_step("step", workload.pipe.unet, backend="no such one")
-    workload = replace(workload, pipe=replace(workload.pipe, step=broken))
+    broken = compiled_step("step", workload.model.unet, backend="no such one")
+    workload = replace(workload, model=replace(workload.model, step=broken))
     made = InProcessBackend("compiled", CPU, lambda dtype: workload)
     with pytest.raises(Unavailable, match="could not be compiled"):
         made.first(Cell("step", "fp32", 1))
 
 
 def test_configurations_share_weights_and_not_settings(models: Models) -> None:
-    pipe = models.loaded(torch.float32)
+    pipe = models.loaded()
     copy = shared_copy(pipe.unet)
     assert all(a is b for a, b in zip(copy.parameters(), pipe.unet.parameters(), strict=True))
     assert copy.input_blocks[0] is not pipe.unet.input_blocks[0]
@@ -113,11 +113,11 @@ def test_configurations_share_weights_and_not_settings(models: Models) -> None:
 def test_half_precision_of_the_original_is_autocast(models: Models) -> None:
     original = models.workload(CONFIGURATIONS["original"], SETTING, "bf16")
     ours = models.workload(CONFIGURATIONS["math"], SETTING, "bf16")
-    assert original.pipe.dtype == torch.float32
-    assert all(each.requires_grad and each.is_leaf and not each._is_view() for each in original.pipe.unet.parameters())
-    assert not any(each.requires_grad for each in models.loaded(torch.float32).unet.parameters())
-    assert ours.pipe.dtype == torch.bfloat16
+    assert original.model.dtype == torch.float32
+    assert all(each.requires_grad and each.is_leaf and not each._is_view() for each in original.model.unet.parameters())
+    assert not any(each.requires_grad for each in models.loaded().unet.parameters())
+    assert ours.model.dtype == torch.bfloat16
     result = original.job("step", 1).check()
-    exact = OurWorkload(models.loaded(torch.float32), SETTING, None).job("step", 1).check()
+    exact = OurWorkload(models.loaded(), SETTING, None).job("step", 1).check()
     error = float((result - exact).norm() / exact.norm())
     assert 1e-4 < error < 5e-2  # computed in bfloat16, and right

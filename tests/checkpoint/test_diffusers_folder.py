@@ -15,7 +15,7 @@ from ldm_lite import reconstruct, txt2img
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import load_autoencoder
 from ldm_lite.checkpoint.reader import Checkpoint, split
-from ldm_lite.conditioning.prompts import Reading
+from ldm_lite.conditioning.prompts import PromptOptions
 from ldm_lite.zoo.detection import describe, identify
 from ldm_lite.zoo.families import FAMILIES, Family
 from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
@@ -56,12 +56,12 @@ def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) ->
     assert open_source(tmp_path).metadata == {"prediction": "v_prediction", "scheduler": "DDIMScheduler, leading"}
     assert pipe.family.prediction == "v"
     assert pipe.name == tmp_path.name
-    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sd2"]) < 1e-5
+    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, PromptOptions()), GOLDEN["folder.sd2"]) < 1e-5
 
 
 def test_a_folder_of_sdxl_has_two_text_encoders(tmp_path: Path) -> None:
     pipe = ldm_lite.load(save(tmp_path, "sdxl_base"), metadata=told(small("sdxl_base")), device="cpu")
-    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sdxl_base"]) < 1e-5
+    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, PromptOptions()), GOLDEN["folder.sdxl_base"]) < 1e-5
 
 
 def test_a_refiner_has_but_the_second(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_command_takes_folders(tmp_path: Path, capsys: pytest.CaptureFixture
     common = ["--device", "cpu", "--out", str(tmp_path / "out"), *about]
     assert txt2img.main([PROMPT, "--ckpt", str(folder), *common]) == 0
     said = capsys.readouterr().err
-    assert "lcm: not read of it: safety_checker" in said
+    assert "lcm: ignored safety_checker" in said
     assert re.search("lcm: small LCM, eps prediction", said)
     flags = ("--vae", "--text-encoder")
     parts = [each for flag in flags for each in (flag, str(folder / flag[2:].replace("-", "_")))]
@@ -108,7 +108,9 @@ def test_weights_may_be_pickled_or_in_several_files(tmp_path: Path, kind: str) -
     assert all(torch.equal(plain[key], other[key]) for key in plain)
     if kind == "shards":
         (folder / "unet" / "part-1.safetensors").unlink()
-        with pytest.raises(ValueError, match=r"lacks part-1.safetensors, which .*index.json names: download it whole"):
+        with pytest.raises(
+            ValueError, match=r"lacks part-1.safetensors, which .*index.json names: download the whole folder"
+        ):
             ldm_lite.load(folder, metadata=told(LCM), device="cpu")
 
 
@@ -122,7 +124,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
             ldm_lite.load(source, device="cpu", **arguments)
         assert "\n" not in str(caught.value)
 
-    refused("is a folder without weights, wanted a checkpoint, or a folder of diffusers", tmp_path / "empty")
+    refused("is a folder without weights, wanted a checkpoint, or a diffusers folder", tmp_path / "empty")
     refused("holds no unet, only vae", folder, parts={"unet": folder / "vae"}, metadata=about)
     refused("holds no unet, only text_encoder", folder, parts={"unet": folder / "text_encoder"}, metadata=about)
     refused("holds only unet: name what is missing with --vae FILE and --text-encoder FILE", unet, metadata=about)

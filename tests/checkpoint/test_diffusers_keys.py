@@ -14,7 +14,7 @@ from random_checkpoint import SMALL, random_tensor, small
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.diffusers_keys import renamed
+from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.reader import Component, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import T2IAdapter
@@ -54,7 +54,7 @@ RELEASED = [name for name in THEIRS if name.startswith(("unet_", "vae_", "text_o
 @pytest.mark.parametrize("name", RELEASED)
 def test_every_key_of_a_released_network_has_its_place(name: str) -> None:
     """And every place a key, but for the layer that Stable Diffusion 2 does not read, which converted files lack."""
-    sources = renamed(shapes_of(name))
+    sources = original_layout(shapes_of(name))
     ours = {key: source.shape for key, source in sources.items()}
     if name.startswith("unet_lcm"):
         manifest = {"unet_lcm": "unet_sd1", "unet_lcm_sdxl": "unet_sdxl_base"}[name]
@@ -71,7 +71,7 @@ def test_every_key_of_a_released_network_has_its_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RELEASED if name.startswith("unet_")])
 def test_a_released_unet_is_its_family(name: str) -> None:
-    shapes = {key: source.shape for key, source in renamed(shapes_of(name)).items()}
+    shapes = {key: source.shape for key, source in original_layout(shapes_of(name)).items()}
     assert identify({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
 
 
@@ -83,7 +83,7 @@ def controlnet(shapes: Mapping[str, tuple[int, ...]], like: UNetSpec) -> Control
 
 @pytest.mark.parametrize("name", toy.DIFFUSERS_CONTROLS)
 def test_every_key_of_a_released_controlnet_has_its_place(name: str) -> None:
-    sources = renamed(shapes_of(f"control_{name}"))
+    sources = original_layout(shapes_of(f"control_{name}"))
     ours = {key: source.shape for key, source in sources.items()}
     net = controlnet(ours, SDXL_UNET)
     assert ours == {key: tuple(value.shape) for key, value in net.state_dict().items()}
@@ -98,15 +98,15 @@ def test_every_key_of_a_released_controlnet_has_its_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sd_rgb", "light_color", "sdxl"])
 def test_every_key_of_a_released_adapter_has_its_place(name: str) -> None:
-    sources = renamed(shapes_of(f"t2i_adapter_{name}"))
+    sources = original_layout(shapes_of(f"t2i_adapter_{name}"))
     ours = {key.removeprefix("adapter."): source.shape for key, source in sources.items()}
     assert ours == {key: tuple(shape) for key, shape in ORIGINAL[f"t2i_adapter_{name}"]["shapes"].items()}
 
 
 def test_the_original_layout_is_left_alone() -> None:
     for name, manifest in ORIGINAL.items():
-        assert renamed({key: tuple(shape) for key, shape in manifest["shapes"].items()}) is None, name
-    assert renamed(shapes_of("text_clip_l")) is None  # whose names transformers has from where we have them
+        assert original_layout({key: tuple(shape) for key, shape in manifest["shapes"].items()}) is None, name
+    assert original_layout(shapes_of("text_clip_l")) is None  # whose names transformers has from where we have them
 
 
 # ---- what they compute ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import txt2img
-from ldm_lite.checkpoint.reader import ema, open_checkpoint, split
+from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, split
 
 METADATA = random_checkpoint.metadata(SMALL)
 
@@ -88,7 +88,7 @@ def test_an_incomplete_ema_copy_is_not_used(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "ema")
     del tensors["model_ema.diffusion_modelout2weight"]
     save_file(tensors, tmp_path / "part", metadata=METADATA)
-    assert ema(split(open_checkpoint(tmp_path / "part"))["unet"]) is None
+    assert ema_copy(split(open_checkpoint(tmp_path / "part"))["unet"]) is None
 
 
 def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, reference: ldm_lite.Pipeline) -> None:
@@ -102,14 +102,14 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
         bare |= {"loss.logvar": torch.zeros(1)} if name == "vae" else {}
         save_file(bare, tmp_path / name, metadata=METADATA if name == "unet" else {})
     save_file(other, tmp_path / "other", metadata=METADATA)
-    parts = ldm_lite.load(
-        tmp_path / "unet", parts={"vae": tmp_path / "vae", "text_encoder": tmp_path / "text"}, device="cpu"
-    )
+    parts = ldm_lite.load(tmp_path / "unet", vae=tmp_path / "vae", text_encoder=tmp_path / "text", device="cpu")
     assert_same(parts, reference)
     assert_same(
         ldm_lite.load(
             tmp_path / "other",
-            parts={"unet": tmp_path / "unet", "vae": small_path, "text_encoder": tmp_path / "text"},
+            unet=tmp_path / "unet",
+            vae=small_path,
+            text_encoder=tmp_path / "text",
             device="cpu",
         ),
         reference,
@@ -119,7 +119,7 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
     ):
         ldm_lite.load(tmp_path / "unet", device="cpu")
     with pytest.raises(ValueError, match="holds no vae, only unet"):
-        ldm_lite.load(small_path, parts={"vae": tmp_path / "unet"}, device="cpu")
+        ldm_lite.load(small_path, vae=tmp_path / "unet", device="cpu")
 
 
 def test_only_the_needed_tensors_are_read(tmp_path: Path, small_path: Path) -> None:
@@ -208,23 +208,23 @@ def make_hostile(kind: str, path: Path, small: Path) -> None:
 
 
 HOSTILE = {
-    "pickle that calls a function": r"refused, nothing of it was run: its pickle names (os|posix|nt)\.mkdir",
-    "legacy pickle that calls a function": r"refused, nothing of it was run: its pickle names (os|posix|nt)\.mkdir",
-    "bare pickle named safetensors": "is a pickle that is no checkpoint, or damaged; nothing of it was run",
-    "old protocol pickle": "is no checkpoint",
-    "eval in a pickle": r"refused, nothing of it was run: its pickle names (builtins\.)?eval",
+    "pickle that calls a function": r"refused, nothing in it was run: its pickle names (os|posix|nt)\.mkdir",
+    "legacy pickle that calls a function": r"refused, nothing in it was run: its pickle names (os|posix|nt)\.mkdir",
+    "bare pickle named safetensors": "is a damaged pickle, or one that is not a checkpoint; nothing in it was run",
+    "old protocol pickle": "is not a checkpoint",
+    "eval in a pickle": r"refused, nothing in it was run: its pickle names (builtins\.)?eval",
     "truncated safetensors": r"is truncated: \d+ of \d+ bytes",
-    "truncated header": r"is truncated: 100 bytes, of which the header alone takes",
+    "truncated header": r"is truncated: 100 bytes, but its header alone takes",
     "giant header": "is truncated",
     "broken header": "is a damaged safetensors file",
     "truncated zip": "is truncated or damaged",
     "truncated legacy": "is truncated or damaged",
     "another zip": "is truncated or damaged",
     "empty": "is empty",
-    "text": "is no checkpoint",
+    "text": "is not a checkpoint",
     "lfs pointer": "is a Git LFS pointer",
     "directory": "is a folder",
-    "not a dict": "holds no tensors by name",
+    "not a dict": "holds no named tensors",
     "wrong shapes": r"the unet does not fit: 1 tensors of another shape \(out.0.weight \(33,\) in place of \(32,\)\)",
     "missing tensors": r"the vae does not fit: 16 tensors missing \(decoder.mid.block_1.conv1.bias, ",
     "extra tensors": r"the unet does not fit: 1 tensors unexpected \(middle_block.3.weight\)",

@@ -18,21 +18,22 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.checkpoint.diffusers_keys import renamed
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.diffusers_keys import original_layout
+from ldm_lite.cli.task_options import Img2imgOptions as ImageOptions
+from ldm_lite.cli.task_options import InpaintOptions as MaskOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.control.control import Steering, load_controls, parse
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import denoise
-from ldm_lite.img2img import Options as ImageOptions
-from ldm_lite.img2img import img2img
-from ldm_lite.inpaint import Options as MaskOptions
-from ldm_lite.inpaint import inpaint
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.compile import CompiledStep
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.tasks.txt2img import txt2img
 from tests.checkpoint.test_diffusers_folder import save, told
 from tests.checkpoint.test_diffusers_keys import GOLDEN, weights_of
 from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
@@ -63,7 +64,7 @@ def pipe(folder: Path) -> Pipeline:
 
 def original(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of diffusers' in the original's layout."""
-    sources = renamed({key: tuple(value.shape) for key, value in values.items()})
+    sources = original_layout({key: tuple(value.shape) for key, value in values.items()})
     assert sources is not None
     return {name: values[source.keys[0]] for name, source in sources.items()}
 
@@ -78,7 +79,7 @@ def run(pipe: Pipeline, controls: list[str]) -> Tensor:
     plan = make_plan("ddim", pipe.schedule, 4)
     steering = Steering(pipe, load_controls(pipe, parse(controls)), plan, (64, 64))
     branches = classifier_free(cond, uncond, 5.0)
-    *_, last = denoise(pipe, NOISE, branches, plan, steer=functools.partial(steering, 2))
+    last = denoise(pipe, NOISE, branches, plan, steer=functools.partial(steering, 2))
     return last
 
 

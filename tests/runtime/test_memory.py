@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ldm_lite.bench.measure import status
 from ldm_lite.checkpoint.reader import Component, load_weights, on_meta, open_checkpoint
-from ldm_lite.runtime.memory import releaser, trim_heap
-from ldm_lite.runtime.tuning import keep_freed_memory
+from ldm_lite.runtime.memory import MappedPages, trim_heap
+from ldm_lite.runtime.setup import keep_freed_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 
@@ -41,7 +41,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_tensor_is_given_back_and_can_be_read_again(path: Path) -> None:
-    file, release = open_checkpoint(path), releaser()
+    file, release = open_checkpoint(path), MappedPages().release
     values = {key: file.read(key) for key in file.shapes}
     before = {key: value.clone() for key, value in values.items()}
     assert resident(path) > 3.9 * 2**20
@@ -54,7 +54,7 @@ def test_a_tensor_is_given_back_and_can_be_read_again(path: Path) -> None:
 
 
 def test_what_is_no_file_is_left_alone(path: Path) -> None:
-    file, release = open_checkpoint(path), releaser()
+    file, release = open_checkpoint(path), MappedPages().release
     release(file.read("0.weight"))
     value = torch.randn(1024, 1024)
     before = value.numpy().copy()
