@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from ldm_lite.train.tasks import DiffusionTask
 from PIL import Image
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,7 +37,6 @@ from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.tasks.upscale import upscale
-from ldm_lite.train.tasks import DiffusionTask
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 
