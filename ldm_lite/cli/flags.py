@@ -140,7 +140,8 @@ def _sections(group: type) -> list[tuple[str, list[Field]]]:
     owned: dict[type, list[Field]] = {each: [] for each in group.__mro__}
     for each in dataclasses.fields(group):
         owned[next(owner for owner in owned if each.name in inspect.get_annotations(owner))].append(each)
-    return [((owner.__doc__ or "").split(".  ")[0].rstrip(".").lower(), fields) for owner, fields in owned.items() if fields]
+    titles = {owner: (owner.__doc__ or "").split(".  ")[0].rstrip(".").lower() for owner in owned}
+    return [(titles[owner], fields) for owner, fields in owned.items() if fields]
 
 
 def _add(section: Any, each: Field, hint: Any) -> argparse.Action:

@@ -144,9 +144,7 @@ def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
 
 def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load) -> None:
     """Height first, and the scores are the refiner's alone."""
-    options = Txt2imgOptions(
-        prompt=PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64, noise=NOISE
-    )
+    options = Txt2imgOptions(prompt=PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64, noise=NOISE)
 
     def last(options: Txt2imgOptions) -> torch.Tensor:
         states: list[DenoisingState] = []
@@ -569,16 +567,17 @@ def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
 
 def test_what_is_not_for_these_families_says_so(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
     from ldm_lite.bench import __main__ as bench
-    from ldm_lite.train import __main__ as train
+    from ldm_lite.train.options import TrainOptions
+    from ldm_lite.train.run import train
 
     data = tmp_path / "data"
     data.mkdir()
     Image.new("RGB", (64, 64)).save(data / "a.png")
     (data / "a.txt").write_text("a")
     for name in ("sd2", "sdxl_base"):
-        options = train.Options(data=str(data), out=str(tmp_path / "run"), steps=1)
-        with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
-            train.train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
+        options = TrainOptions(data=str(data), out=str(tmp_path / "run"), steps=1)
+        with pytest.raises(ValueError, match="one CLIP-L text encoder can be trained here"):
+            train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
     assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
 
 
