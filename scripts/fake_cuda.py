@@ -107,7 +107,7 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     elif family.task == "instruct":
         yield "img2img", lambda: list(img2img(model, Img2imgOptions(**edited)))
     else:
-        for more in ({}, {"scale": 1.0, "sampler": "euler_a"}, {"n_samples": 2, "n_iter": 2}, {"sampler": "unipc"}):
+        for more in ({}, {"scale": 1.0, "sampler": "euler_a"}, {"batch_size": 2, "n_iter": 2}, {"sampler": "unipc"}):
             options = Txt2imgOptions(**prompt, **more)
             yield f"txt2img {more}", lambda options=options: list(txt2img(model, options))
         yield "img2img", lambda: list(img2img(model, Img2imgOptions(**edited)))
