@@ -4,11 +4,9 @@ import contextlib
 import gc
 import resource
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +19,11 @@ from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import SeededNoise, decode, denoise
+from ldm_lite.generate import Extras, SeededNoise, decode, denoise
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
+from ldm_lite.runtime.patching import kernel, patch, unpatch
 from ldm_lite.tasks import batching as paint
 from ldm_lite.tasks.txt2img import txt2img
 
@@ -114,11 +113,13 @@ def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tu
         for what, name in layers.items():
             layer = pipe.unet.get_submodule(name)
 
-            def counted(x: Tensor, what: str = what, forward: Callable[[Tensor], Tensor] = layer.forward) -> Tensor:
+            @kernel
+            def counted(layer: nn.Linear, x: Tensor, what: str = what) -> Tensor:
                 calls[what] += 1
-                return forward(x)
+                return nn.Linear.forward(layer, x)
 
-            stack.enter_context(mock.patch.object(layer, "forward", counted))
+            patch(layer, counted)
+            stack.callback(unpatch, layer)
         return run(pipe, "ddim", ["a red apple"], [1], steps), calls
 
 
@@ -183,8 +184,8 @@ def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipelin
             return self.unet(x, t, context, y)
 
     plan, noise, other = make_plan("ddim", bundled.schedule, 3), torch.zeros(1, *SHAPE), Other()
-    list(denoise(bundled, noise, NOTHING, plan, steer=lambda step, conditioning: (other, conditioning)))
-    list(denoise(replace(bundled, unet=other), noise, NOTHING, plan))  # type: ignore[arg-type]
+    denoise(bundled, noise, NOTHING, plan, extras=Extras(control=lambda step, conditioning: (other, conditioning)))
+    denoise(replace(bundled, unet=other), noise, NOTHING, plan)  # type: ignore[arg-type]
     assert seen == [((1,), (1, 77, 128))] * 6
 
 
@@ -193,14 +194,14 @@ def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) ->
     plan, noise = make_plan("ddim", bundled.schedule, 3), SeededNoise([1], SHAPE)()
     longer = Conditioning(torch.cat([NOTHING.conditionings[0].context, torch.ones(1, 4, 128)], dim=1))  # type: ignore[list-item]
 
-    def steer(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
+    def control(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
         return bundled.unet, longer if step == 1 else conditioning
 
     def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
-        return lambda *inputs: bundled.unet(*inputs), steer(step, conditioning)[1]
+        return lambda *inputs: bundled.unet(*inputs), control(step, conditioning)[1]
 
-    found = denoise(bundled, noise, NOTHING, plan, steer=steer)
-    wanted = denoise(bundled, noise, NOTHING, plan, steer=plain)
+    found = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=control))
+    wanted = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=plain))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -18,7 +18,7 @@ from ldm_lite.bench.jobs import Inputs, Job, Setting, inputs
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.train.tasks import checkpoint_activations
+from ldm_lite.train.losses import checkpoint_activations
 
 STEPS = 8  # of the losses that are compared
 LR = 1e-5

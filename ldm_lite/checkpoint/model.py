@@ -131,7 +131,8 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     networks = _networks(family, components, load_device(options, device), dtypes)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
     schedule = _schedule(family, _main(components), options.zero_snr)
-    lora.merge_lora(networks, [(lora.open_lora(file), weight) for file, weight in loras], removable=False)
+    if loras:
+        lora.merge_lora(networks, [(lora.open_lora(file), weight) for file, weight in loras], removable=False)
     step, offloader = prepare(networks, options, device)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (

@@ -1,7 +1,7 @@
-"""Which family a checkpoint is of, told from the keys and shapes of its networks alone, never from its name.
+"""Which family a checkpoint belongs to, told from the keys and shapes of its networks alone, never from its name.
 
-fingerprint.py infers the architecture, and it is looked up in the rows of families.py.  What shapes cannot tell (head
-counts, prediction type, scale factor) is the row's, or for a network that no row describes its file's metadata's.
+The specs in models/ read the architecture from the shapes, and families.py has a row for it.  What shapes cannot tell
+(head counts, prediction type, scale factor) comes from the row, or if no row fits, from the file's metadata.
 """
 
 import math
@@ -13,11 +13,12 @@ import torch
 from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet_if import IFSpec
 from ldm_lite.zoo.families import FAMILIES, IN_THE_FILE, SD1, Family
-from ldm_lite.zoo.inference import Shapes, infer_if, infer_text, infer_unet, infer_vae
-from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec
+from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
 
 # What diffusers' folders of them name as their scheduler, and how its timesteps are spaced: their weights do not tell.
 TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
@@ -36,9 +37,9 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
         complete(shapes, SD1.networks)
     try:
         if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
-            stage = infer_if(shapes["unet"])
+            stage = IFSpec.from_shapes(shapes["unet"])
             return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
-        spec = infer_unet(shapes["unet"])
+        spec = UNetSpec.from_shapes(shapes["unet"])
         rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
         named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
         if rows:
@@ -61,8 +62,7 @@ def _fitted(family: Family, shapes: Mapping[str, Shapes]) -> Family:
     """A row, with a text encoder that lacks what the family has no use for, where the file's does."""
     text = shapes.get("text_encoder", {})
     if family.conditioner == "clip" and isinstance(family.text, OpenCLIPTextSpec) and "ln_final.weight" in text:
-        fitted = infer_text(text, family.text)
-        assert isinstance(fitted, OpenCLIPTextSpec)
+        fitted = family.text.fitted(text)
         kept = {name: getattr(fitted, name) for name in ("layers", "skip", "projection")}
         if kept["layers"] - kept["skip"] == family.text.layers - family.text.skip:
             return replace(family, text=replace(family.text, **kept))
@@ -243,7 +243,7 @@ def _text(
     if like is None:
         return None
     heads = int(metadata[f"{name}_num_heads"]) if f"{name}_num_heads" in metadata else None
-    spec = infer_text(shapes[name.replace("text", "text_encoder")], like, heads)
+    spec = like.fitted(shapes[name.replace("text", "text_encoder")], heads)
     if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
         return replace(spec, activation=metadata[f"{name}_activation"])
     return spec

@@ -19,7 +19,6 @@ from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.transformer import AttentionBlock, CrossAttention, SpatialTransformer
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.zoo.inference import infer_unet
 from ldm_lite.zoo.networks import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
@@ -109,19 +108,19 @@ def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
     items = [(key, tuple(shape)) for key, shape in MANIFESTS[f"unet_{name}"]["shapes"].items()]
     for seed in range(3):
         random.Random(seed).shuffle(items)
-        assert infer_unet(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
+        assert UNetSpec.from_shapes(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
 def test_miniatures_are_inferred_too(name: str) -> None:
     spec = toy.UNETS[name]
-    assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+    assert UNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
     for name in ("sd1", "ldm_lsun_churches256"):
         spec = replace(toy.UNETS[name], num_res_blocks=(1, 2, 3))
-        assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+        assert UNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 @pytest.mark.parametrize("name", toy.UNETS)

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime import attention
 from ldm_lite.runtime.attention import available, layers, names, record, resolve, use
 
 CPU = torch.device("cpu")
@@ -99,6 +100,23 @@ def test_a_fork_brings_its_own(unet: nn.Module) -> None:
     before = unet(x, toy.T, context)
     use(unet, lambda q, k, v: torch.zeros_like(q))
     assert not torch.allclose(unet(x, toy.T, context), before)
+
+
+def test_a_registered_function_is_used_by_its_name(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_FUNCTIONS", dict(attention._FUNCTIONS))
+
+    def average(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.mean(dim=2, keepdim=True).expand_as(q)
+
+    attention.register("average", average)
+    assert "average" in available(CPU, torch.float32)
+    use(unet, "average")
+    assert {layer.attention for layer in layers(unet).values()} == {average}
+    with pytest.raises(ValueError, match=r"unknown attention 'other': wanted one of sdpa, .*, average, mha"):
+        use(unet, "other")
+    for name in ("average", "sdpa", "mha", "sliced:9"):
+        with pytest.raises(ValueError, match=f"attention '{name}' exists already"):
+            attention.register(name, average)
 
 
 def test_two_networks_have_two_backends(unet: nn.Module) -> None:

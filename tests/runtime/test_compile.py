@@ -442,8 +442,8 @@ def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: 
     with caplog.at_level(logging.INFO, "ldm_lite"):
         for _ in range(2):
             step(lambda *args: tiny(*args), *given)
-    assert [record.getMessage()[:22] for record in caplog.records if record.name == "ldm_lite"] == [
-        "a step of a function, "
+    assert [record.getMessage()[:23] for record in caplog.records if record.name == "ldm_lite"] == [
+        "the model is a function"
     ]
 
 

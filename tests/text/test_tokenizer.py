@@ -148,7 +148,7 @@ def test_two_threads_give_what_one_gives() -> None:
 def test_a_fork_after_use_prints_no_warning() -> None:
     code = """
 import os
-from ldm_lite.tokenizer import CLIPTokenizer
+from ldm_lite.text.tokenizer import CLIPTokenizer
 tokenizer = CLIPTokenizer()
 tokenizer(["a cat"] * 64)
 child = os.fork()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, split
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.zoo.detection import complete, identify
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.inference import Shapes, infer_vae
-from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, build
+from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, build, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (

@@ -1,4 +1,4 @@
-"""Winograd's convolutions against the plain ones in float64, and when they are taken."""
+"""Winograd's convolutions against the plain ones in float64, and when they run."""
 
 import numpy as np
 import pytest
