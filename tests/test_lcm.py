@@ -89,7 +89,7 @@ def test_without_a_scale_nothing_is_run(pipe: Pipeline) -> None:
     plan = make_plan("ddim", pipe.schedule, 2)
     branches = guided(replace(pipe, family=FAMILIES["sd1"]), Conditioning(torch.zeros(1, 77, 64)), None, 1.0)
     with pytest.raises(ValueError, match=r"got as y none, wanted one of shape \(1, 256\)"):
-        next(generate.denoise(pipe, NOISE, branches, plan))
+        generate.denoise(pipe, NOISE, branches, plan)
 
 
 def test_the_command_takes_the_unet_beside_a_checkpoint(
@@ -144,5 +144,5 @@ def test_lcm_lora_finds_all_its_modules(name: str) -> None:
 
 def test_ready_embeddings_are_told_the_scale_too(pipe: Pipeline) -> None:
     options = Txt2imgOptions(PROMPT, height=64, width=64)
-    ready = txt2img_task.txt2img(pipe, options, context=encode_prompts(pipe, [PROMPT]).context)
+    ready = txt2img_task.txt2img(pipe, replace(options, cond=encode_prompts(pipe, [PROMPT]).context))
     assert torch.equal(next(ready).pixels, next(txt2img_task.txt2img(pipe, options)).pixels)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import generate, img2img
-from ldm_lite.checkpoint.model import load_autoencoder
+from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli import console
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.models.taesd import TAESD
-from ldm_lite.reconstruct import main, reconstruct
+from ldm_lite.reconstruct import main
+from ldm_lite.tasks.reconstruct import reconstruct
 from ldm_lite.zoo.networks import AutoencoderSpec, build
 
 SPECS: dict[str, AutoencoderSpec] = {"kl": toy.KL_F16, "vq": toy.VQ_F16, "noattn": toy.VQS["noattn"], "taesd": toy.TINY}
@@ -143,7 +144,7 @@ def test_the_command(tmp_path: Path, picture: Image.Image, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no picture: name one"),
+        ([], "no image: name one"),
         (["missing.png"], "missing.png: No such file"),
         ([__file__], "is not an image"),
         (["{in}", "--ckpt", "{unet}"], "holds no autoencoder, only unet"),

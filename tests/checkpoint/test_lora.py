@@ -396,7 +396,7 @@ def test_merging_into_a_loaded_pipeline(
 def test_thirds_of_a_quantised_weight(tmp_path: Path) -> None:
     """OpenCLIP's q, k and v: rows that a LoRA does not change keep their bits, and LoRAs are removed in turn."""
     write_checkpoint(tmp_path / "sdxl.safetensors", miniature("sdxl_base"))
-    pipe = ldm_lite.load(tmp_path / "sdxl.safetensors", device="cpu", tuning={"storage": "int8", "offload": "model"})
+    pipe = ldm_lite.load(tmp_path / "sdxl.safetensors", device="cpu", storage="int8", offload="model")
     assert pipe.offloader is not None
     attention = pipe.text_encoder_2.transformer.resblocks[0].attn
     weight, width = attention.in_proj_weight, attention.out_proj.in_features
@@ -420,7 +420,7 @@ def test_thirds_of_a_quantised_weight(tmp_path: Path) -> None:
 def test_quantised_weights_without_their_offloader(tmp_path: Path, small_path: Path) -> None:
     lora = write(tmp_path / "a.safetensors", kohya())
     for storage in ("int8", "fp8"):
-        pipe = ldm_lite.load(small_path, device="cpu", tuning={"storage": storage})
+        pipe = ldm_lite.load(small_path, device="cpu", storage=storage)
         before = kept(pipe)
         with pytest.raises(ValueError, match="the weights are quantised: merging needs the offloader"):
             merge_lora(pipe.networks, [(lora, 1.0)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ldm_lite
-from ldm_lite.bench.__main__ import Options as Bench
+from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import CascadeOptions as Cascade

@@ -93,7 +93,7 @@ def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) 
     path = train(options(folder, tmp_path, stage="autoencoder", steps=9, lr=2e-3), load_options(small_path))
     got = losses(tmp_path)
     assert np.mean(got[-3:]) < np.mean(got[:3])
-    pipe = ldm_lite.load(small_path, parts={"vae": path}, device="cpu")
+    pipe = ldm_lite.load(small_path, vae=path, device="cpu")
     assert isinstance(pipe, Pipeline)
 
 

@@ -144,9 +144,7 @@ def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
 
 def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load) -> None:
     """Height first, and the scores are the refiner's alone."""
-    options = Txt2imgOptions(
-        prompt=PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64, noise=NOISE
-    )
+    options = Txt2imgOptions(prompt=PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64, noise=NOISE)
 
     def last(options: Txt2imgOptions) -> torch.Tensor:
         states: list[DenoisingState] = []
