@@ -75,7 +75,7 @@ def serve(
     model, save = load_model(_load_options(original, load), Model), saver.options
     for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
         if original.get(name, value) != value:
-            raise ValueError(f"got `{name}` {original[name]}, but this checkpoint has {value}: leave it out")
+            raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
     with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
     start, in_grid, text = time.perf_counter(), [], ""
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
