@@ -9,13 +9,13 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from ldm_lite.train.tasks import DiffusionTask
 from PIL import Image
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,6 +37,7 @@ from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.tasks.upscale import upscale
+from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 
@@ -107,7 +108,7 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     elif family.task == "instruct":
         yield "img2img", lambda: list(img2img(model, Img2imgOptions(**edited)))
     else:
-        for more in ({}, {"scale": 1.0, "sampler": "euler_a"}, {"n_samples": 2, "n_iter": 2}, {"sampler": "unipc"}):
+        for more in ({}, {"scale": 1.0, "sampler": "euler_a"}, {"batch_size": 2, "n_iter": 2}, {"sampler": "unipc"}):
             options = Txt2imgOptions(**prompt, **more)
             yield f"txt2img {more}", lambda options=options: list(txt2img(model, options))
         yield "img2img", lambda: list(img2img(model, Img2imgOptions(**edited)))
@@ -124,10 +125,11 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def loss(family: Family, model: Model) -> Tensor:
     """The training loss of a batch; its gradients would need a real device."""
-    unet, vae, text = (made(lambda spec=spec: build(spec), torch.float32) for spec in family.networks.values())
-    task = DiffusionTask(unet, text, vae, model.schedule, 0.18, {"unet": unet}, 0.1, 5.0, 77)
+    networks = {role: made(lambda spec=spec: build(spec), torch.float32) for role, spec in family.networks.items()}
+    model = replace(model, **networks)
+    compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1, min_snr=5.0)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-    return task.loss(pixels, ["a red apple", ""], torch.Generator())
+    return compute(pixels, ["a red apple", ""], torch.Generator())
 
 
 def run_commands(names: Iterable[str]) -> int:

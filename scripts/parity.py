@@ -136,7 +136,7 @@ def images(args: argparse.Namespace, checks: Checks) -> None:
         theirs = goldens.from_diffusers(run, pipe.family, load_file(args.path), args.size)
         latents: list[Tensor] = []
         settings: Any = {"steps": run.steps, "scale": 5.0, "strength": strength, "sampler": "ddim"}
-        settings |= {"context": context, "uncond": uncond, "init_img": Image.fromarray(image)}
+        settings |= {"cond": context, "uncond": uncond, "init_img": Image.fromarray(image)}
 
         def on_step(state: DenoisingState, latents: list[Tensor] = latents) -> None:
             latents.append(state.latents)

@@ -2,9 +2,9 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,15 +18,19 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite.cascade import main
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import CascadeOptions as Options
 from ldm_lite.cli.task_options import StageOptions, UpscaleOptions
+from ldm_lite.generate import DenoisingState
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet_if import UNetIF
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks import upscale as upscale_task
-from ldm_lite.tasks.cascade import cascade, embed, read_embeds
+from ldm_lite.tasks import cascade as cascade_task
+from ldm_lite.tasks.cascade import cascade, encode_t5, read_embeds
+from ldm_lite.tasks.upscale import upscale
 from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "if.npz")
@@ -121,7 +125,7 @@ def test_the_third_stage_upscales_with_the_prompt_and_the_seed(stages: list[Pipe
     two = replace(options, steps="4,3", scale="7,4")
     second = [to_pil(image) for image, _ in cascade(stages, two, CONTEXT, UNCOND)]
     job = UpscaleOptions(prompt="a red apple", negative_prompt="", noise_level=30, steps=1, scale=3, seed=5, tile=24)
-    wanted = list(upscale_task.upscale(x4, job, pictures=second))
+    wanted = list(upscale(x4, replace(job, init_img=second)))
     assert [seed for _, seed in third] == [result.seed for result in wanted] == [5, 6]
     for (image, _), result in zip(third, wanted, strict=True):
         assert image.shape == (3, 128, 128)
@@ -132,9 +136,9 @@ def test_two_values_are_not_the_third_stages(stages: list[Pipeline], upscaler: P
     """Nor is one; it has the checkpoint's own."""
     x4 = ldm_lite.load(upscaler, device="cpu")
 
-    def stop(step: int, num_steps: int, latents: torch.Tensor) -> None:
-        if latents.shape[1] == 4:
-            raise InterruptedError(f"steps: {num_steps}")
+    def stop(state: DenoisingState) -> None:
+        if state.latents.shape[1] == 4:
+            raise InterruptedError(f"steps: {state.num_steps}")
 
     for steps in ("3", "4,3"):
         with pytest.raises(InterruptedError, match=f"steps: {x4.family.steps}"):
@@ -153,18 +157,16 @@ def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
 def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str, Path], upscaler: Path) -> None:
     alive: list[weakref.ref[UNetIF]] = []
 
-    def opener(path: Path) -> Callable[[], Pipeline]:
-        def load() -> Pipeline:
-            gc.collect()
-            assert all(ref() is None for ref in alive)
-            pipe = ldm_lite.load(path, device="cpu")
-            alive.append(weakref.ref(pipe.unet))  # type: ignore[arg-type]
-            return pipe
+    def load(*args: Any) -> Model:
+        gc.collect()
+        assert all(ref() is None for ref in alive)
+        model = load_model(*args)
+        alive.append(weakref.ref(model.unet))  # type: ignore[arg-type]
+        return model
 
-        return load
-
-    options = replace(SMALL, steps="4,3,2")
-    assert len(list(cascade([opener(path) for path in (*files.values(), upscaler)], options, CONTEXT, UNCOND))) == 1
+    stages = [LoadOptions(ckpt=path, device="cpu") for path in (*files.values(), upscaler)]
+    with mock.patch.object(cascade_task, "load_model", load):
+        assert len(list(cascade(stages, replace(SMALL, steps="4,3,2"), CONTEXT, UNCOND))) == 1
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
 
@@ -183,13 +185,13 @@ def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
     ("changes", "message"),
     [
         ({"height": 12}, "got H 12 and W 8, wanted multiples of 8"),
-        ({"steps": "0"}, "got steps 0, wanted 1 to 1000"),
-        ({"scale": "7,x"}, "got scale '7,x', wanted numbers with commas between"),
+        ({"steps": "0"}, "got `steps` 0, wanted 1 to 1000"),
+        ({"scale": "7,x"}, "got `scale` '7,x', wanted numbers with commas between"),
         ({"sampler": "x"}, "unknown sampler 'x'"),
-        ({"steps": "1,2,3"}, "got steps '1,2,3', wanted one value, or one for each of 2 stages"),
-        ({"noise_level": 1.0}, "got noise_level 1.0, wanted 0 to 0.999"),
-        ({"noise_level_3": 351}, "got noise_level_3 351, wanted 0 to 350"),
-        ({"tile": 4}, "got tile 4, wanted 8 to"),
+        ({"steps": "1,2,3"}, "got `steps` '1,2,3', wanted one value, or one for each of 2 stages"),
+        ({"noise_level": 1.0}, "got `noise_level` 1.0, wanted 0 to 0.999"),
+        ({"noise_level_3": 351}, "got `noise_level_3` 351, wanted 0 to 350"),
+        ({"tile": 4}, "got `tile` 4, wanted 8 to"),
         ({"sampler": "ddpm_smart27", "steps": "5"}, "the spacing smart27 has 27: leave steps out"),
     ],
 )
@@ -245,7 +247,7 @@ def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
     torch.save({name: weights[name] for name in names[:5]}, tmp_path / "1.bin")
     torch.save({name: weights[name] for name in (*names[5:], "encoder.embed_tokens.weight")}, tmp_path / "2.bin")
     parts = (str(tmp_path / "1.bin"), str(tmp_path / "2.bin"))
-    context = embed(["A red apple", ""], StageOptions(t5=parts, device="cpu"))
+    context = encode_t5(["A red apple", ""], StageOptions(t5=parts, device="cpu"))
     assert context.shape == (2, 77, toy.T5.width)
     ids = torch.zeros(2, 77, dtype=torch.long)
     ids[0, :4], ids[1, 0] = torch.tensor([3, 4, 5, 1]), 1
@@ -253,8 +255,8 @@ def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
     other = T5Encoder(replace(toy.T5, max_distance=128)).eval()
     other.load_state_dict(encoder.state_dict())
     torch.testing.assert_close(context, other(ids, ids != 0), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="wants all of them"):
-        embed(["a"], StageOptions(t5=parts[1:], device="cpu"))
+    with pytest.raises(ValueError, match="needs all of them"):
+        encode_t5(["a"], StageOptions(t5=parts[1:], device="cpu"))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

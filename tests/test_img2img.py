@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +62,15 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
     latents: list[Tensor] = []
     settings = {"steps": run.steps, "scale": 5.0, "sampler": run.sampler, "spacing": run.spacing}
     settings["strength"] = run.strength
-    given = {"context": context, "uncond": uncond, "pictures": [Image.fromarray(toy.waves())]}
-    given["on_step"] = lambda step, num_steps, x: latents.append(x)
+    settings |= {"cond": context, "uncond": uncond, "init_img": [Image.fromarray(toy.waves())]}
+    pipe, on_step = picture_pipes[run.task], lambda state: latents.append(state.latents)
     if run.command == "inpaint":
-        made = inpaint(
-            picture_pipes[run.task], InpaintOptions(**settings), masks=[Image.fromarray(toy.mask())], **given
-        )
+        made = inpaint(pipe, InpaintOptions(**settings, mask=[Image.fromarray(toy.mask())]), on_step)
     elif run.spacing == "original":
-        settings |= {"spacing": None, "compat": True}
-        made = img2img(picture_pipes[run.task], Options(**settings), **given | {"context": context.expand(2, -1, -1)})
+        settings |= {"spacing": None, "compat": True, "cond": context.expand(2, -1, -1)}
+        made = img2img(pipe, Options(**settings), on_step)
     else:
-        made = img2img(picture_pipes[run.task], Options(**settings), **given)
+        made = img2img(pipe, Options(**settings), on_step)
     list(made)
     ours, theirs = latents[-1].numpy(), GOLDEN[name]
     if "blended" in name:  # diffusers' last step puts the picture's own latents there, ours are at timestep 0's noise
@@ -90,12 +89,12 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
     y, x = np.mgrid[:64, :64]
     far = (x - 31.5) ** 2 + (y - 31.5) ** 2 > 29**2
     prompt = "a red apple on a blue background"
-    options = Options(prompt=prompt, strength=0.6, steps=20, sampler="dpmpp_2m", batch_size=4)
-    for result in img2img(bundled, options, pictures=[circle]):
+    options = Options(prompt=prompt, strength=0.6, steps=20, sampler="dpmpp_2m", batch_size=4, init_img=[circle])
+    for result in img2img(bundled, options):
         red = result.array.argmax(axis=2) == 0
         assert red[circled].mean() > 0.8
         assert red[far].mean() < 0.1
-    disc = next(img2img(bundled, Options(prompt=prompt, strength=0.0), pictures=[circle])).array
+    disc = next(img2img(bundled, Options(prompt=prompt, strength=0.0, init_img=[circle]))).array
     assert np.abs(result.array.astype(int) - disc)[circled].mean() > 8
 
 
@@ -105,14 +104,14 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
 def test_strength_1_is_txt2img(bundled: Pipeline, circle: Image.Image) -> None:
     """The picture is forgotten: only its size is left."""
     for sampler in ("ddim", "euler_a", "dpmpp_2m karras"):
-        [ours] = img2img(bundled, Options(prompt=APPLE, strength=1.0, steps=2, sampler=sampler), pictures=[circle])
+        [ours] = img2img(bundled, Options(prompt=APPLE, strength=1.0, steps=2, sampler=sampler, init_img=[circle]))
         [plain] = txt2img(bundled, TextOptions(prompt=APPLE, steps=2, sampler=sampler))
         assert torch.equal(ours.pixels, plain.pixels)
 
 
 def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture) -> None:
     with calls(bundled) as made, caplog.at_level("INFO"):
-        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0), pictures=[circle])
+        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, init_img=[circle]))
     assert not made
     assert "strength 0: no UNet call" in caplog.text
     mean, _ = encode(bundled, to_pixels(circle)[None])
@@ -123,7 +122,7 @@ def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, ca
 def test_the_more_strength_the_farther_from_the_picture(bundled: Pipeline, circle: Image.Image) -> None:
     strengths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     arrays = [
-        next(img2img(bundled, Options(prompt=APPLE, strength=strength, steps=5), pictures=[circle])).pixels
+        next(img2img(bundled, Options(prompt=APPLE, strength=strength, steps=5, init_img=[circle]))).pixels
         for strength in strengths
     ]
     distances = [float((array - arrays[0]).norm()) for array in arrays]
@@ -138,8 +137,9 @@ def test_the_first_call_sees_exactly_its_level_of_noise(
     """And as many calls are made as is said."""
     spacing = None if sampler == "lcm" else "karras"
     options = Options(prompt=APPLE, strength=0.5, steps=6, sampler=sampler, spacing=spacing, scale=1.0)
+    options = replace(options, init_img=[circle])
     with calls(bundled) as made, caplog.at_level("INFO"):
-        [result] = img2img(bundled, options, pictures=[circle])
+        [result] = img2img(bundled, options)
     plan = make_plan(sampler, bundled.schedule, 6, spacing=spacing, last=3)
     assert len(made) == len(plan.t)
     assert f"strength 0.5: the last 3 of 6 steps, {len(plan.t)} UNet calls" in caplog.text
@@ -164,26 +164,26 @@ def test_how_many_steps_are_run() -> None:
 
 
 def test_exact_steps(bundled: Pipeline, circle: Image.Image) -> None:
-    options = Options(prompt=APPLE, strength=0.4, steps=6, exact_steps=True, scale=1.0)
+    options = Options(prompt=APPLE, strength=0.4, steps=6, exact_steps=True, scale=1.0, init_img=[circle])
     with calls(bundled) as made:
-        [result] = img2img(bundled, options, pictures=[circle])
+        [result] = img2img(bundled, options)
     assert len(made) == 6
     assert made[0][1] < 500
     assert "Steps: 6" in result.parameters
 
 
 def test_compat_is_refused_where_the_original_fails(bundled: Pipeline, circle: Image.Image) -> None:
-    options = Options(prompt=APPLE, steps=4, compat=True, strength=1.0)
+    options = Options(prompt=APPLE, steps=4, compat=True, strength=1.0, init_img=[circle])
     with pytest.raises(ValueError, match="the original script fails at strength 1: take less"):
-        img2img(bundled, options, pictures=[circle])
-    with pytest.raises(ValueError, match="--compat knows the sampler of the original script, ddim, not plms"):
-        img2img(bundled, Options(prompt=APPLE, compat=True, sampler="plms"), pictures=[circle])
+        img2img(bundled, options)
+    with pytest.raises(ValueError, match="`compat` knows the sampler of the original script, ddim, not plms"):
+        img2img(bundled, Options(prompt=APPLE, compat=True, sampler="plms", init_img=[circle]))
 
 
 def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: Image.Image) -> None:
     """2 samples, scale 5, and sides rounded down to multiples of 32."""
-    options = Options(prompt=APPLE, steps=4, strength=0.0, compat=True)
-    results = list(img2img(bundled, options, pictures=[circle.resize((70, 40))]))
+    options = Options(prompt=APPLE, steps=4, strength=0.0, compat=True, init_img=[circle.resize((70, 40))])
+    results = list(img2img(bundled, options))
     assert [result.image.size for result in results] == [(64, 32)] * 2
     assert "CFG scale: 5.0" in results[0].parameters
 
@@ -194,16 +194,16 @@ def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: I
 def test_every_picture_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Image.Image) -> None:
     pictures = [circle, circle.rotate(90).resize((40, 48))]
     options = {"prompt": APPLE, "steps": 4, "sampler": "euler_a", "strength": 0.6}
-    many = list(img2img(bundled, Options(**options, batch_size=2, n_iter=2, seed=10), pictures=pictures))
+    many = list(img2img(bundled, Options(**options, batch_size=2, n_iter=2, seed=10, init_img=pictures)))
     assert [result.seed for result in many] == list(range(10, 18))
     for number, result in ((1, many[1]), (0, many[3]), (5, many[5])):
-        [single] = img2img(bundled, Options(**options, seed=result.seed), pictures=[pictures[number // 4]])
+        [single] = img2img(bundled, Options(**options, seed=result.seed, init_img=[pictures[number // 4]]))
         assert (single.pixels - result.pixels).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("size", [(50, 37), (8, 8), (3, 5), (65, 64)])
 def test_the_result_is_as_large_as_the_picture(bundled: Pipeline, circle: Image.Image, size: tuple[int, int]) -> None:
-    [result] = img2img(bundled, Options(prompt=APPLE, steps=2, strength=0.5), pictures=[circle.resize(size)])
+    [result] = img2img(bundled, Options(prompt=APPLE, steps=2, strength=0.5, init_img=[circle.resize(size)]))
     assert result.image.size == size
     assert f"Size: {size[0]}x{size[1]}" in result.parameters
 
@@ -222,19 +222,19 @@ def test_sizes_asked_for(
     bundled: Pipeline, circle: Image.Image, options: dict, size: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, **options), pictures=[circle])
+    [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, **options, init_img=[circle]))
     assert result.image.size == size
     cut = len(options) == 2
-    assert ("is cut to the proportions" in caplog.text) == cut
+    assert ("is cropped to the proportions" in caplog.text) == cut
 
 
 def test_a_large_picture_is_reduced_and_that_is_said(
     bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0), pictures=[circle.resize((1000, 500))])
+        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, init_img=[circle.resize((1000, 500))]))
     assert result.image.size == (128, 64)
-    assert "1000 x 500 pixels are made 128 x 64, twice the model's size" in caplog.text
+    assert "is reduced from 1000 x 500 pixels to 128 x 64, twice the model's size" in caplog.text
 
 
 def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
@@ -252,7 +252,7 @@ def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> Non
 def test_the_posterior_is_sampled_by_seed(bundled: Pipeline, circle: Image.Image) -> None:
     options = {"prompt": APPLE, "strength": 0.0, "sample_posterior": True}
     one, two, again = (
-        next(img2img(bundled, Options(**options, seed=seed), pictures=[circle])).pixels for seed in (1, 2, 1)
+        next(img2img(bundled, Options(**options, seed=seed, init_img=[circle]))).pixels for seed in (1, 2, 1)
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, two)
@@ -262,8 +262,8 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline, circle: Image.Image) -
     jobs = {"euler_a": 0.5, "dpmpp_2m": 0.9}
 
     def run(sampler: str) -> Tensor:
-        options = Options(prompt=APPLE, steps=4, sampler=sampler, strength=jobs[sampler])
-        return next(img2img(bundled, options, pictures=[circle])).pixels
+        options = Options(prompt=APPLE, steps=4, sampler=sampler, strength=jobs[sampler], init_img=[circle])
+        return next(img2img(bundled, options)).pixels
 
     serial, parallel = {sampler: run(sampler) for sampler in jobs}, {}
     threads = [threading.Thread(target=lambda s=sampler: parallel.update({s: run(s)})) for sampler in jobs]
@@ -285,14 +285,15 @@ def test_guidance_by_text_and_picture(
 ) -> None:
     """Three branches, less those of no weight; the mixture is the paper's."""
     pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
-    options = Options(prompt="make it red", steps=1, sampler="ddim", scale=scale, image_scale=image_scale)
+    options = Options(prompt="make it red", steps=1, sampler="ddim", init_img=[picture])
     outs: list[Tensor] = []
     hook = pipe.unet.register_forward_hook(lambda module, inputs, out: outs.append(out))
     latents: list[Tensor] = []
     try:
         with calls(pipe) as made:
-            [result] = img2img(pipe, options, pictures=[picture], on_step=lambda step, num, x: latents.append(x))
-            full = next(img2img(pipe, Options(prompt="make it red", steps=1, sampler="ddim"), pictures=[picture]))
+            scaled = replace(options, scale=scale, image_scale=image_scale)
+            [result] = img2img(pipe, scaled, on_step=lambda state: latents.append(state.latents))
+            [full] = img2img(pipe, options)
     finally:
         hook.remove()
     assert [len(x) for x, _ in made] == [branches, 3]
@@ -309,7 +310,7 @@ def test_guidance_by_text_and_picture(
 def test_the_picture_s_latents_are_unscaled_and_absent_in_one_branch(picture_pipes: dict[str, Pipeline]) -> None:
     pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
     with calls(pipe) as made:
-        list(img2img(pipe, Options(prompt="make it red", steps=1), pictures=[picture]))
+        list(img2img(pipe, Options(prompt="make it red", steps=1, init_img=[picture])))
     mean, _ = pipe.vae.encode(to_pixels(picture)[None])
     neither, seen, both = made[0][0][:, 4:]
     assert torch.allclose(seen, mean[0], atol=1e-5)
@@ -328,8 +329,9 @@ def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeli
         ((100, 90), 256, (256, 256)),
     ):
         assert edit_size(size, resolution) == wanted
-    options = Options(prompt="make it red", steps=1, resolution=64)
-    [result] = img2img(picture_pipes["instruct"], options, pictures=[Image.fromarray(toy.waves()).resize((90, 70))])
+    waves = Image.fromarray(toy.waves()).resize((90, 70))
+    options = Options(prompt="make it red", steps=1, resolution=64, init_img=[waves])
+    [result] = img2img(picture_pipes["instruct"], options)
     assert result.image.size == (64, 64)
 
 
@@ -340,27 +342,27 @@ def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeli
     ("options", "message"),
     [
         ({}, "no prompt: give one"),
-        ({"prompt": "a", "strength": 1.1}, "got strength 1.1, wanted 0 to 1"),
-        ({"prompt": "a", "strength": float("nan")}, "got strength nan, wanted 0 to 1"),
-        ({"prompt": "a", "height": 0}, "got height 0, wanted 1 to 65536"),
-        ({"prompt": "a", "resolution": 32}, "got resolution 32, wanted 64 to"),
-        ({"prompt": "a", "resolution": 64, "width": 64}, "--resolution sets both sides: leave out --height"),
-        ({"prompt": "a", "image_scale": 1.5}, "got image_scale, but .* is no InstructPix2Pix: leave it out"),
+        ({"prompt": "a", "strength": 1.1}, "got `strength` 1.1, wanted 0 to 1"),
+        ({"prompt": "a", "strength": float("nan")}, "got `strength` nan, wanted 0 to 1"),
+        ({"prompt": "a", "height": 0}, "got `height` 0, wanted 1 to 65536"),
+        ({"prompt": "a", "resolution": 32}, "got `resolution` 32, wanted 64 to"),
+        ({"prompt": "a", "resolution": 64, "width": 64}, "`resolution` sets both sides: leave out `height`"),
+        ({"prompt": "a", "image_scale": 1.5}, "got `image_scale`, but .* is no InstructPix2Pix: leave it out"),
         ({"prompt": "a", "sampler": "x"}, "unknown sampler"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, circle: Image.Image, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        img2img(bundled, Options(**options), pictures=[circle])
+        img2img(bundled, Options(**options, init_img=[circle]))
 
 
 def test_a_checkpoint_of_the_wrong_kind_names_the_right_command(
     bundled: Pipeline, picture_pipes: dict[str, Pipeline], circle: Image.Image
 ) -> None:
     with pytest.raises(ValueError, match=r"which img2img cannot use: take python -m ldm_lite\.inpaint"):
-        img2img(picture_pipes["inpaint"], Options(prompt="a"), pictures=[circle])
+        img2img(picture_pipes["inpaint"], Options(prompt="a", init_img=[circle]))
     with pytest.raises(ValueError, match=r"which inpaint cannot use: take python -m ldm_lite\.img2img"):
-        inpaint(picture_pipes["instruct"], InpaintOptions(prompt="a"), pictures=[circle], masks=[circle])
+        inpaint(picture_pipes["instruct"], InpaintOptions(prompt="a", init_img=[circle], mask=[circle]))
     for task, right in (("inpaint", "inpaint"), ("instruct", "img2img")):
         with pytest.raises(ValueError, match=rf"which txt2img cannot use: take python -m ldm_lite\.{right}"):
             txt2img(picture_pipes[task], TextOptions(prompt="a"))
@@ -422,12 +424,12 @@ def test_mistakes_are_one_line(tmp_path: Path, circle: Image.Image, capsys: pyte
     for name, message in (
         ("none.png", "No such file"),
         ("text.png", "is not an image"),
-        ("empty", "holds no pictures"),
+        ("empty", "holds no images"),
     ):
         assert run([APPLE, "--init-img", os.fspath(tmp_path / name)], tmp_path / "out") == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ")
         assert message in error
     assert run([APPLE], tmp_path / "out") == 2
-    assert "no picture: give one with --init-img FILE" in capsys.readouterr().err
+    assert "no image: give one with --init-img FILE" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

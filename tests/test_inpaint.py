@@ -1,6 +1,7 @@
 """Inpainting: what is masked changes, the rest does not; masks of all kinds; beyond the edges; messages."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,8 @@ def changed(result: np.ndarray, picture: Image.Image) -> np.ndarray:
 @pytest.mark.parametrize("sampler", ["ddim", "euler_a", "dpmpp_2m"])
 def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, apple: Image.Image, sampler: str) -> None:
     """The right half becomes yellow; the left half is the picture's, bit for bit."""
-    options = Options(prompt=CAT, steps=20, sampler=sampler)
-    [result] = inpaint(bundled, options, pictures=[apple], masks=[right_half()])
+    options = Options(prompt=CAT, steps=20, sampler=sampler, init_img=[apple], mask=[right_half()])
+    [result] = inpaint(bundled, options)
     where = changed(result.array, apple)
     assert not where[:, :32].any()
     assert where[:, 32:].mean() > 0.9
@@ -57,10 +58,9 @@ def test_every_sampler_leads_to_what_is_kept(
     bundled: Pipeline, apple: Image.Image, sampler: str, strength: float
 ) -> None:
     """In the latents, whatever the sampler remembers and adds: at the end they are the picture's."""
-    options = Options(prompt=CAT, steps=4, sampler=sampler, strength=strength)
+    options = Options(prompt=CAT, steps=4, sampler=sampler, strength=strength, init_img=[apple], mask=[right_half()])
     latents = []
-    on_step = lambda step, num_steps, x: latents.append(x)  # noqa: E731
-    list(inpaint(bundled, options, pictures=[apple], masks=[right_half()], on_step=on_step))
+    list(inpaint(bundled, options, on_step=lambda state: latents.append(state.latents)))
     mean, _ = encode(bundled, to_pixels(apple)[None])
     ends_noisy = sampler in ("ddim", "ddpm", "plms")  # at timestep 0
     difference = (latents[-1] - mean).abs()
@@ -71,7 +71,7 @@ def test_every_sampler_leads_to_what_is_kept(
 def test_without_pasting_the_rest_is_the_autoencoder_s(bundled: Pipeline, apple: Image.Image) -> None:
     options = {"prompt": CAT, "steps": 4}
     pasted, bare = (
-        next(inpaint(bundled, Options(**options, no_paste=no), pictures=[apple], masks=[right_half()])).array
+        next(inpaint(bundled, Options(**options, no_paste=no, init_img=[apple], mask=[right_half()]))).array
         for no in (False, True)
     )
     assert np.array_equal(pasted[:, 32:], bare[:, 32:])
@@ -79,8 +79,8 @@ def test_without_pasting_the_rest_is_the_autoencoder_s(bundled: Pipeline, apple:
 
 
 def test_feathering_reaches_into_the_rest_and_no_farther(bundled: Pipeline, apple: Image.Image) -> None:
-    options = Options(prompt=CAT, steps=4, feather=4.0)
-    [result] = inpaint(bundled, options, pictures=[apple], masks=[right_half()])
+    options = Options(prompt=CAT, steps=4, feather=4.0, init_img=[apple], mask=[right_half()])
+    [result] = inpaint(bundled, options)
     where = changed(result.array, apple).mean(axis=0)
     assert where[30:32].min() > 0.5
     assert where[:24].max() == 0
@@ -93,37 +93,37 @@ def test_feathering_reaches_into_the_rest_and_no_farther(bundled: Pipeline, appl
 def test_a_single_pixel(bundled: Pipeline, apple: Image.Image) -> None:
     mask = Image.new("L", (64, 64))
     mask.putpixel((17, 41), 255)
-    [result] = inpaint(bundled, Options(prompt=CAT, steps=4), pictures=[apple], masks=[mask])
+    [result] = inpaint(bundled, Options(prompt=CAT, steps=4, init_img=[apple], mask=[mask]))
     assert np.argwhere(changed(result.array, apple)).tolist() == [[41, 17]]
 
 
 def test_all_white_is_txt2img(bundled: Pipeline, apple: Image.Image) -> None:
     white = Image.new("L", (64, 64), 255)
-    [result] = inpaint(bundled, Options(prompt=CAT, steps=4), pictures=[apple], masks=[white])
+    [result] = inpaint(bundled, Options(prompt=CAT, steps=4, init_img=[apple], mask=[white]))
     [plain] = txt2img(bundled, TextOptions(prompt=CAT, steps=4))
     assert (result.pixels - plain.pixels).abs().max() < 1e-4
 
 
 def test_all_black_is_an_error(bundled: Pipeline, apple: Image.Image) -> None:
     black = Image.new("L", (64, 64))
-    with pytest.raises(ValueError, match="picture: nothing to repaint, its mask is black: white is what is repainted"):
-        list(inpaint(bundled, Options(prompt=CAT, steps=4), pictures=[apple], masks=[black]))
+    with pytest.raises(ValueError, match="image: nothing to repaint, its mask is black: white is repainted"):
+        list(inpaint(bundled, Options(prompt=CAT, steps=4, init_img=[apple], mask=[black])))
 
 
 def test_inverted_and_of_another_size(bundled: Pipeline, apple: Image.Image) -> None:
-    options = Options(prompt=CAT, steps=4, invert_mask=True)
-    [result] = inpaint(bundled, options, pictures=[apple], masks=[right_half((128, 128))])
+    options = Options(prompt=CAT, steps=4, invert_mask=True, init_img=[apple], mask=[right_half((128, 128))])
+    [result] = inpaint(bundled, options)
     where = changed(result.array, apple)
     assert not where[:, 32:].any()
     assert where[:, :32].any()
-    with pytest.raises(ValueError, match="picture has 64 x 64 pixels, but its mask 64 x 32"):
-        list(inpaint(bundled, options, pictures=[apple], masks=[right_half((64, 32))]))
+    with pytest.raises(ValueError, match="image has 64 x 64 pixels, but its mask 64 x 32"):
+        list(inpaint(bundled, replace(options, mask=[right_half((64, 32))])))
 
 
 @pytest.mark.parametrize("size", [(50, 37), (9, 9), (65, 64)])
 def test_odd_sizes_stay_and_so_does_the_rest(bundled: Pipeline, apple: Image.Image, size: tuple[int, int]) -> None:
     small = apple.resize(size)
-    [result] = inpaint(bundled, Options(prompt=CAT, steps=2), pictures=[small], masks=[right_half(size)])
+    [result] = inpaint(bundled, Options(prompt=CAT, steps=2, init_img=[small], mask=[right_half(size)]))
     assert result.image.size == size
     where = changed(result.array, small)
     assert not where[:, : size[0] // 2].any()
@@ -133,19 +133,19 @@ def test_odd_sizes_stay_and_so_does_the_rest(bundled: Pipeline, apple: Image.Ima
 def test_a_batch_equals_single_runs(bundled: Pipeline, apple: Image.Image) -> None:
     options = {"prompt": CAT, "steps": 4, "sampler": "euler_a"}
     masks = [right_half(), right_half().rotate(90)]
-    many = list(inpaint(bundled, Options(**options, batch_size=2), pictures=[apple, apple], masks=masks))
+    many = list(inpaint(bundled, Options(**options, batch_size=2, init_img=[apple, apple], mask=masks)))
     for number, result in enumerate(many):
-        single = Options(**options, seed=result.seed)
-        [alone] = inpaint(bundled, single, pictures=[apple], masks=[masks[number // 2]])
+        single = Options(**options, seed=result.seed, init_img=[apple], mask=[masks[number // 2]])
+        [alone] = inpaint(bundled, single)
         assert (alone.pixels - result.pixels).abs().max() < 1e-3
 
 
 def test_beyond_the_edges(bundled: Pipeline, apple: Image.Image) -> None:
-    options = Options(prompt=CAT, steps=4, extend="left=20, bottom=8")
-    [result] = inpaint(bundled, options, pictures=[apple])
+    options = Options(prompt=CAT, steps=4, extend="left=20, bottom=8", init_img=[apple])
+    [result] = inpaint(bundled, options)
     assert result.image.size == (84, 72)
     assert np.array_equal(result.array[:64, 20:], np.asarray(apple))
-    [both] = inpaint(bundled, options, pictures=[apple], masks=[right_half()])
+    [both] = inpaint(bundled, replace(options, mask=[right_half()]))
     where = changed(both.array[:64, 20:], apple)
     assert not where[:, :32].any()
     assert where[:, 32:].any()
@@ -158,7 +158,7 @@ def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipe
     photo, mask = Image.fromarray(toy.waves()), Image.new("L", (64, 64))
     mask.putpixel((17, 41), 255)
     try:
-        list(inpaint(pipe, Options(prompt="a", steps=1), pictures=[photo], masks=[mask]))
+        list(inpaint(pipe, Options(prompt="a", steps=1, init_img=[photo], mask=[mask])))
     finally:
         hook.remove()
     _, seen, hole = inputs[0][0].split((4, 1, 4))
@@ -176,25 +176,25 @@ def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipe
     ("options", "message"),
     [
         ({}, "no prompt: give one"),
-        ({"prompt": "a", "strength": -1.0}, "got strength -1.0, wanted 0 to 1"),
-        ({"prompt": "a", "feather": -1.0}, "got feather -1.0, wanted 0 to 1000"),
-        ({"prompt": "a", "extend": "left"}, "got extend 'left', wanted left=128,top=64, or right, bottom"),
-        ({"prompt": "a", "extend": "up=8"}, "got extend 'up=8', wanted left=128,top=64, or right, bottom"),
-        ({"prompt": "a", "extend": "left=0"}, "got extend 'left=0', wanted left=128,top=64, or"),
-        ({"prompt": "a", "extend": f"left={10**20}"}, "got extend 'left=10*', wanted left=128,top=64, or"),
-        ({"prompt": "a", "extend": "left=8,left=16"}, "got extend 'left=8,left=16', wanted left=128,top=64, or"),
+        ({"prompt": "a", "strength": -1.0}, "got `strength` -1.0, wanted 0 to 1"),
+        ({"prompt": "a", "feather": -1.0}, "got `feather` -1.0, wanted 0 to 1000"),
+        ({"prompt": "a", "extend": "left"}, "got `extend` 'left', wanted left=128,top=64, or right, bottom"),
+        ({"prompt": "a", "extend": "up=8"}, "got `extend` 'up=8', wanted left=128,top=64, or right, bottom"),
+        ({"prompt": "a", "extend": "left=0"}, "got `extend` 'left=0', wanted left=128,top=64, or"),
+        ({"prompt": "a", "extend": f"left={10**20}"}, "got `extend` 'left=10*', wanted left=128,top=64, or"),
+        ({"prompt": "a", "extend": "left=8,left=16"}, "got `extend` 'left=8,left=16', wanted left=128,top=64, or"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        list(inpaint(bundled, Options(**options), pictures=[apple], masks=[right_half()]))
+        list(inpaint(bundled, Options(**options, init_img=[apple], mask=[right_half()])))
 
 
 def test_pictures_and_masks_must_pair(bundled: Pipeline, apple: Image.Image) -> None:
-    with pytest.raises(ValueError, match="no mask: give one with --mask FILE, white where to repaint, or --extend"):
-        inpaint(bundled, Options(prompt="a"), pictures=[apple])
-    with pytest.raises(ValueError, match="got 2 masks for 3 pictures, wanted one, or one for each"):
-        inpaint(bundled, Options(prompt="a"), pictures=[apple] * 3, masks=[right_half()] * 2)
+    with pytest.raises(ValueError, match="no mask: give one with `mask=FILE`, white where to repaint, or `extend="):
+        inpaint(bundled, Options(prompt="a", init_img=[apple]))
+    with pytest.raises(ValueError, match="got 2 masks for 3 images, wanted one, or one for each"):
+        inpaint(bundled, Options(prompt="a", init_img=[apple] * 3, mask=[right_half()] * 2))
 
 
 def run(arguments: list[str], out: Path) -> int:

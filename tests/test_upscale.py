@@ -66,31 +66,31 @@ def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline
     branches = classifier_free(Conditioning(concat=toy_zoo.picture("ldm_bsr_sr")), None, 1.0)
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
     tiled = replace(pipe, unet=TiledUNet(pipe.unet, run.tile))  # type: ignore[arg-type]
-    results = [list(generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan))[-1] for p in (tiled, pipe)]
+    results = [generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan) for p in (tiled, pipe)]
     assert toy.relative_error(results[0], GOLDEN["run.ldm_bsr_sr.latents"]) < 1e-5
     assert toy.relative_error(results[1], GOLDEN["run.ldm_bsr_sr.latents"]) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["x4", "ldm_bsr_sr"])
 def test_any_size_becomes_four_times_as_large(name: str, pipes: dict[str, Pipeline]) -> None:
-    options = Options(steps=1, tile=8)
-    results = list(upscale(pipes[name], options, pictures=[picture(), picture(6, 9), picture(11, 9)]))
+    options = Options(steps=1, tile=8, init_img=[picture(), picture(6, 9), picture(11, 9)])
+    results = list(upscale(pipes[name], options))
     assert [result.image.size for result in results] == [(28, 20), (24, 36), (44, 36)]
     assert [result.seed for result in results] == [42, 43, 44]
 
 
 def test_an_image_depends_on_its_own_seed_alone(pipes: dict[str, Pipeline]) -> None:
     """The noise on the picture as well."""
-    three = list(upscale(pipes["x4"], Options(steps=1, batch_size=3), pictures=[picture()]))
-    alone = next(upscale(pipes["x4"], Options(steps=1, seed=44), pictures=[picture()]))
+    three = list(upscale(pipes["x4"], Options(steps=1, batch_size=3, init_img=[picture()])))
+    alone = next(upscale(pipes["x4"], Options(steps=1, seed=44, init_img=[picture()])))
     assert np.array_equal(three[2].array, alone.array)
     assert not np.array_equal(three[1].array, alone.array)
 
 
 def test_prompt_and_noise_level_are_heeded(pipes: dict[str, Pipeline]) -> None:
     def made(**changes: object) -> np.ndarray:
-        options = Options(steps=2, **changes)  # type: ignore[arg-type]
-        return next(upscale(pipes["x4"], options, pictures=[picture()])).array
+        options = Options(steps=2, init_img=[picture()], **changes)  # type: ignore[arg-type]
+        return next(upscale(pipes["x4"], options)).array
 
     plain = made()
     assert np.array_equal(made(prompt=""), plain)
@@ -114,13 +114,16 @@ def test_the_command(name: str, paths: dict[str, Path], tmp_path: Path, capsys: 
 
 
 def test_the_largest_seed_is_gone_on_from(pipes: dict[str, Pipeline]) -> None:
-    options = Options(steps=1, seed=2**63 - 1)
-    assert len(list(upscale(pipes["x4"], options, pictures=[picture(), picture()]))) == 2
+    options = Options(steps=1, seed=2**63 - 1, init_img=[picture(), picture()])
+    assert len(list(upscale(pipes["x4"], options))) == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"noise_level": 351}, "got noise_level 351, wanted 0 to 350"), ({"tile": 4}, "got tile 4, wanted 8 to 65536")],
+    [
+        ({"noise_level": 351}, "got `noise_level` 351, wanted 0 to 350"),
+        ({"tile": 4}, "got `tile` 4, wanted 8 to 65536"),
+    ],
 )
 def test_numbers_out_of_range(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -130,7 +133,7 @@ def test_numbers_out_of_range(changes: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no picture: give one with --init-img FILE"),
+        ([], "no image: give one with --init-img FILE"),
         (["--init-img", "{in}", "--H", "64"], "leave out --height and --width"),
         (["--init-img", "{in}", "--compat"], "upscale has no --compat"),
         (["--init-img", "{in}", "--ckpt", "{other}"], "which upscale cannot use: take python -m ldm_lite.txt2img"),

@@ -75,7 +75,7 @@ def serve(
     model, save = load_model(_load_options(original, load), Model), saver.options
     for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
         if original.get(name, value) != value:
-            raise ValueError(f"got `{name}` {original[name]}, but this checkpoint has {value}: leave it out")
+            raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
     with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
     start, in_grid, text = time.perf_counter(), [], ""
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
@@ -94,7 +94,7 @@ def serve(
 def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
     """What the original's own flags change in what is loaded."""
     if "config" in original:
-        log.info("--config is not needed: the checkpoint says what it is")
+        log.info("`config` is not needed: the checkpoint says what it is")
     if "laion400m" in original:
         load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
     if original.get("precision") == "full" and load.dtype is None:

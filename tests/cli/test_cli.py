@@ -193,14 +193,14 @@ def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
     groups = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions, Samplers, Export)
     names = {each.name for group in (*groups, Train, Bench, Reconstruct) for each in dataclasses.fields(group)}
-    names |= {"draw", "output", "C", "f"}  # of Python alone, and of the original scripts alone
+    names |= {"draw", "output", "C", "f", "config"}  # of Python alone, and of the original scripts alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
         for text in messages(ast.parse(file.read_text())):
             for name in re.findall(r"`(\w+)(?:=[^`]*)?`", text):
                 assert name in names, f"{file}: {text}"
                 count += 1
-            if file.parent.name not in ("cli", "ldm_lite") and file.name != "__main__.py":
+            if file.parent.name not in ("cli", "ldm_lite"):
                 assert not re.search(r"(?<![\w-])--[a-z]", text), f"{file}: {text}"
     assert count > 50
 
@@ -227,7 +227,16 @@ def test_help_shows_twenty_flags_and_help_all_every_one(capsys: pytest.CaptureFi
     assert len(common) <= 20
     assert all(len(spellings) == 1 for spellings in common)
     names = {name for [name] in common}
-    assert names >= {"--prompt", "--negative-prompt", "--seed", "--steps", "--sampler", "--scale", "--height", "--width"}
+    assert names >= {
+        "--prompt",
+        "--negative-prompt",
+        "--seed",
+        "--steps",
+        "--sampler",
+        "--scale",
+        "--height",
+        "--width",
+    }
     assert names >= {"--ckpt", "--vae", "--lora", "--dtype", "--batch-size", "--out"}
     flags_of = [spellings[0] for spellings in everything]
     assert len(flags_of) == len(set(flags_of))
@@ -242,9 +251,7 @@ def test_help_shows_twenty_flags_and_help_all_every_one(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_commands_help_is_short_and_its_full_help_whole(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_commands_help_is_short_and_its_full_help_whole(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     common, everything = (shown(command, flag, capsys) for flag in ("--help", "--help-all"))
     assert 4 <= len(common) < len(everything)
     assert all(len(spellings) == 1 for spellings in common)
@@ -291,7 +298,9 @@ def test_help_is_shown_beside_flags_that_are_wrong(capsys: pytest.CaptureFixture
     ],
 )
 def test_every_spelling_is_accepted(flag: str, value: str | None, name: str) -> None:
-    made, _ = flags.parse([flag, *([] if value is None else [value])], "img2img", "", (Img2img, LoadOptions, SaveOptions))
+    made, _ = flags.parse(
+        [flag, *([] if value is None else [value])], "img2img", "", (Img2img, LoadOptions, SaveOptions)
+    )
     found = [getattr(group, name) for group in made if hasattr(group, name)]
     wanted = True if value is None else type(found[0])([value] if isinstance(found[0], tuple) else value)
     assert found == [wanted]

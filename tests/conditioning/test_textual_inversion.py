@@ -160,7 +160,9 @@ def test_what_does_not_fit_is_one_line(
     with pytest.raises(ValueError, match="its vectors are 64 wide, wanted 96 for its text encoder"):
         with_embeddings(load("sdxl_base"), [kohya(tmp_path / "a.safetensors", torch.ones(1, 64))])
     unread = replace(load("sd2"), tokenizer=None)
-    with pytest.raises(ValueError, match="reads no text with CLIP, which embeddings are made for: leave out `embedding`"):
+    with pytest.raises(
+        ValueError, match="reads no text with CLIP, which embeddings are made for: leave out `embedding`"
+    ):
         with_embeddings(unread, [tmp_path / "xl.safetensors"])
     with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for `embedding`\), wanted a latent diff"):
         split(open_checkpoint(a1111(tmp_path / "w.pt", torch.ones(2, 96))))

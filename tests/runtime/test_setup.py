@@ -32,7 +32,10 @@ def test_the_attention_is_that_of_the_flag(small_path: Path, caplog: pytest.LogC
 
 
 def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
-    for model in (load_model(LoadOptions(ckpt=small_path, device="cpu"), Model), ldm_lite.load(small_path, device="cpu")):
+    for model in (
+        load_model(LoadOptions(ckpt=small_path, device="cpu"), Model),
+        ldm_lite.load(small_path, device="cpu"),
+    ):
         assert functions(model.unet) == functions(model.vae) == {sdpa}
         assert model.step is denoise_step
         assert model.offloader is None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.lora import Merged, open_lora
+from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -96,7 +96,7 @@ def test_training_removes_its_lora(
 ) -> None:
     """Also if it ends with an error, as with the second learning rate."""
     pipe = ldm_lite.load(small_path, device="cpu")
-    monkeypatch.setattr(setup, "load", lambda **given: pipe)
+    monkeypatch.setattr(setup, "load_model", lambda *given: pipe)
     given = options(folder, tmp_path, steps=1, lora_rank=2, lora_text=True, checkpointing=True, lr=lr, warmup=0)
     seen = list[bool]()
     with pytest.raises(ValueError, match="the loss is") if lr > 1 else contextlib.nullcontext():
@@ -127,7 +127,7 @@ def test_the_file_is_kohyas_and_gives_the_same_images(
 
     pipe = ldm_lite.load(small_path, device="cpu")
     before = pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"].clone()
-    Merged({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
+    merge_lora({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
     assert not torch.equal(before, pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
     noise = generate.SeededNoise(range(4), pipe.latent_shape(64, 64))()
     cond, uncond = (encode_prompts(pipe, [prompt] * 4) for prompt in ("picture 1", ""))

@@ -17,16 +17,17 @@ from safetensors import safe_open
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.pipeline import Pipeline, load_autoencoder
+from ldm_lite.cli.task_options import Txt2imgOptions as Txt2Img
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.text.tokenizer import EOT, SOT
 from ldm_lite.train import __main__ as command
 from ldm_lite.train import data, distributed, norm, outputs, setup, trainer
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.outputs import plot_losses
 from ldm_lite.train.run import train
-from ldm_lite.txt2img import Options as Txt2Img
-from ldm_lite.txt2img import txt2img
 
 
 def options(folder: Path, out: Path, **extra: object) -> TrainOptions:

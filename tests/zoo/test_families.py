@@ -196,9 +196,10 @@ def test_sizes_that_nobody_reads_are_one_line(
     if arguments[1].startswith("-"):
         arguments = ["=".join(arguments)]
     try:
-        assert command(tmp_path, files(name), *arguments) == 2
-    except SystemExit as refused:  # text that is no size is refused as any flag's value is, before anything is loaded
-        assert refused.code == 2
+        status: object = command(tmp_path, files(name), *arguments)
+    except SystemExit as refused:  # text that is no size is refused like any flag's value, before anything is loaded
+        status = refused.code
+    assert status == 2
     assert message in capsys.readouterr().err
 
 
