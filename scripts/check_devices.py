@@ -63,7 +63,7 @@ def on_cuda(make: Callable[[], Any], dtype: torch.dtype = torch.float16) -> Any:
 def pipeline(name: str, family: Family) -> Pipeline:
     """A pipeline of a family, in half precision."""
     networks = {role: on_cuda(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
-    schedule, tokenizer = Schedule.from_betas(family.betas, family.prediction), tokenizer_of(family.text)
+    schedule, tokenizer = Schedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
     return Pipeline(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
 

@@ -55,7 +55,7 @@ def theirs(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tensor]:
     weights = {key: checkpoint.read(key).to(DTYPES[dtype]) for key in checkpoint.shapes}
     first, second = tokenizers()
     family = FAMILIES[name]
-    if family.text_2 is None:
+    if len(family.text_encoders) == 1:
         pipe = sd2_pipeline(family, weights, second)
     else:
         pipe = sdxl_pipeline(family, weights, first, second)

@@ -102,7 +102,7 @@ def write(checkpoint: "Checkpoint", folder: Path, ways: Iterable[str]) -> None:
     from safetensors.torch import save_file
 
     from ldm_lite.checkpoint.reader import split
-    from ldm_lite.zoo.detection import identify
+    from ldm_lite.zoo.detection import detect_family
 
     weights = {key: checkpoint.read(key) for key in checkpoint.shapes}
     save_file(weights, folder / SAFETENSORS, metadata=dict(checkpoint.metadata))
@@ -113,7 +113,7 @@ def write(checkpoint: "Checkpoint", folder: Path, ways: Iterable[str]) -> None:
         from ldm_lite.bench import peers
 
         components = split(checkpoint)
-        family = identify({role: each.shapes for role, each in components.items()}, checkpoint.metadata)
+        family = detect_family({role: each.shapes for role, each in components.items()}, checkpoint.metadata)
         for role in components:
             network = getattr(peers, role)(family, weights)
             for parameter in network.parameters():

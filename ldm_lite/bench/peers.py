@@ -28,7 +28,7 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.vae_kl import VAESpec
-from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.families import Family, ScaledLinear
 from ldm_lite.zoo.networks import EncoderSpec
 
 Weights = Mapping[str, Tensor]
@@ -96,7 +96,8 @@ def text_encoder(family: Family, weights: Weights) -> nn.Module:
 
 def text_encoder_2(family: Family, weights: Weights) -> nn.Module:
     """transformers' CLIPTextModelWithProjection for SDXL's second text encoder."""
-    return _text(family.text_2, weights, prefix("text_encoder_2", _probes(family.text_2), True), True)
+    spec = family.text_encoders[1]
+    return _text(spec, weights, prefix("text_encoder_2", _probes(spec), True), True)
 
 
 def _probes(spec: EncoderSpec | None) -> list[str]:
@@ -137,9 +138,10 @@ def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool)
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
     """DDIM and PLMS as in the released Stable Diffusion 1.x pipelines; Euler and DPM++ 2M, which end clean."""
+    assert isinstance(family.noise, ScaledLinear)
     common = {
-        "beta_start": family.beta_start,
-        "beta_end": family.beta_end,
+        "beta_start": family.noise.start,
+        "beta_end": family.noise.end,
         "beta_schedule": "scaled_linear",
         "set_alpha_to_one": False,
         "steps_offset": 1,

@@ -19,7 +19,7 @@ from ldm_lite.bench.jobs import CHECK_SCALE, Inputs, Job, Setting, inputs
 from ldm_lite.bench.subjects import subject
 from ldm_lite.checkpoint.reader import split
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import Family
 
 PEERS = ("diffusers", "diffusers-compiled", "openvino")
@@ -121,7 +121,7 @@ class TorchNetworks:
         checkpoint = subject(about["size"], about["ckpt"])
         self._components = split(checkpoint)
         shapes = {role: component.shapes for role, component in self._components.items()}
-        self.family = identify(shapes, checkpoint.metadata)
+        self.family = detect_family(shapes, checkpoint.metadata)
         self._device, self._dtype, self._compiled = about["device"], DTYPES[dtype], compiled
 
     def _made(self, role: str) -> Any:

@@ -46,13 +46,13 @@ from ldm_lite.runtime.tiling import tiled
 from ldm_lite.runtime.tuning import tune
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
-    complete,
-    identify,
-    known,
+    check_complete,
+    check_metadata,
+    detect_family,
+    detect_prediction,
+    metadata_prediction,
     parse_prediction,
-    read_prediction,
-    stated_prediction,
-    turbo_of,
+    turbo_variant,
     with_prediction,
     with_vae,
 )
@@ -161,13 +161,14 @@ def load(
     own = split(checkpoint)
     components = own | _others(parts or {})
     main = (components.get("unet") or next(iter(components.values()))).checkpoint
-    about = {**({"prediction": "v"} if "v_pred" in main.shapes else {}), **main.metadata, **known(metadata or {})}
+    marker = {"prediction": "v"} if "v_pred" in main.shapes else {}
+    about = {**marker, **main.metadata, **check_metadata(metadata or {})}
     try:
         # By its own autoencoder: another one must fit.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
         sgm = any(key.startswith(SGM) for key in main.shapes)
-        family = identify({role: component.shapes for role, component in known_by.items()}, about, sgm)
-        complete(components, family.networks)
+        family = detect_family({role: component.shapes for role, component in known_by.items()}, about, sgm)
+        check_complete(components, family.networks)
         _check_latents(own, parts or {}, family)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
@@ -188,7 +189,7 @@ def load(
         f"parameters, {_words(dtypes)} on {torch_device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    if "turbo" in title.lower() and "family" not in (metadata or {}) and (turbo := turbo_of(family)) is not None:
+    if "turbo" in title.lower() and "family" not in (metadata or {}) and (turbo := turbo_variant(family)) is not None:
         log.warning("its name says Turbo, which its weights do not tell: if it is, add --metadata family=%s", turbo)
     networks = _without_weights(family, torch_device, dtypes["unet"]) | networks
     return Pipeline(
@@ -207,8 +208,8 @@ def _predicting(family: Family, prediction: str | None, about: Mapping[str, str]
     """The family's variant with the prediction that is asked for, stated by the file, or read off the weights."""
     if prediction is not None:
         return with_prediction(family, parse_prediction(prediction))
-    if family.v_resolution is not None and stated_prediction(about) is None:
-        family, why = read_prediction(family, unet)
+    if family.v_resolution is not None and metadata_prediction(about) is None:
+        family, why = detect_prediction(family, unet)
         log.info("%s: predicts %s %s; --prediction overrules that", title, family.prediction, why)
     return family
 
@@ -329,8 +330,8 @@ def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], fa
     checkpoint = own["unet"].checkpoint
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     try:
-        theirs = identify({role: each.shapes for role, each in own.items()}, checkpoint.metadata, sgm)
-    except ValueError:  # what it was is not known
+        theirs = detect_family({role: each.shapes for role, each in own.items()}, checkpoint.metadata, sgm)
+    except ValueError:  # an unknown model
         return
     if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
         raise ValueError(
@@ -355,7 +356,7 @@ def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) ->
 
 def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:
     """The family's noise schedule, or the file's own where its `betas` buffer differs; that is said."""
-    betas = family.betas
+    betas = family.noise.betas
     if "betas" in checkpoint.shapes:
         stored = checkpoint.read("betas").double().numpy()
         # Half-precision merges have rounded this buffer too.

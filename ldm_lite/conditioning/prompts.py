@@ -130,7 +130,7 @@ def sdxl(pipe: Pipeline, prompts: Prompts, reading: Reading) -> Conditioning:
     parts = _read(pipe.tokenizer, prompts, reading)
     context = pipe.text_encoder(parts.ids.to(pipe.device), reading.clip_skip, _learned(pipe, pipe.text_encoder))
     context = weighted(context, parts.weights)
-    context_2, pooled = _big(pipe, pipe.text_encoder_2, pipe.family.text_2, prompts, reading)
+    context_2, pooled = _big(pipe, pipe.text_encoder_2, pipe.family.text_encoders[1], prompts, reading)
     context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
     target = _size(pipe, reading) if reading.target_size is None else reading.target_size
     given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)

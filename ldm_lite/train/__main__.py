@@ -177,7 +177,7 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
 
     from ldm_lite.checkpoint import model as pipeline
     from ldm_lite.checkpoint import reader as checkpoint
-    from ldm_lite.diffusion.schedule import Schedule, linear_betas
+    from ldm_lite.diffusion.schedule import Schedule
     from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
     from ldm_lite.models.unet import UNet
     from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
@@ -210,7 +210,7 @@ def _start(options: Options, load: LoadOptions) -> "Pipeline":
     initialise_text(text)
     if found is not None:
         checkpoint.load_weights(vae, found, "vae", device, torch.float32)
-    schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+    schedule = Schedule.from_betas(family.noise.betas, family.prediction)
     tokenizer = CLIPTokenizer(text.spec.length)
     about = f"{family.title}, fresh weights"
     return pipeline.Pipeline("model", family, schedule, unet, vae, text, None, tokenizer, about)

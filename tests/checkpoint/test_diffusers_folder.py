@@ -16,7 +16,7 @@ from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import load_autoencoder
 from ldm_lite.checkpoint.reader import Checkpoint, split
 from ldm_lite.conditioning.prompts import Reading
-from ldm_lite.zoo.detection import describe, identify
+from ldm_lite.zoo.detection import describe, detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
 from tests.zoo.test_families import NEGATIVE, PROMPT, run
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     refused("is a folder without weights, wanted a checkpoint, or a diffusers folder", tmp_path / "empty")
     refused("holds no unet, only vae", folder, parts={"unet": folder / "vae"}, metadata=about)
     refused("holds no unet, only text_encoder", folder, parts={"unet": folder / "text_encoder"}, metadata=about)
-    refused("holds only unet: name what is missing with --vae FILE and --text-encoder FILE", unet, metadata=about)
+    refused("holds only unet: name what is missing with `vae=FILE` and `text_encoder=FILE`", unet, metadata=about)
 
     values = weights_of("lcm.unet")
     for name, changed, message in (
@@ -178,4 +178,4 @@ def test_released_folders_need_nothing_told(tmp_path: Path) -> None:
     for role, name in parts.items():
         theirs = {key: tuple(shape) for key, shape in THEIRS[name].items()}
         shapes[role] = split(Checkpoint(tmp_path / role, theirs, {}, torch.zeros))[role].shapes
-    assert identify(shapes, {}) == FAMILIES["lcm"]
+    assert detect_family(shapes, {}) == FAMILIES["lcm"]

@@ -254,7 +254,9 @@ def test_a_network_alone_and_in_several_files(cache: Path, tmp_path_factory: pyt
 
 def test_a_repository_of_other_files_names_them(cache: Path) -> None:
     Handler.files |= {"README.md": b"", "v1-4.ckpt": b"", "lora/more.safetensors": b""}
-    with pytest.raises(ValueError, match=r"is not a diffusers folder .*: owner/pipe/v1-4.ckpt, owner/pipe/lora/more.safetensors$"):
+    with pytest.raises(
+        ValueError, match=r"is not a diffusers folder .*: owner/pipe/v1-4.ckpt, owner/pipe/lora/more.safetensors$"
+    ):
         open_source("owner/pipe")
     with pytest.raises(FileNotFoundError, match=r"^owner/gone: no such file or folder, .* is not there, was moved, or"):
         open_source("owner/gone")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, split
-from ldm_lite.zoo.detection import complete, identify
+from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.inference import Shapes, infer_vae
 from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, build
@@ -104,9 +104,9 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
     checkpoint = opened(file_of(name), order=order)
     components = split(checkpoint)
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
-    family = identify({role: component.shapes for role, component in components.items()}, {}, sgm)
+    family = detect_family({role: component.shapes for role, component in components.items()}, {}, sgm)
     assert family == FAMILIES[name]
-    complete(components, family.networks)
+    check_complete(components, family.networks)
     assert set(components) == set(family.networks)
     assert "ignored" not in caplog.text
 
@@ -178,8 +178,8 @@ def without(shapes: Shapes, part: str) -> dict[str, tuple[int, ...]]:
 
 LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "svd": (file_of("sd2") | {f"{UNET}input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
-    "ssd-1b": (without(file_of("sdxl_base"), "middle_block.1."), "a distilled one"),
-    "bk-sdm": (without(file_of("sd1"), "middle_block.1."), "a distilled one"),
+    "ssd-1b": (without(file_of("sdxl_base"), "middle_block.1."), "it is distilled"),
+    "bk-sdm": (without(file_of("sd1"), "middle_block.1."), "it is distilled"),
     "playground": (file_of("sdxl_base") | {"edm_mean": (1, 4, 1, 1), "edm_std": (1, 4, 1, 1)}, "Playground 2.5"),
     "cosxl": (file_of("sdxl_base") | {"edm_vpred.sigma_max": (), "edm_vpred.sigma_min": ()}, "CosXL"),
     "altdiffusion": (file_of("sd1") | {"cond_stage_model.roberta.embeddings.LayerNorm.weight": (1024,)}, "AltDiff"),
@@ -191,7 +191,7 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "inversion": ({"emb_params": (3, 768)}, "a textual inversion embedding"),
     "diffusers": ({"down_blocks.0.resnets.0.conv1.weight": (320, 320, 3, 3)}, "a UNet in the format of diffusers"),
     "gumbel": (under("", "vae_kl_f8_sd") | {"quantize.embed.weight": (8192, 256)}, "a Gumbel VQ autoencoder"),
-    "unknown": ({"layers.0.weight": (3, 3)}, "holds no UNet"),
+    "unknown": ({"layers.0.weight": (3, 3)}, "holds no known UNet"),
     "another UNet": (
         file_of("sd1") | {f"{UNET}out.2.weight": (5, 320, 3, 3), f"{UNET}out.2.bias": (5,)},
         "unknown UNet: the nearest is sd1, from which it differs at out.2.weight",
@@ -204,7 +204,7 @@ def test_a_look_alike_is_named_and_never_taken_for_another(name: str) -> None:
     """Trap 32: nothing falls back to Stable Diffusion 1."""
     shapes, wanted = LOOK_ALIKES[name]
     with pytest.raises(ValueError, match=wanted):
-        identify({role: part.shapes for role, part in split(opened(shapes)).items()}, {})
+        detect_family({role: part.shapes for role, part in split(opened(shapes)).items()}, {})
 
 
 def test_the_same_name_of_another_width_is_another_family() -> None:

@@ -25,7 +25,7 @@ from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import Handover, decode, denoise
 from ldm_lite.image import depth_latent, open_depth
-from ldm_lite.zoo.detection import describe, identify, known, turbo_of, with_prediction
+from ldm_lite.zoo.detection import check_metadata, describe, detect_family, turbo_variant, with_prediction
 from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
 
 DATA = Path(__file__).parents[1] / "data"
@@ -252,29 +252,31 @@ def test_the_marker_of_v_prediction_is_heeded(files: Callable[[str], Path], tmp_
 def test_turbo_is_told_by_its_layout_or_by_metadata() -> None:
     assert (FAMILIES["sd_turbo"].steps, FAMILIES["sd_turbo"].scale) == (1, 1.0)
     shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
-    assert identify(shapes, {}, sgm=True) == SDXL
-    assert identify(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert detect_family(shapes, {}, sgm=True) == SDXL
+    assert detect_family(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
     ancestral, euler = ({"scheduler": f"Euler{kind}DiscreteScheduler, trailing"} for kind in ("Ancestral", ""))
-    assert identify(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
-    assert identify(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
-    assert identify(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
-    assert identify(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
+    assert detect_family(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert detect_family(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
+    assert detect_family(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
+    assert detect_family(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
     of_sd2 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}}
-    assert identify(of_sd2, euler) == FAMILIES["sd_turbo"]
-    assert identify(of_sd2, ancestral) == SD2
+    assert detect_family(of_sd2, euler) == FAMILIES["sd_turbo"]
+    assert detect_family(of_sd2, ancestral) == SD2
     of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
-    assert identify(of_sd1, euler) == FAMILIES["sd1"]
+    assert detect_family(of_sd1, euler) == FAMILIES["sd1"]
     assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
 
 
 def test_a_name_that_says_turbo_is_not_passed_over(
     small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [turbo_of(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
+    assert [turbo_variant(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
         *("sdxl_turbo", "sd_turbo", None, None, None)
     ]
-    assert turbo_of(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
-    monkeypatch.setattr("ldm_lite.checkpoint.model.turbo_of", lambda family: "sdxl_turbo")  # a small one has no row
+    assert turbo_variant(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
+    monkeypatch.setattr(
+        "ldm_lite.checkpoint.model.turbo_variant", lambda family: "sdxl_turbo"
+    )  # small ones have no row
     for name in ("sd_xl_turbo_1.0.safetensors", "other.safetensors"):
         (tmp_path / name).symlink_to(small_path)
         caplog.clear()
@@ -283,9 +285,9 @@ def test_a_name_that_says_turbo_is_not_passed_over(
 
 
 def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
-    from ldm_lite.diffusion.schedule import Schedule, linear_betas
+    from ldm_lite.diffusion.schedule import Schedule
 
-    return Schedule.from_betas(linear_betas(SDXL.beta_start, SDXL.beta_end), "eps")
+    return Schedule.from_betas(SDXL.noise.betas, "eps")
 
 
 def test_the_autoencoder_of_sdxl_is_kept_out_of_half_precision(files: Callable[[str], Path]) -> None:
@@ -301,9 +303,9 @@ def test_converted_files_of_sd2_lack_what_is_not_read(tmp_path: Path) -> None:
     whole = {key: tuple(s) for key, s in MANIFESTS["text_openclip_h14"]["shapes"].items()}
     shapes = {key: s for key, s in whole.items() if ".resblocks.23." not in key and key != "text_projection"}
     unet = {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}
-    family = identify({"unet": unet, "text_encoder": shapes}, {})
-    assert family == replace(SD2, text=replace(SD2.text, layers=23, skip=0, projection=False))
-    assert identify({"unet": unet, "text_encoder": whole}, {}) == SD2
+    family = detect_family({"unet": unet, "text_encoder": shapes}, {})
+    assert family == replace(SD2, text_encoders=(replace(SD2.text, layers=23, skip=0, projection=False),))
+    assert detect_family({"unet": unet, "text_encoder": whole}, {}) == SD2
 
 
 def test_miniatures_are_known_again_by_their_metadata() -> None:
@@ -317,22 +319,22 @@ def test_miniatures_are_known_again_by_their_metadata() -> None:
                 role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
                 for role, spec in family.networks.items()
             }
-        assert with_prediction(identify(shapes, describe(family)), family.prediction) == with_prediction(
+        assert with_prediction(detect_family(shapes, describe(family)), family.prediction) == with_prediction(
             family, family.prediction
         )
 
 
 def test_all_that_describes_a_family_can_be_given_and_nothing_else() -> None:
     for family in FAMILIES.values():
-        assert set(describe(family)) <= set(known(describe(family)))
-    with pytest.raises(ValueError, match="got --metadata guidence, wanted one of unet_num_heads, "):
-        known({"family": "sd1", "guidence": "5"})
+        assert set(describe(family)) <= set(check_metadata(describe(family)))
+    with pytest.raises(ValueError, match="got `metadata` guidence, wanted one of unet_num_heads, "):
+        check_metadata({"family": "sd1", "guidence": "5"})
 
 
 def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
     unet = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}
     with pytest.raises(ValueError, match=r"the metadata name the family 'sdxl_turb', wanted one of sd1, .*sdxl_turbo"):
-        identify({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
+        detect_family({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

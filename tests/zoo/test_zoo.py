@@ -23,7 +23,7 @@ from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.conditioning.prompts import Reading, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import watched
 from ldm_lite.image import mask_latent, to_array
 from ldm_lite.models.vae_kl import VAESpec
@@ -241,7 +241,7 @@ def test_schedules_are_the_originals(names: tuple[str, ...], alpha_bar: tuple[fl
     """Trap 16: what the configurations call linear is linear in the square roots."""
     for name in names:
         family = FAMILIES[name]
-        schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+        schedule = Schedule.from_betas(family.noise.betas, family.prediction)
         assert schedule.alpha_bar[[0, 500, 999]] == pytest.approx(alpha_bar, rel=1e-7)
 
 
