@@ -151,9 +151,8 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return metadata
 
 
-REQUIRED = (
-    *("unet_num_heads", "text_num_heads", "text_activation", "scale_factor", "beta_start", "beta_end", "resolution"),
-)
+TEXT_KEYS = ("text_num_heads", "text_activation")
+REQUIRED = ("unet_num_heads", *TEXT_KEYS, "scale_factor", "beta_start", "beta_end", "resolution")
 METADATA_KEYS = (
     *REQUIRED,
     *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
