@@ -1,26 +1,33 @@
 """Latent diffusion from scratch in PyTorch 2.
 
 import ldm_lite
-from ldm_lite.txt2img import Options, txt2img
 
-pipe = ldm_lite.load()
-for result in txt2img(pipe, Options(prompt="a red apple on a blue background")):
-    result.image.save("apple.png")
+pipe = ldm_lite.load()                                   # the bundled model; or a checkpoint's path
+pipe.txt2img("a red apple on a blue background")[0].save("apple.png")
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ldm_lite.checkpoint.model import Pipeline, load
+from ldm_lite.cli.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["Pipeline", "__version__", "load"]
+if TYPE_CHECKING:
+    from ldm_lite.checkpoint.lora import open_lora
+    from ldm_lite.control.control import Control
+    from ldm_lite.pipeline import Pipeline, load
+
+__all__ = ["Control", "Pipeline", "__version__", "load", "open_lora"]
+
+_HOMES = {
+    "Control": "ldm_lite.control.control",
+    "Pipeline": "ldm_lite.pipeline",
+    "load": "ldm_lite.pipeline",
+    "open_lora": "ldm_lite.checkpoint.lora",
+}
 
 
 def __getattr__(name: str) -> object:
-    """load and Pipeline, imported when first asked for: `--help` and `import ldm_lite` do without torch."""
-    if name in ("Pipeline", "load"):
-        from ldm_lite.checkpoint import model as pipeline
-
-        return getattr(pipeline, name)
+    """The public names, imported when first asked for: `--help` and `import ldm_lite` do without torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'ldm_lite' has no attribute {name!r}")

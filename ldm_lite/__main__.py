@@ -1,33 +1,46 @@
-"""`python -m ldm_lite`: the commands, the versions of what matters, and the devices."""
+"""`python -m ldm_lite`: the commands, the versions of what matters, and the devices; `ldm-lite NAME` runs a command."""
 
+import difflib
+import importlib
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Sequence
 
-import ldm_lite
 from ldm_lite.cli import console
+from ldm_lite.cli.version import __version__
 
 COMMANDS = {
     "txt2img": "text to image",
-    "img2img": "a picture to another, by strength or by instruction",
-    "inpaint": "repaint what a mask says, or beyond the edges",
-    "upscale": "pictures four times as large",
+    "img2img": "image to image, by strength or by instruction",
+    "inpaint": "repaint what a mask marks, or beyond the edges",
+    "upscale": "images four times as large",
     "cascade": "DeepFloyd IF: text to image in stages",
-    "reconstruct": "a picture through an autoencoder and back",
-    "samplers": "compare samplers: a table and a picture",
+    "reconstruct": "an image through an autoencoder and back",
+    "samplers": "compare samplers: a table and a chart",
     "train": "train or fine-tune",
     "export": "compile the UNet ahead of time",
-    "bench": "measure: speed, memory, against peers",
+    "bench": "measure speed and memory, also against peers",
 }
 
 
-def main() -> int:
-    """Print what there is -> exit status."""
-    return console.run(_print)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name, or print what there is; the exit status."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name in COMMANDS:
+        folder = ".__main__" if name in ("train", "bench") else ""
+        status: int = importlib.import_module(f"ldm_lite.{name}{folder}").main(rest)
+        return status
+    if name in ("", "-h", "--help"):
+        return console.run(_print)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    print(f"error: unknown command {name!r}: {hint}wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
 
 
 def _print() -> None:
-    print(f"ldm_lite {ldm_lite.__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
+    print(f"ldm_lite {__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
     for name, about in COMMANDS.items():
         print(f"  python -m ldm_lite.{name:<11} {about} (--help)")
     print(f"\nversions\n  python {platform.python_version()}")

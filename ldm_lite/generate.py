@@ -1,4 +1,4 @@
-"""Noise and conditioning -> latents -> images.  The only denoising loop of the project, as a generator.
+"""Noise and conditioning -> latents -> images: the only denoising loop of the project, as a generator.
 
 Noise depends on the seed alone: every image has its own CPU generator, which draws its first noise and all later
 noise, whatever the batch size or the device.
@@ -8,176 +8,265 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Autoencoder, Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
-from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, Kept
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
-from ldm_lite.diffusion.step import Model, Row, rows
-from ldm_lite.models.controlnet import Steered
-from ldm_lite.models.unet import UNet
+from ldm_lite.diffusion.step import Network, denoise_step, rows
+from ldm_lite.models.unet import TextCache, UNet
+from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
-from ldm_lite.runtime.tuning import unchanged
+from ldm_lite.zoo.networks import Autoencoder
 
 log = logging.getLogger("ldm_lite")
 
 Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w) float32, on any device
 
 
-def seeded_noise(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
+class SeededNoise:
     """A source of noise (B,C,h,w) with one CPU generator per image, B = len(seeds)."""
-    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    # Kind and place are stated, since a process may have other defaults: in float64 the same seed is another noise.
-    return lambda: torch.stack(
-        [torch.randn(shape, generator=generator, dtype=torch.float, device="cpu") for generator in generators]
-    )
+
+    def __init__(self, seeds: Sequence[int], shape: tuple[int, int, int]) -> None:
+        self.shape = shape
+        self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+    def __call__(self) -> Tensor:
+        """The next noise, float32 on the CPU, whatever defaults the process has set."""
+        each = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
+        return torch.stack(each)
 
 
-def shared_noise(generator: torch.Generator, batch: int, shape: tuple[int, int, int]) -> Draw:
-    """The original scripts' source: one generator on the device for all images of a job, in the order of its calls."""
-    size, device = (batch, *shape), generator.device
-    return lambda: torch.randn(size, generator=generator, dtype=torch.float, device=device)
+class SharedNoise:
+    """The original scripts' source of noise: one generator on the device for all images, in the order of its calls."""
+
+    def __init__(self, generator: torch.Generator, batch: int, shape: tuple[int, int, int]) -> None:
+        self.generator, self.size = generator, (batch, *shape)
+
+    def __call__(self) -> Tensor:
+        """The next noise, float32 on the generator's device."""
+        return torch.randn(self.size, generator=self.generator, dtype=torch.float, device=self.generator.device)
 
 
-class Handover(NamedTuple):
-    """From a step on, another network goes on with the same plan: SDXL's refiner."""
+class StepControl(Protocol):
+    """Decides which network runs in a step in place of the model's UNet, and what it reads."""
 
-    pipe: Pipeline
+    def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
+        """For a step, counted from 0, and the conditioning of all branches on the device."""
+
+
+@dataclass(frozen=True, eq=False)
+class RefinerSwitch:
+    """From a step on, another model continues the same plan: SDXL's refiner."""
+
+    model: Model
     branches: Branches
     step: int  # its first, from 0
 
 
-@torch.no_grad()
+class Extras(NamedTuple):
+    """What changes the steps, beside guidance."""
+
+    mask: InpaintMask | None = None  # latents to keep
+    control: StepControl | None = None
+    refiner: RefinerSwitch | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True, eq=False)
+class DenoisingState:
+    """The latents after a step, and the image that the step predicted."""
+
+    step: int  # from 1
+    num_steps: int
+    latents: Tensor  # (B,C,h,w) float32, in the UNet's scale
+    prediction: Tensor  # (B,C,h,w) the plan's prediction H of the step's last call that remembers it
+    before: Tensor  # (B,C,h,w) the latents which that call saw
+    to_x0: tuple[float, float]  # (p, q): x0 = p * before + q * prediction
+
+    @property
+    def x0(self) -> Tensor:
+        """The clean latents (B,C,h,w) that the step predicted, after guidance."""
+        p, q = self.to_x0
+        return p * self.before + q * self.prediction
+
+
 def denoise(
-    pipe: Pipeline,
+    model: Model,
     noise: Tensor,
     branches: Branches,
     plan: Plan,
     *,
-    rescale: float = 0.0,
-    threshold: tuple[float, float] | None = None,
     draw: Draw | None = None,
-    kept: Kept | None = None,
-    later: Handover | None = None,
-    steer: Callable[[int, Conditioning], tuple[Model, Conditioning]] | None = None,
-) -> Iterator[Tensor]:
-    """Yield the latents (B,C,h,w) float32 after every step of the plan, in the UNet's scale; the last are the result.
+    extras: Extras = NO_EXTRAS,
+) -> Tensor:
+    """Run all steps of a plan and return the last latents (B,C,h,w); arguments and errors as stream's."""
+    latents = noise
+    for state in stream(model, noise, branches, plan, draw=draw, extras=extras):
+        latents = state.latents
+    return latents
 
-    noise is unit noise (B,C,h,w); branches are the conditionings of B images each with their weights, as
-    guidance.classifier_free makes them; rescale in [0,1] and threshold, (percentile, limit), as in guidance.py.  draw
-    gives the noise of stochastic samplers; kept is what is not to change; later takes over from one of the steps on;
-    steer says what runs in place of pipe's own network in a step, counted from 0, and what it reads.  Raises ValueError
-    for shapes that do not fit the model, and if the plan needs a draw.
+
+@torch.no_grad()
+def stream(
+    model: Model,
+    noise: Tensor,
+    branches: Branches,
+    plan: Plan,
+    *,
+    draw: Draw | None = None,
+    extras: Extras = NO_EXTRAS,
+) -> Iterator[DenoisingState]:
+    """Yield the state after every step of the plan; the latents of the last one are the result.
+
+    noise is unit noise (B,C,h,w); branches are the conditionings of B images, as guidance.classifier_free makes them;
+    draw gives the noise of stochastic samplers.  Leaving the loop stops it.  Raises ValueError for shapes that do not
+    fit the model, and if the plan needs a draw.
     """
-    stages = [Handover(pipe, branches, 0)] + ([] if later is None else [later])
-    for stage in stages:
-        for conditioning in stage.branches.conditionings:
-            check(stage.pipe, noise, conditioning)
-    if later is not None and later.pipe.family.prediction != pipe.family.prediction:
-        raise ValueError(
-            f"{pipe.name} predicts {pipe.family.prediction}, but {later.pipe.name} {later.pipe.family.prediction}: "
-            "the second cannot go on where the first leaves off"
-        )
-    if draw is None and plan.draws.any():
-        raise ValueError("this sampler adds noise at every step: pass draw, for instance generate.seeded_noise(...)")
-    device, dtype = pipe.device, pipe.dtype
-
-    def tensor(value: float | Sequence[float] | None) -> Tensor | None:
-        return None if value is None else torch.tensor(value, dtype=torch.float32, device=device)
-
-    truth = None if kept is None else Kept(*(part.to(device, torch.float32) for part in kept))
-    percentile, limit = (None, None) if threshold is None else map(tensor, threshold)
-    inputs: list[tuple[Pipeline, Conditioning, Guidance]] = []
-    for stage in stages:
-        weights = stage.branches.weights if len(stage.branches.weights) > 1 else None
-        guidance = Guidance(tensor(weights), tensor(rescale or None), percentile, truth, limit)
-        inputs.append((stage.pipe, _stacked(stage.branches.conditionings, device, dtype), guidance))
+    _check_all(model, noise, branches, plan, draw, extras.refiner)
+    device, dtype = model.device, model.dtype
+    stages = [_Stage(model, branches, 0, device)]
+    if extras.refiner is not None:
+        stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, device))
+    mask = extras.mask and InpaintMask(*(part.to(device, torch.float32) for part in extras.mask))
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
-    silence, now = torch.zeros_like(x), None
-    table = rows(plan, device)
+    silence, stage, table = torch.zeros_like(x), None, rows(plan, device)
+    seen = (x, x, (0.0, 1.0))
     with contextlib.ExitStack() as phase:
         for i, row in enumerate(table):
+            step = int(plan.step[i])
             fresh = _sent(draw(), device) if draw is not None and plan.draws[i] else silence
-            computes, conditioning, guidance = inputs[-1 if plan.step[i] >= stages[-1].step else 0]
-            if computes is not now:
+            now = stages[-1 if step >= stages[-1].first_step else 0]
+            if now is not stage:
                 phase.close()
-                phase.enter_context(computes.phase("unet"))
-                now, ahead = computes, _ReadAhead(computes, conditioning, table)
-            unet: Model = computes.unet
-            if steer is not None and computes is pipe:
-                unet, conditioning = steer(int(plan.step[i]), conditioning)
-            row, conditioning = ahead(i, unet, conditioning)
-            registers = computes.step(unet, registers, row, fresh, conditioning, guidance, dtype)
+                phase.enter_context(now.model.phase("unet"))
+                stage = now
+                stage.read_text()
+            network, conditioning = stage.inputs(step, extras.control if stage is stages[0] else None)
+            guidance = stage.guidance(step, mask)
+            run = stage.model.step if guidance.combine is None else denoise_step
+            before = registers[0]
+            registers = run(network, registers, row, fresh, conditioning, guidance, dtype)
+            if plan.mix[i, 2, -2] == 1:  # the row remembers its prediction
+                seen = (before, registers[2], _h_to_x0(plan, i))
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
-                yield registers[0]
+                yield DenoisingState(step + 1, plan.num_steps, registers[0], seen[1], seen[0], seen[2])
 
 
-class _ReadAhead:
-    """What a network makes of the text and of the timesteps alone, made once for all steps instead of in each.
+def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
+    """(p, q) with x0 = p x + q H for the prediction H that a row remembers."""
+    (p, q), (p0, q0) = plan.to_prediction[row], plan.to_x0[row]
+    return float(p0 - q0 * p / q), float(q0 / q)
 
-    Nothing is, where types change on the way (autocast), and where the network does not run as it is written, since who
-    replaced or hooked a part of it may look for the text there, or bring its weights.
-    """
 
-    def __init__(self, pipe: Pipeline, conditioning: Conditioning, table: Sequence[Row]) -> None:
-        """Within the UNet's phase; conditioning is what all steps read, but for those that are steered."""
-        unet = self._unet = pipe.unet
-        self._context = self._text = conditioning.context
-        self._table = self._read = table
-        as_written = getattr(type(unet), "forward", None) is UNet.forward and unchanged(unet)
-        if torch.is_autocast_enabled(pipe.device.type) or not as_written:
-            return
-        if self._context is not None:
-            self._text = unet.read_text(self._context)
-        if conditioning.y is None:  # which is embedded with the timestep
-            times = unet.read_times(torch.stack([row.t for row in table]))
-            self._read = [row._replace(t=t) for row, t in zip(table, times, strict=True)]
+class _Stage:
+    """A model that runs some of the steps, with its inputs on the device."""
 
-    def __call__(self, i: int, model: Model, conditioning: Conditioning) -> tuple[Row, Conditioning]:
-        """The row and the conditioning of a step, for what runs in it."""
-        if (model.unet if isinstance(model, Steered) else model) is not self._unet:
-            return self._table[i], conditioning
-        if conditioning.context is self._context:
-            conditioning = conditioning._replace(context=self._text)
-        return self._read[i], conditioning
+    def __init__(self, model: Model, branches: Branches, first_step: int, device: torch.device) -> None:
+        self.model, self.branches, self.first_step, self.device = model, branches, first_step, device
+        self.conditioning = _stacked(branches.conditionings, device, model.dtype)
+        self._cache: TextCache | None = None
+        self._guidance: tuple[object, Guidance] | None = None
+
+    def read_text(self) -> None:
+        """Make the keys and values of the text once for all steps, within the UNet's phase.
+
+        Not under autocast, and not in a network that does not run as written: whoever replaced or hooked a part of it
+        may look for the text there, or bring its weights.
+        """
+        unet = self.model.unet
+        as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if self.conditioning.context is not None and as_written and not autocast:
+            self._cache = unet.text_cache(self.conditioning.context)
+
+    def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
+        """What runs in a step, and what it reads."""
+        network: Network = self.model.unet
+        conditioning = self.conditioning
+        if control is not None:
+            network, conditioning = control(step, conditioning)
+        own = network is self.model.unet or getattr(network, "unet", None) is self.model.unet
+        if own and conditioning.context is self.conditioning.context:
+            conditioning = conditioning._replace(cache=self._cache)
+        return network, conditioning
+
+    def guidance(self, step: int, mask: InpaintMask | None) -> Guidance:
+        """What the step does to the outputs; the same tensors as in the step before where nothing changes."""
+        weights = self.branches.weights_at(step)
+        if self._guidance is None or self._guidance[0] != weights:
+            percentile, limit = self.branches.threshold or (None, None)
+            made = Guidance(
+                weights=self._tensor(weights if len(weights) > 1 else None),
+                rescale=self._tensor(self.branches.rescale or None),
+                percentile=self._tensor(percentile),
+                kept=mask,
+                limit=self._tensor(limit),
+                combine=self.branches.combine,
+            )
+            self._guidance = weights, made
+        return self._guidance[1]
+
+    def _tensor(self, value: float | Sequence[float] | None) -> Tensor | None:
+        return None if value is None else torch.tensor(value, dtype=torch.float32, device=self.device)
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:
-    """Noise on the device, as float32; from pinned memory, so that the steps before are not waited for."""
+    """Noise on the device, as float32; from pinned memory, so that the copy does not wait for the steps before."""
     if device.type == "cuda" and noise.device.type == "cpu":
         noise = noise.pin_memory()
     return noise.to(device, torch.float32, non_blocking=True)
 
 
 def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:
-    """All branches one after the other, on the device; indices stay integers.  Raises ValueError if they are unlike."""
-
-    def stacked(name: str) -> Tensor | None:
+    """All branches one after the other, on the device; integers stay integers.  Raises ValueError if shapes differ."""
+    stacked: dict[str, Tensor | None] = {"context": None, "y": None, "concat": None}
+    for name in stacked:
         values = [getattr(conditioning, name) for conditioning in conditionings]
         if all(value is None for value in values):
-            return None
+            continue
         if len({value.shape[1:] for value in values}) > 1:
             shapes = " and ".join(str(tuple(value.shape)) for value in values)
             raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
         value = torch.cat(values)
-        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+        stacked[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
+    return Conditioning(stacked["context"], stacked["y"], stacked["concat"])
 
-    return Conditioning(stacked("context"), stacked("y"), stacked("concat"))
+
+def _check_all(
+    model: Model, noise: Tensor, branches: Branches, plan: Plan, draw: Draw | None, refiner: RefinerSwitch | None
+) -> None:
+    """Raises ValueError for inputs of stream that do not fit each other."""
+    for conditioning in branches.conditionings:
+        check(model, noise, conditioning)
+    if refiner is not None:
+        for conditioning in refiner.branches.conditionings:
+            check(refiner.model, noise, conditioning)
+        if refiner.model.family.prediction != model.family.prediction:
+            raise ValueError(
+                f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
+                f"{refiner.model.family.prediction}: the second cannot continue what the first began"
+            )
+    if draw is None and plan.draws.any():
+        raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
 
 
-def check(pipe: Pipeline, noise: Tensor, conditioning: Conditioning) -> None:
-    """Raises ValueError if noise (B,C,h,w) and a conditioning of B images do not fit the pipeline's UNet."""
-    spec = pipe.family.unet
+def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
+    """Raises ValueError if noise (B,C,h,w) and a conditioning of B images do not fit the model's UNet."""
+    spec = model.family.unet
     given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
-    if spec.in_channels > pipe.vae.spec.embed_dim and not given:
+    if spec.in_channels > model.vae.spec.embed_dim and not given:
         raise ValueError(
-            f"{pipe.family.title} reads an image beside the text (its UNet has {spec.in_channels} input channels): "
-            "it cannot make a picture from a prompt alone; take a checkpoint with 4"
+            f"{model.family.title} reads an image beside the text (its UNet has {spec.in_channels} input channels): "
+            "it cannot make an image from a prompt alone; take a checkpoint with 4"
         )
     channels = spec.in_channels - given
     if noise.ndim != 4 or noise.shape[1] != channels:
@@ -196,60 +285,63 @@ def check(pipe: Pipeline, noise: Tensor, conditioning: Conditioning) -> None:
         raise ValueError(f"got as y {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
 
 
+# ---- the autoencoder ------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def encode(pipe: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
+def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of their latents (B,C,h,w), in the UNet's scale.
 
-    float32 on the pipeline's device; a sample is mean + deviation * noise.  An encoder that overflows in half precision
-    is run again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
+    float32 on the model's device; a sample is mean + deviation * noise.  An encoder that overflows in half precision
+    runs again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
     """
-    with pipe.phase("vae"):
-        vae, dtype = tiled_on_cpu(pipe.vae), next(pipe.vae.parameters()).dtype
-        mean, deviation = vae.distribution(pixels.to(pipe.device, dtype))
+    with model.phase("vae"):
+        vae, dtype = tiled_on_cpu(model.vae), next(model.vae.parameters()).dtype
+        mean, deviation = vae.distribution(pixels.to(model.device, dtype))
         if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
             log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
-            whole = copy.deepcopy(vae).to(pipe.device, torch.float32)
-            mean, deviation = whole.distribution(pixels.to(pipe.device, torch.float32))
+            whole = copy.deepcopy(vae).to(model.device, torch.float32)
+            mean, deviation = whole.distribution(pixels.to(model.device, torch.float32))
     if not torch.isfinite(mean + deviation).all():
-        raise ValueError(
-            f"the picture's latents are not finite: {broken_weights(pipe.networks) or 'its pixels are not'}"
-        )
-    return mean.float() * pipe.family.scale_factor, deviation.float() * pipe.family.scale_factor
+        cause = broken_weights(model.networks) or "its pixels are not finite"
+        raise ValueError(f"the image's latents are not finite: {cause}")
+    return mean.float() * model.family.scale_factor, deviation.float() * model.family.scale_factor
 
 
 @torch.no_grad()
-def decode(pipe: Pipeline, latents: Tensor) -> Iterator[Tensor]:
+def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
     """Latents (B,C,h,w) in the UNet's scale -> pixels (3,H,W) in [-1,1], float32 on the CPU, one image at a time.
 
-    A result that is not finite is never handed out: a decoder that overflows in half precision is run again in
-    float32, with a warning, and latents that are not finite raise a ValueError that names the cause.
+    A result that is not finite is never handed out: a decoder that overflows in half precision runs again in float32,
+    with a warning, and latents that are not finite raise a ValueError that names the cause.
     """
     if not torch.isfinite(latents).all():
-        advice = "try --dtype fp32" if pipe.dtype != torch.float32 else "the checkpoint or the settings are at fault"
-        raise ValueError(f"the latents are not finite: {broken_weights(pipe.networks) or advice}")
-    with pipe.phase("vae"):
-        vae = tiled_on_cpu(pipe.vae)
-        for z in latents.to(pipe.device) / pipe.family.scale_factor:
+        half = model.dtype != torch.float32
+        advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"
+        raise ValueError(f"the latents are not finite: {broken_weights(model.networks) or advice}")
+    with model.phase("vae"):
+        vae = tiled_on_cpu(model.vae)
+        for z in latents.to(model.device) / model.family.scale_factor:
             dtype = next(vae.parameters()).dtype
             vae, pixels = _decode(vae, z[None].to(dtype))
             if not torch.isfinite(pixels).all() and dtype != torch.float32:
                 log.warning("the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch."))
-                vae = copy.deepcopy(vae).to(pipe.device, torch.float32)  # not in place: other threads may be decoding
+                vae = copy.deepcopy(vae).to(model.device, torch.float32)  # a copy: other threads may be decoding
                 vae, pixels = _decode(vae, z[None].float())
             if not torch.isfinite(pixels).all():
-                cause = broken_weights(pipe.networks) or "the latents are too large"
+                cause = broken_weights(model.networks) or "the latents are too large"
                 raise ValueError(f"the image is not finite: {cause}")
             yield pixels.clamp(-1, 1).cpu()
 
 
 def _decode(vae: Autoencoder, z: Tensor) -> tuple[Autoencoder, Tensor]:
-    """z (1,C,h,w) -> pixels (3,H,W) float32; and the autoencoder to go on with, in tiles if memory has run out."""
+    """z (1,C,h,w) -> pixels (3,H,W) float32; and the autoencoder to continue with, tiled if memory has run out."""
     try:
         return vae, vae.decode(z)[0].float()
     except (RuntimeError, MemoryError) as error:
         if is_tiled(vae) or not out_of_memory(error):
             raise
-        log.warning("out of memory: decoding in tiles, which --vae-tiling does from the start")
-    # After the except block, which keeps what the failed attempt has left.
+        log.warning("out of memory: decoding in tiles, which `vae_tiling` does from the start")
+    # Outside the except block, which keeps what the failed attempt has left.
     vae = tiled(vae, rest="cpu")
     return vae, vae.decode(z)[0].float()

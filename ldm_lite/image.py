@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -89,6 +89,25 @@ def _flatten(image: Image.Image, background: str) -> Image.Image:
             log.info("transparent parts of an image are taken as %s", background)
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image
+
+
+def to_image(value: Any) -> Image.Image:
+    """A PIL image as it is; an array (H,W), (H,W,3) or (H,W,4), uint8 or float in [0,1]; a tensor (3,H,W) in [-1,1].
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, Tensor):
+        pixels = value[0] if value.ndim == 4 and len(value) == 1 else value
+        if pixels.ndim != 3 or len(pixels) != 3:
+            raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, wanted (3,H,W) in [-1,1]")
+        return to_pil(pixels.detach().cpu())
+    if not isinstance(value, np.ndarray) or value.ndim not in (2, 3):
+        raise ValueError(f"got {type(value).__name__} as an image, wanted a path, PIL, an array (H,W,3) or a tensor")
+    if value.dtype.kind == "f":
+        value = (value * 255).round().clip(0, 255)
+    return Image.fromarray(value.astype(np.uint8))
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

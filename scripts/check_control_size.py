@@ -35,7 +35,7 @@ def error(name: str) -> float:
     with on_meta():
         unet = UNet(family.unet)
     pipe: Any = SimpleNamespace(
-        unet=unet, family=family, device=torch.device("cpu"), dtype=torch.float32, placement=None
+        unet=unet, family=family, device=torch.device("cpu"), dtype=torch.float32, offloader=None
     )
     x, context, _ = toy.unet_inputs(family.unet, h=16, w=16)
     sizes, pooled = torch.tensor([[128.0, 128, 0, 0, 128, 128]] * 2), toy.normal(3, 2, 1280)

@@ -20,14 +20,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ldm_lite import cascade, generate, img2img, inpaint, txt2img, upscale
-from ldm_lite.checkpoint.model import Pipeline, tokenizer_of
+from ldm_lite import generate
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.task_options import CascadeOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control import control
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.pixels import Pixels
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
+from ldm_lite.pipeline import Pipeline, tokenizer_of
+from ldm_lite.tasks import cascade as cascade_task
+from ldm_lite.tasks import img2img as img2img_task
+from ldm_lite.tasks import inpaint as inpaint_task
+from ldm_lite.tasks import txt2img as txt2img_task
+from ldm_lite.tasks import upscale as upscale_task
 from ldm_lite.train.tasks import DiffusionTask
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
@@ -83,30 +89,30 @@ def jobs(pipe: Pipeline, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]
     prompt |= {"depth": f"{folder}/mask.png"} if family.task == "depth" else {}
     given: dict[str, Any] = {"pictures": [picture]}
     if family.task == "upscale":
-        yield "upscale", lambda: list(upscale.upscale(pipe, upscale.Options(**prompt), **given))
+        yield "upscale", lambda: list(upscale_task.upscale(pipe, UpscaleOptions(**prompt), **given))
     elif family.task == "cascade":
         small, text = family.unet.num_classes is None, torch.empty(1, 77, 4096)
         stages = [pipe] if small else [pipeline("if_I", FAMILIES["if_I"]), pipe]
-        options = cascade.Options("x")
-        yield "cascade", lambda: list(cascade.cascade(stages, options, text, text))
+        options = CascadeOptions("x")
+        yield "cascade", lambda: list(cascade_task.cascade(stages, options, text, text))
     elif family.task.startswith("inpaint"):
-        yield "inpaint", lambda: list(inpaint.inpaint(pipe, inpaint.Options(**prompt), masks=[mask], **given))
+        yield "inpaint", lambda: list(inpaint_task.inpaint(pipe, InpaintOptions(**prompt), masks=[mask], **given))
     elif family.task == "instruct":
-        yield "img2img", lambda: list(img2img.img2img(pipe, img2img.Options(**prompt), **given))
+        yield "img2img", lambda: list(img2img_task.img2img(pipe, Img2imgOptions(**prompt), **given))
     else:
         for more in ({}, {"scale": 1.0, "sampler": "euler_a"}, {"n_samples": 2, "n_iter": 2}, {"sampler": "unipc"}):
-            options = txt2img.Options(**prompt, **more)
-            yield f"txt2img {more}", lambda options=options: list(txt2img.txt2img(pipe, options))
-        yield "img2img", lambda: list(img2img.img2img(pipe, img2img.Options(**prompt), **given))
+            options = Txt2imgOptions(**prompt, **more)
+            yield f"txt2img {more}", lambda options=options: list(txt2img_task.txt2img(pipe, options))
+        yield "img2img", lambda: list(img2img_task.img2img(pipe, Img2imgOptions(**prompt), **given))
         if family.task == "txt2img":
-            yield "inpaint", lambda: list(inpaint.inpaint(pipe, inpaint.Options(**prompt), masks=[mask], **given))
+            yield "inpaint", lambda: list(inpaint_task.inpaint(pipe, InpaintOptions(**prompt), masks=[mask], **given))
     if family.unet.context_dim == 768 and family.unet.in_channels == 4 and family.conditioner == "clip":
         requests = [f"{name}:{folder}/picture.png{more}" for name, more in (("net", ":guess"), ("adapter", ":0.5-1"))]
-        steered = txt2img.Options(**prompt, control=tuple(requests))
+        steered = Txt2imgOptions(**prompt, control=tuple(requests))
         networks = [on_cuda(lambda: ControlNet(family.unet)), on_cuda(lambda: T2IAdapter(ADAPTER))]
         controls = [control.Control(*each) for each in zip(control.parse(requests, None), networks, strict=True)]
         with mock.patch.object(control, "load_controls", return_value=controls):
-            yield "control", lambda: list(txt2img.txt2img(pipe, steered))
+            yield "control", lambda: list(txt2img_task.txt2img(pipe, steered))
         yield "loss", lambda: loss(family, pipe)
 
 

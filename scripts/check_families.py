@@ -32,7 +32,7 @@ LIMITS = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 def ours(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tensor]:
     """Seconds to load, seconds for the steps, the latents."""
-    from ldm_lite.conditioning.prompts import Reading, encode_prompts
+    from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
     from ldm_lite.diffusion.guidance import classifier_free
     from ldm_lite.diffusion.names import make_plan
     from ldm_lite.generate import denoise
@@ -41,8 +41,8 @@ def ours(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tensor]:
     pipe = ldm_lite.load(random_checkpoint(name, FAMILIES[name]), device="cpu", dtype=dtype, prediction="eps")
     loaded = time.perf_counter()
     size = (noise.shape[2] * 8, noise.shape[3] * 8)
-    cond, uncond = (encode_prompts(pipe, [prompt], Reading(size=size)) for prompt in (PROMPT, NEGATIVE))
-    *_, latents = denoise(pipe, noise, classifier_free(cond, uncond, SCALE), make_plan("ddim", pipe.schedule, STEPS))
+    cond, uncond = (encode_prompts(pipe, [prompt], PromptOptions(size=size)) for prompt in (PROMPT, NEGATIVE))
+    latents = denoise(pipe, noise, classifier_free(cond, uncond, SCALE), make_plan("ddim", pipe.schedule, STEPS))
     return loaded - start, time.perf_counter() - loaded, latents
 
 

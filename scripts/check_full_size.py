@@ -84,7 +84,7 @@ def main() -> int:
         start, scheduler = time.perf_counter(), peers.schedulers(pipe.family)[name]
         theirs = peers.sample(unet, scheduler(), first, context, uncond, args.steps, scale=7.5)
         branches = classifier_free(Conditioning(context), Conditioning(uncond), 7.5)
-        *_, ours = denoise(pipe, first, branches, make_plan(name, pipe.schedule, args.steps))
+        ours = denoise(pipe, first, branches, make_plan(name, pipe.schedule, args.steps))
         report(f"{args.steps} steps of {name}", ours, theirs, 1e-4, start)
     if failures:
         print("too far: " + ", ".join(failures))

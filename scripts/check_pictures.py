@@ -19,9 +19,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import ldm_lite
-from ldm_lite.img2img import Options, img2img
-from ldm_lite.inpaint import Options as InpaintOptions
-from ldm_lite.inpaint import inpaint
+from ldm_lite.cli.task_options import Img2imgOptions as Options
+from ldm_lite.cli.task_options import InpaintOptions as InpaintOptions
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
 
 # The runs of a checkpoint, by its task: strengths that leave diffusers' order of noise as ours.
 RUNS = {

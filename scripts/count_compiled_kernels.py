@@ -26,7 +26,7 @@ from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.step import Row
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import compile as tiers
-from ldm_lite.runtime import group_norm
+from ldm_lite.runtime import fused_norm
 from ldm_lite.zoo.families import FAMILIES
 
 H100 = SimpleNamespace(
@@ -131,19 +131,19 @@ def ours(name: str, *, fixed: bool, folded: bool = True, written_out: bool = Tru
         probe = torch.empty(3, 77, *((8, 9) if folded else (64, 72)))
     on_cuda(mode, unet)
     if written_out:
-        group_norm.use(unet)
+        fused_norm.use(unet)
     batch, tokens, h, w = 1, 77, *((8, 8) if folded else (64, 64))
     if not fixed:
         source = importlib.import_module("torch._dynamo.source").ConstantSource("sizes")
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 4)
         batch, tokens, h, w = mode.from_tensor(probe, symbolic_context=dynamic, source=source).shape
     with mode, torch.no_grad(), torch.device("cuda"):
-        text, times = unet.read_text(torch.empty(1, 77, 768).half()), unet.read_times(torch.empty(1))
         side = (h, 8, w, 8) if folded else (h, w)
         registers, noise = torch.empty(5, batch, 4, *side), torch.empty(batch, 4, *side)
-        row = Row(torch.empty(times.shape[1]), torch.empty(2), torch.empty(2), torch.empty(5, 7), torch.empty(()))
-        context = torch.empty(2 * batch, tokens, text.shape[2]).half()
-        inputs = (registers, row, noise, Conditioning(context), Guidance(torch.empty(2), None, None))
+        row = Row(torch.empty(()), torch.empty(2), torch.empty(2), torch.empty(5, 7), torch.empty(()))
+        context = torch.empty(2 * batch, tokens, 768).half()
+        text = Conditioning(context, cache=unet.text_cache(context))
+        inputs = (registers, row, noise, text, Guidance(torch.empty(2), None, None))
     report(name, mode, unet, lambda model, *args: tiers._unfolded_step(model, *args, torch.half), *inputs)
 
 

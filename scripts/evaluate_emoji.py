@@ -40,12 +40,12 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
+from ldm_lite.pipeline import Pipeline
 
 # No training caption is worded like these.
 NEW_WORDINGS = (
@@ -348,10 +348,10 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
     shape = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution)
     for first in range(0, len(prompts), settings.batch):
         part = prompts[first : first + settings.batch]
-        draw = generate.seeded_noise([prompt.seed for prompt in part], shape)
+        draw = generate.SeededNoise([prompt.seed for prompt in part], shape)
         cond, uncond = (encode_prompts(pipe, texts) for texts in ([prompt.text for prompt in part], [""] * len(part)))
         branches = classifier_free(cond, uncond, settings.scale)
-        *_, latents = generate.denoise(pipe, draw(), branches, plan, draw=draw)
+        latents = generate.denoise(pipe, draw(), branches, plan, draw=draw)
         for pixels in generate.decode(pipe, latents):
             yield (pixels + 1) / 2
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from PIL import Image
 
 import ldm_lite
+from ldm_lite.cli.task_options import Img2imgOptions as Options
+from ldm_lite.cli.task_options import InpaintOptions as InpaintOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as TextOptions
 from ldm_lite.image import grid
-from ldm_lite.img2img import Options, img2img
-from ldm_lite.inpaint import Options as InpaintOptions
-from ldm_lite.inpaint import inpaint
-from ldm_lite.txt2img import Options as TextOptions
-from ldm_lite.txt2img import txt2img
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.tasks.txt2img import txt2img
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -22,7 +23,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 def main() -> None:
     """Write them."""
     pipe = ldm_lite.load(device="cpu")
-    apples = txt2img(pipe, TextOptions(prompt="a red apple on a blue background", n_samples=4))
+    apples = txt2img(pipe, TextOptions(prompt="a red apple on a blue background", batch_size=4))
     grid([apple.image for apple in apples], columns=4).save(DOCS / "apple.png")
     circle, mask = (Image.open(DOCS / name) for name in ("circle.png", "mask.png"))
     options = Options(prompt="a red apple on a blue background", strength=0.6)

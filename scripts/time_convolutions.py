@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ldm_lite.bench.subjects import random_checkpoint
 from ldm_lite.checkpoint.reader import load_weights, on_meta, split
 from ldm_lite.runtime.cpu import winograd
-from ldm_lite.runtime.tuning import keep_freed_memory
+from ldm_lite.runtime.setup import keep_freed_memory
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 

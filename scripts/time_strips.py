@@ -10,9 +10,10 @@ import time
 import torch
 from torch import nn
 
+from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime.setup import prepare
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.runtime.tuning import tune
 from ldm_lite.zoo.families import FAMILIES
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     whole = AutoencoderKL(FAMILIES["sd1"].vae).eval().to(dtype)
-    tune({"vae": whole})
+    prepare({"vae": whole}, RuntimeOptions(), torch.device("cpu"))
     strips = tiled(whole)
     z = torch.randn(1, 4, options.size // 8, options.size // 8, dtype=dtype)
 

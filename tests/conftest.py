@@ -1,14 +1,19 @@
 """Fixtures that several tests share.  Everything runs offline: a test that opens a connection fails."""
 
+import os
 import socket
 from pathlib import Path
+
+# Before torch is imported, and for every process that a test starts: miniature networks compute faster on one thread,
+# many times so beside other work.  OMP_NUM_THREADS=2 python -m pytest takes two.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import random_checkpoint
 import toy
 
 import ldm_lite
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.pipeline import Pipeline
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,16 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import upscale
-from ldm_lite.cascade import Options, StageOptions, cascade, embed, main, read_embeds
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cascade import main
+from ldm_lite.cli.task_options import CascadeOptions as Options
+from ldm_lite.cli.task_options import StageOptions, UpscaleOptions
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet_if import UNetIF
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks import upscale as upscale_task
+from ldm_lite.tasks.cascade import cascade, embed, read_embeds
 from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "if.npz")
@@ -117,8 +120,8 @@ def test_the_third_stage_upscales_with_the_prompt_and_the_seed(stages: list[Pipe
     third = list(cascade([*stages, x4], options, CONTEXT, UNCOND))
     two = replace(options, steps="4,3", scale="7,4")
     second = [to_pil(image) for image, _ in cascade(stages, two, CONTEXT, UNCOND)]
-    job = upscale.Options(prompt="a red apple", negative_prompt="", noise_level=30, steps=1, scale=3, seed=5, tile=24)
-    wanted = list(upscale.upscale(x4, job, pictures=second))
+    job = UpscaleOptions(prompt="a red apple", negative_prompt="", noise_level=30, steps=1, scale=3, seed=5, tile=24)
+    wanted = list(upscale_task.upscale(x4, job, pictures=second))
     assert [seed for _, seed in third] == [result.seed for result in wanted] == [5, 6]
     for (image, _), result in zip(third, wanted, strict=True):
         assert image.shape == (3, 128, 128)
@@ -139,10 +142,10 @@ def test_two_values_are_not_the_third_stages(stages: list[Pipeline], upscaler: P
 
 
 def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
-    options = replace(SMALL, width=16, steps="2", n_samples=2, n_iter=2, seed=7)
+    options = replace(SMALL, width=16, steps="2", batch_size=2, n_iter=2, seed=7)
     many = list(cascade(stages, options, CONTEXT, UNCOND))
     assert [seed for _, seed in many] == [7, 8, 9, 10]
-    [(alone, _)] = cascade(stages, replace(options, n_samples=1, n_iter=1, seed=9), CONTEXT, UNCOND)
+    [(alone, _)] = cascade(stages, replace(options, batch_size=1, n_iter=1, seed=9), CONTEXT, UNCOND)
     assert alone.shape == (3, 32, 64)
     assert toy.relative_error(alone, many[2][0].numpy()) < 1e-2
 

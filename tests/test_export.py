@@ -62,5 +62,5 @@ def test_what_is_wrong_is_one_line(
 def test_load_runs_the_package(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[nn.Module, Path]] = []
     monkeypatch.setattr(aot, "use", lambda network, path: used.append((network, path)))
-    pipe = ldm_lite.load(small_path, device="cpu", tuning={"compiled": "unet.pt2"})
+    pipe = ldm_lite.load(small_path, device="cpu", compiled="unet.pt2")
     assert used == [(pipe.unet, Path("unet.pt2"))]

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import decode, denoise, seeded_noise
+from ldm_lite.generate import SeededNoise, decode, denoise
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
 from ldm_lite.tasks import batching as paint
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.tasks.txt2img import txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
 SHAPE = (16, 8, 8)
@@ -33,15 +34,15 @@ NOTHING = classifier_free(Conditioning(torch.zeros(1, 77, 128)), None, 1.0)
 
 
 def run(pipe: Pipeline, sampler: str, prompts: list[str], seeds: list[int], steps: int = 6) -> Tensor:
-    draw = seeded_noise(seeds, SHAPE)
+    draw = SeededNoise(seeds, SHAPE)
     branches = classifier_free(encode_prompts(pipe, prompts), encode_prompts(pipe, [""] * len(prompts)), 2.5)
     plan = make_plan(sampler, pipe.schedule, steps)
-    *_, latents = denoise(pipe, draw(), branches, plan, draw=draw)
+    latents = denoise(pipe, draw(), branches, plan, draw=draw)
     return latents
 
 
 def test_noise_depends_on_the_seed_alone() -> None:
-    together, later = seeded_noise([5, 6, 7, 8], SHAPE), seeded_noise([7], SHAPE)
+    together, later = SeededNoise([5, 6, 7, 8], SHAPE), SeededNoise([7], SHAPE)
     for _ in range(3):
         assert torch.equal(together()[2], later()[0])
 
@@ -73,7 +74,7 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -> None:
-    draw = seeded_noise([0], SHAPE)
+    draw = SeededNoise([0], SHAPE)
     rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
     plan = make_plan(sampler, bundled.schedule, 3)
     assert len(list(denoise(bundled, draw(), rocket, plan, draw=draw))) == 3
@@ -82,7 +83,7 @@ def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -
 def test_the_loop_can_be_left(bundled: Pipeline) -> None:
     rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
     plan = make_plan("ddim", bundled.schedule, 1000)
-    steps = denoise(bundled, seeded_noise([0], SHAPE)(), rocket, plan)
+    steps = denoise(bundled, SeededNoise([0], SHAPE)(), rocket, plan)
     assert next(steps).shape == (1, *SHAPE)
     steps.close()
 
@@ -92,10 +93,10 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     hook = bundled.unet.register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))
     try:
         rocket, cat = encode_prompts(bundled, ["rocket"]), encode_prompts(bundled, ["cat"])
-        plan, noise = make_plan("ddim", bundled.schedule, 2), seeded_noise([0], SHAPE)()
-        *_, plain = denoise(bundled, noise, classifier_free(rocket, None, 7.5), plan)
-        *_, one = denoise(bundled, noise, classifier_free(rocket, cat, 1.0), plan)
-        *_, guided = denoise(bundled, noise, classifier_free(rocket, cat, 2.0), plan)
+        plan, noise = make_plan("ddim", bundled.schedule, 2), SeededNoise([0], SHAPE)()
+        plain = denoise(bundled, noise, classifier_free(rocket, None, 7.5), plan)
+        one = denoise(bundled, noise, classifier_free(rocket, cat, 1.0), plan)
+        guided = denoise(bundled, noise, classifier_free(rocket, cat, 2.0), plan)
     finally:
         hook.remove()
     assert calls == [1, 1, 1, 1, 2, 2]
@@ -103,7 +104,7 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     assert not torch.equal(plain, guided)
 
 
-# ---- what is made of text and timesteps once for all steps -----------------------------------------------------------
+# ---- keys and values of the text are made once for all steps --------------------------------------------------------
 
 
 def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tuple[Tensor, dict[str, int]]:
@@ -121,33 +122,33 @@ def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tu
         return run(pipe, "ddim", ["a red apple"], [1], steps), calls
 
 
-READERS = {
+LAYERS = {
     "keys": "middle_block.1.transformer_blocks.0.attn2.to_k",
     "values": "middle_block.1.transformer_blocks.0.attn2.to_v",
     "time": "middle_block.0.emb_layers.1",
     "queries": "middle_block.1.transformer_blocks.0.attn2.to_q",
 }
-ONCE = {"keys": 1, "values": 1, "time": 1, "queries": 4}
-EVERY_STEP = dict.fromkeys(READERS, 4)
+ONCE = {"keys": 1, "values": 1, "time": 4, "queries": 4}
+EVERY_STEP = dict.fromkeys(LAYERS, 4)
 
 
-def test_text_is_read_once_a_run_and_so_are_the_timesteps(bundled: Pipeline) -> None:
-    latents, calls = calls_in_a_run(bundled, READERS)
+def test_keys_and_values_are_made_once_a_run(bundled: Pipeline) -> None:
+    latents, calls = calls_in_a_run(bundled, LAYERS)
     assert calls == ONCE
     with torch.autocast("cpu", torch.bfloat16, enabled=True):
-        _, calls = calls_in_a_run(bundled, READERS)
+        _, calls = calls_in_a_run(bundled, LAYERS)
         assert calls == EVERY_STEP  # types change on the way there
     use(bundled.unet, "mha")
     try:
-        again, calls = calls_in_a_run(bundled, READERS)
+        again, calls = calls_in_a_run(bundled, LAYERS)
     finally:
         use(bundled.unet, "sdpa")
-    assert calls["time"] == 4  # a layer's forward is another, which reads the text itself
+    assert calls["queries"] == 0  # MultiheadAttention's function reads weights and text itself
     torch.testing.assert_close(latents, again, rtol=1e-4, atol=1e-4)
     for name in ("middle_block.1.transformer_blocks.0.attn2.to_k", "middle_block.1", ""):
         seen: list[Any] = []
         hook = bundled.unet.get_submodule(name).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args))
-        again, calls = calls_in_a_run(bundled, READERS)
+        again, calls = calls_in_a_run(bundled, LAYERS)
         hook.remove()
         assert len(seen) == 4  # whoever looks sees what is read at every step
         assert calls == EVERY_STEP
@@ -160,10 +161,10 @@ def test_text_is_read_once_a_run_and_so_are_the_timesteps(bundled: Pipeline) -> 
     [({"offload": "model"}, ONCE), ({"offload": "sequential"}, EVERY_STEP), ({"storage": "int8"}, EVERY_STEP)],
     ids=str,
 )
-def test_nothing_is_read_ahead_with_weights_that_come_and_go(
+def test_nothing_is_cached_with_weights_that_come_and_go(
     bundled: Pipeline, tuning: dict[str, str], wanted: dict[str, int]
 ) -> None:
-    latents, calls = calls_in_a_run(ldm_lite.load(device="cpu", tuning=tuning), READERS)
+    latents, calls = calls_in_a_run(ldm_lite.load(device="cpu", **tuning), LAYERS)
     assert calls == wanted
     if "offload" in tuning:
         torch.testing.assert_close(latents, run(bundled, "ddim", ["a red apple"], [1], 4), rtol=1e-4, atol=1e-4)
@@ -178,18 +179,18 @@ def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipelin
             self.unet = bundled.unet
 
         def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
-            seen.append((tuple(t.shape), context.shape[2]))
+            seen.append((tuple(t.shape), tuple(context.shape)))
             return self.unet(x, t, context, y)
 
     plan, noise, other = make_plan("ddim", bundled.schedule, 3), torch.zeros(1, *SHAPE), Other()
     list(denoise(bundled, noise, NOTHING, plan, steer=lambda step, conditioning: (other, conditioning)))
     list(denoise(replace(bundled, unet=other), noise, NOTHING, plan))  # type: ignore[arg-type]
-    assert seen == [((1,), 128)] * 6
+    assert seen == [((1,), (1, 77, 128))] * 6
 
 
-def test_a_longer_text_than_was_read_is_read_in_its_step(bundled: Pipeline) -> None:
+def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) -> None:
     """As a style adapter makes it, in some of the steps."""
-    plan, noise = make_plan("ddim", bundled.schedule, 3), seeded_noise([1], SHAPE)()
+    plan, noise = make_plan("ddim", bundled.schedule, 3), SeededNoise([1], SHAPE)()
     longer = Conditioning(torch.cat([NOTHING.conditionings[0].context, torch.ones(1, 4, 128)], dim=1))  # type: ignore[list-item]
 
     def steer(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
@@ -198,14 +199,36 @@ def test_a_longer_text_than_was_read_is_read_in_its_step(bundled: Pipeline) -> N
     def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
         return lambda *inputs: bundled.unet(*inputs), steer(step, conditioning)[1]
 
-    *_, found = denoise(bundled, noise, NOTHING, plan, steer=steer)
-    *_, wanted = denoise(bundled, noise, NOTHING, plan, steer=plain)
+    found = denoise(bundled, noise, NOTHING, plan, steer=steer)
+    wanted = denoise(bundled, noise, NOTHING, plan, steer=plain)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipeline) -> None:
+    """A fork's own layer; the others keep their cache."""
+    seen = []
+
+    class Own(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            seen.append(tuple(context.shape))
+            return self.layer(x, context)
+
+    block: Any = bundled.unet.get_submodule("output_blocks.3.1.transformer_blocks.0")
+    wanted = run(bundled, "ddim", ["a red apple"], [1], 4)
+    with mock.patch.dict(block._modules, attn2=Own(block.attn2)):
+        found, calls = calls_in_a_run(bundled, LAYERS)
+    assert torch.equal(found, wanted)
+    assert seen == [(2, 32, 128)] * 4
+    assert calls == ONCE
 
 
 def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:
     conditionings = tuple(encode_prompts(bundled, [prompt]) for prompt in ("", "rocket", "cat"))
-    plan, noise = make_plan("ddim", bundled.schedule, 1), seeded_noise([0], SHAPE)()
+    plan, noise = make_plan("ddim", bundled.schedule, 1), SeededNoise([0], SHAPE)()
     [guided] = denoise(bundled, noise, Branches(conditionings, (-1.5, 0.5, 2.0)), plan)
     alone = [next(denoise(bundled, noise, Branches((each,), (1.0,)), plan)) for each in conditionings]
     # one DDIM step is linear in the prediction

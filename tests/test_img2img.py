@@ -15,17 +15,18 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite import img2img as command
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Img2imgOptions as Options
+from ldm_lite.cli.task_options import InpaintOptions as InpaintOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as TextOptions
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import decode, encode
 from ldm_lite.image import to_pixels
-from ldm_lite.img2img import Options, edit_size, img2img
-from ldm_lite.inpaint import Options as InpaintOptions
-from ldm_lite.inpaint import inpaint
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.image_inputs import share
-from ldm_lite.txt2img import Options as TextOptions
-from ldm_lite.txt2img import txt2img
+from ldm_lite.tasks.img2img import edit_size, img2img
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.tasks.txt2img import txt2img
 
 APPLE = "a red apple on a blue background"
 GOLDEN = np.load(Path(__file__).parent / "data" / "pictures.npz")
@@ -89,7 +90,7 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
     y, x = np.mgrid[:64, :64]
     far = (x - 31.5) ** 2 + (y - 31.5) ** 2 > 29**2
     prompt = "a red apple on a blue background"
-    options = Options(prompt=prompt, strength=0.6, steps=20, sampler="dpmpp_2m", n_samples=4)
+    options = Options(prompt=prompt, strength=0.6, steps=20, sampler="dpmpp_2m", batch_size=4)
     for result in img2img(bundled, options, pictures=[circle]):
         red = result.array.argmax(axis=2) == 0
         assert red[circled].mean() > 0.8
@@ -193,7 +194,7 @@ def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: I
 def test_every_picture_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Image.Image) -> None:
     pictures = [circle, circle.rotate(90).resize((40, 48))]
     options = {"prompt": APPLE, "steps": 4, "sampler": "euler_a", "strength": 0.6}
-    many = list(img2img(bundled, Options(**options, n_samples=2, n_iter=2, seed=10), pictures=pictures))
+    many = list(img2img(bundled, Options(**options, batch_size=2, n_iter=2, seed=10), pictures=pictures))
     assert [result.seed for result in many] == list(range(10, 18))
     for number, result in ((1, many[1]), (0, many[3]), (5, many[5])):
         [single] = img2img(bundled, Options(**options, seed=result.seed), pictures=[pictures[number // 4]])

@@ -10,13 +10,14 @@ import toy
 from PIL import Image
 
 from ldm_lite import inpaint as command
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import InpaintOptions as Options
+from ldm_lite.cli.task_options import Txt2imgOptions as TextOptions
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.generate import encode
 from ldm_lite.image import to_pixels
-from ldm_lite.inpaint import Options, inpaint
-from ldm_lite.txt2img import Options as TextOptions
-from ldm_lite.txt2img import txt2img
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.tasks.txt2img import txt2img
 
 CAT = "a cat on a yellow background"
 
@@ -132,7 +133,7 @@ def test_odd_sizes_stay_and_so_does_the_rest(bundled: Pipeline, apple: Image.Ima
 def test_a_batch_equals_single_runs(bundled: Pipeline, apple: Image.Image) -> None:
     options = {"prompt": CAT, "steps": 4, "sampler": "euler_a"}
     masks = [right_half(), right_half().rotate(90)]
-    many = list(inpaint(bundled, Options(**options, n_samples=2), pictures=[apple, apple], masks=masks))
+    many = list(inpaint(bundled, Options(**options, batch_size=2), pictures=[apple, apple], masks=masks))
     for number, result in enumerate(many):
         single = Options(**options, seed=result.seed)
         [alone] = inpaint(bundled, single, pictures=[apple], masks=[masks[number // 2]])

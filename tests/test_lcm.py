@@ -15,14 +15,16 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite import generate, txt2img
 from ldm_lite.checkpoint.lora import file_names
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.unet import UNet
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.train import __main__ as train
 from ldm_lite.zoo.detection import describe
 from ldm_lite.zoo.families import FAMILIES
@@ -45,14 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> Pipeline:
     parts = {name: folder / f"{name}.safetensors" for name in ("vae", "text_encoder")}
-    return ldm_lite.load(folder / "unet.safetensors", parts=parts, device="cpu")
+    return ldm_lite.load(folder / "unet.safetensors", **parts, device="cpu")
 
 
 def run(pipe: Pipeline, steps: int, scale: float) -> torch.Tensor:
     branches = guided(pipe, encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE]), scale)
     plan = make_plan(pipe.family.sampler, pipe.schedule, steps)
-    draw = generate.shared_noise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
-    *_, latents = generate.denoise(pipe, NOISE, branches, plan, draw=draw)
+    draw = generate.SharedNoise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
+    latents = generate.denoise(pipe, NOISE, branches, plan, draw=draw)
     return latents
 
 
@@ -140,6 +142,6 @@ def test_lcm_lora_finds_all_its_modules(name: str) -> None:
 
 
 def test_ready_embeddings_are_told_the_scale_too(pipe: Pipeline) -> None:
-    options = txt2img.Options(PROMPT, height=64, width=64)
-    ready = txt2img.txt2img(pipe, options, context=encode_prompts(pipe, [PROMPT]).context)
-    assert torch.equal(next(ready).pixels, next(txt2img.txt2img(pipe, options)).pixels)
+    options = Txt2imgOptions(PROMPT, height=64, width=64)
+    ready = txt2img_task.txt2img(pipe, options, context=encode_prompts(pipe, [PROMPT]).context)
+    assert torch.equal(next(ready).pixels, next(txt2img_task.txt2img(pipe, options)).pixels)

@@ -170,7 +170,7 @@ def test_taesd_takes_the_unets_latents_as_they_are(small_path: Path, tmp_path: P
     """Trap 26: no scale factor, and images in [0,1] inside."""
     own = weights(replace(toy.TINY, encoder=False))
     save_file({key.removeprefix("decoder."): value for key, value in own.items()}, tmp_path / "decoder.safetensors")
-    pipe = ldm_lite.load(small_path, device="cpu", parts={"vae": tmp_path / "decoder.safetensors"})
+    pipe = ldm_lite.load(small_path, device="cpu", vae=tmp_path / "decoder.safetensors")
     assert isinstance(pipe.vae, TAESD)
     latents = toy.normal(8, 1, 4, 4, 6)
     wanted = torch.from_numpy(np.load(Path(__file__).parent / "data" / "zoo.npz")["taesd.decode"])
@@ -203,7 +203,7 @@ def test_another_autoencoder_keeps_the_familys_scale_factor(small_path: Path, tm
     """Trap 6: the file of an autoencoder does not say what its latents are multiplied by."""
     spec = replace(SMALL.vae, attn_levels=(3,))
     save_file({key: random_tensor(key, tuple(v.shape), 5) for key, v in weights(spec).items()}, tmp_path / "v.pt")
-    pipe = ldm_lite.load(small_path, device="cpu", parts={"vae": tmp_path / "v.pt"})
+    pipe = ldm_lite.load(small_path, device="cpu", vae=tmp_path / "v.pt")
     assert pipe.vae.spec == spec
     assert pipe.family.scale_factor == 0.18215
 
@@ -211,9 +211,9 @@ def test_another_autoencoder_keeps_the_familys_scale_factor(small_path: Path, tm
 def test_an_autoencoder_of_other_latents_does_not_fit(small_path: Path, tmp_path: Path) -> None:
     save_file(weights(toy.VQ_F16), tmp_path / "vq.safetensors")
     with pytest.raises(ValueError, match=r"vq\.safetensors: does not fit: its latents have 4 channels at 1/4 .* 1/8"):
-        ldm_lite.load(small_path, device="cpu", parts={"vae": tmp_path / "vq.safetensors"})
+        ldm_lite.load(small_path, device="cpu", vae=tmp_path / "vq.safetensors")
 
 
 def test_messages_go_through_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert console.run(lambda: ldm_lite.load(small_path, parts={"vae": "no.pth"}) and None) == 2
+    assert console.run(lambda: ldm_lite.load(small_path, vae="no.pth") and None) == 2
     assert "no.pth: no such file" in capsys.readouterr().err

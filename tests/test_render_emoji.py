@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import evaluate_emoji as evaluation
@@ -15,7 +16,12 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-needs_font = pytest.mark.skipif(not Path(emoji.FONT).exists(), reason="needs the package fonts-noto-color-emoji")
+
+def needs_font(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that draws."""
+    missing = not Path(emoji.FONT).exists()
+    return pytest.mark.extra(pytest.mark.skipif(missing, reason="needs the package fonts-noto-color-emoji")(test))
+
 
 # ---- without the font -----------------------------------------------------------------------------------------------
 
@@ -196,6 +202,7 @@ def test_jitter_and_counts() -> None:
     assert all("apple" in emoji.scenes(64, emoji=1)(i)[1] for i in range(20))
 
 
+@pytest.mark.slow
 @needs_font
 def test_every_emoji_has_a_glyph_that_can_be_seen_and_told_apart() -> None:
     looks = []

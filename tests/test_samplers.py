@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ldm_lite import samplers as command
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.samplers import Options, compare, table
 
 FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=100)
@@ -38,6 +38,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extra
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--samplers", "ddim", "--steps", "2,3", "--reference", "5", "--device", "cpu"]

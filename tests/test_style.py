@@ -13,13 +13,15 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import load_controls, parse
 from ldm_lite.image import clip_crop, to_pixels
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.style_adapter import StyleAdapter, styled
-from ldm_lite.txt2img import Options, main, txt2img
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.txt2img import main
 from ldm_lite.zoo.inference import infer_style, infer_vision
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")

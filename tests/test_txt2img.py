@@ -16,9 +16,10 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite import txt2img as command
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.txt2img import txt2img
 
 APPLE = "a red apple on a blue background"
 
@@ -55,7 +56,7 @@ def test_the_background_is_the_one_asked_for(bundled: Pipeline) -> None:
 
 def test_a_red_heart_is_red_in_the_middle_on_white(bundled: Pipeline) -> None:
     white = []
-    for result in txt2img(bundled, Options(prompt="red heart", n_samples=4)):
+    for result in txt2img(bundled, Options(prompt="red heart", batch_size=4)):
         red, green, blue = np.median(result.array[24:40, 24:40], axis=(0, 1))
         assert red > 150 > 100 > max(green, blue)
         white.append(border(result.array).min() > 200)
@@ -90,7 +91,7 @@ def test_a_result_is_pil_numpy_and_tensor(bundled: Pipeline) -> None:
 
 
 def test_image_k_has_seed_plus_k_in_any_batch(bundled: Pipeline) -> None:
-    many = list(txt2img(bundled, Options(prompt=APPLE, steps=3, n_samples=2, n_iter=2, seed=10, sampler="euler_a")))
+    many = list(txt2img(bundled, Options(prompt=APPLE, steps=3, batch_size=2, n_iter=2, seed=10, sampler="euler_a")))
     assert [result.seed for result in many] == [10, 11, 12, 13]
     for result in many:
         [single] = txt2img(bundled, Options(prompt=APPLE, steps=3, seed=result.seed, sampler="euler_a"))
@@ -99,7 +100,7 @@ def test_image_k_has_seed_plus_k_in_any_batch(bundled: Pipeline) -> None:
 
 def test_ready_embeddings(bundled: Pipeline) -> None:
     context, uncond = (encode_prompts(bundled, texts).context for texts in ([APPLE, "rocket"], [""]))
-    options = Options(steps=3, n_samples=2)
+    options = Options(steps=3, batch_size=2)
     from_embeddings = list(txt2img(bundled, options, context=context, uncond=uncond))
     for result, prompt, seed in zip(from_embeddings, [APPLE, "rocket"], [42, 43], strict=True):
         [single] = txt2img(bundled, Options(prompt=prompt, steps=3, seed=seed))
@@ -156,7 +157,7 @@ def test_sizes(bundled: Pipeline) -> None:
 @pytest.mark.parametrize("compat", [False, True])
 def test_the_defaults_of_a_process_change_nothing(bundled: Pipeline, default: torch.dtype | str, compat: bool) -> None:
     options = Options(prompt="a (red) apple", prompt_syntax="a1111", steps=2, sampler="ddim", eta=0.5, n_iter=1)
-    options = replace(options, n_samples=1, compat=compat)
+    options = replace(options, batch_size=1, compat=compat)
     [plain] = txt2img(bundled, options)
     try:
         if isinstance(default, str):
@@ -171,7 +172,7 @@ def test_the_defaults_of_a_process_change_nothing(bundled: Pipeline, default: to
 
 
 def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
-    results = list(txt2img(bundled, Options(prompt=APPLE, steps=2, n_samples=2, n_iter=2, fixed_code=True)))
+    results = list(txt2img(bundled, Options(prompt=APPLE, steps=2, batch_size=2, n_iter=2, fixed_code=True)))
     assert [result.seed for result in results] == [42, 43, 42, 43]
     assert np.array_equal(results[0].array, results[2].array)
 
@@ -218,7 +219,7 @@ def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str
     inputs: list[torch.Tensor] = []
     hook = bundled.unet.register_forward_pre_hook(lambda module, args: inputs.append(args[0][:2].clone()))
     try:
-        options = Options(prompt=APPLE, steps=4, sampler=sampler, compat=True, n_samples=2, n_iter=2, scale=2.0)
+        options = Options(prompt=APPLE, steps=4, sampler=sampler, compat=True, batch_size=2, n_iter=2, scale=2.0)
         list(txt2img(bundled, options))
     finally:
         hook.remove()

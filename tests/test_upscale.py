@@ -14,12 +14,13 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import UpscaleOptions as Options
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.tasks.upscale import noised
-from ldm_lite.upscale import Options, main, upscale
+from ldm_lite.tasks.upscale import noised, upscale
+from ldm_lite.upscale import main
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
 
@@ -52,7 +53,7 @@ def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
     y = torch.tensor([toy_zoo.NOISE_LEVEL])
     cond, uncond = (Conditioning(context[None], y, concat) for context in toy_zoo.upscale_contexts())
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
-    *_, latents = generate.denoise(pipe, toy_zoo.noise("x4"), classifier_free(cond, uncond, run.scale), plan)
+    latents = generate.denoise(pipe, toy_zoo.noise("x4"), classifier_free(cond, uncond, run.scale), plan)
     assert toy.relative_error(latents, GOLDEN["run.x4.latents"]) < 1e-5
     pixels = next(generate.decode(pipe, latents))
     assert toy.relative_error(pixels, GOLDEN["run.x4.pixels"][0].clip(-1, 1)) < 1e-5
@@ -80,7 +81,7 @@ def test_any_size_becomes_four_times_as_large(name: str, pipes: dict[str, Pipeli
 
 def test_an_image_depends_on_its_own_seed_alone(pipes: dict[str, Pipeline]) -> None:
     """The noise on the picture as well."""
-    three = list(upscale(pipes["x4"], Options(steps=1, n_samples=3), pictures=[picture()]))
+    three = list(upscale(pipes["x4"], Options(steps=1, batch_size=3), pictures=[picture()]))
     alone = next(upscale(pipes["x4"], Options(steps=1, seed=44), pictures=[picture()]))
     assert np.array_equal(three[2].array, alone.array)
     assert not np.array_equal(three[1].array, alone.array)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import ldm_lite
 from ldm_lite.cli import console, flags
-from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, Ranged, numbers, option
+from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, numbers, option
 
 if TYPE_CHECKING:
     from ldm_lite.bench.configurations import Configuration, Models
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from ldm_lite.bench.jobs import Setting
     from ldm_lite.bench.report import Report
     from ldm_lite.bench.training import Way
-    from ldm_lite.checkpoint.model import Pipeline
+    from ldm_lite.pipeline import Pipeline
 
 log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options(Ranged):
+class Options(CheckedOptions):
     """What to measure."""
 
     size: str | None = option(

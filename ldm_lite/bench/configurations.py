@@ -14,12 +14,13 @@ from torch import nn
 
 from ldm_lite.bench.contender import Here
 from ldm_lite.bench.jobs import Ours, Setting
-from ldm_lite.checkpoint.model import Pipeline, load
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta
+from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.pipeline import Pipeline, load
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.runtime.tuning import tune
+from ldm_lite.runtime.setup import prepare
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -31,7 +32,7 @@ class Configuration:
     title: str
     attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, elsewhere PyTorch's choice
     autocast: bool  # half precision by autocast from float32 weights, in place of weights cast once
-    tuned: bool  # as runtime.tuning sets networks up, in place of plain modules
+    tuned: bool  # as runtime.setup prepares networks, in place of plain modules
     compile: str  # a tier of runtime.compile
 
 
@@ -86,7 +87,8 @@ def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
     fused = pipe.device.type != "cuda" and configuration.attention == "efficient"
     name = "sdpa" if fused else configuration.attention
     if configuration.tuned:
-        return replace(pipe, **networks, step=tune(networks, attention=name, compile=configuration.compile))
+        options = RuntimeOptions(attention=name, compile=configuration.compile)
+        return replace(pipe, **networks, step=prepare(networks, options, pipe.device)[0])
     for role in ("unet", "vae"):
         attention.use(networks[role], name)
     # As in the original, whose UNet could be trained: autocast keeps the casts of such weights for as long as it is on.

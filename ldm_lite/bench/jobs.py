@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.bench.measure import flops
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, Kept, classifier_free
@@ -23,6 +22,7 @@ from ldm_lite.diffusion.plan import H, Plan, X
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.image import to_array
 from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.families import Family
 from ldm_lite.zoo.networks import build
@@ -99,7 +99,7 @@ def inputs(family: Family, setting: Setting, batch: int) -> Inputs:
     context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)
     tokenizer = CLIPTokenizer(family.text.length)
     picture = torch.rand(batch, 3, setting.height, setting.width, generator=generator) * 2 - 1
-    noise = generate.seeded_noise([setting.seed + k for k in range(batch)], shape)()
+    noise = generate.SeededNoise([setting.seed + k for k in range(batch)], shape)()
     return Inputs(noise, context, uncond, tokenizer([setting.prompt] * batch), tokenizer([""] * batch), picture)
 
 
@@ -174,7 +174,7 @@ class Ours:
 
         def steps(count: int, scale: float) -> tuple[Plan, Tensor]:
             plan = make_plan("ddim", pipe.schedule, count, spacing="trailing")
-            *_, latents = generate.denoise(pipe, given.noise, classifier_free(cond, uncond, scale), plan)
+            latents = generate.denoise(pipe, given.noise, classifier_free(cond, uncond, scale), plan)
             return plan, latents
 
         def check() -> Tensor:
@@ -221,14 +221,14 @@ class Ours:
             for repeat in range(setting.n_iter):
                 cond, uncond = (encode_prompts(pipe, [text] * batch) for text in (setting.prompt, ""))
                 seeds = [setting.seed + repeat * batch + k for k in range(batch)]
-                x, kept = generate.seeded_noise(seeds, pipe.latent_shape(setting.height, setting.width))(), None
+                x, kept = generate.SeededNoise(seeds, pipe.latent_shape(setting.height, setting.width))(), None
                 if picture:
                     init, _ = generate.encode(pipe, given.picture)
                     a, s = (float(value) for value in plan.level[0])
                     x = (a * init + s * x.to(init)) / plan.initial
                     kept = Kept(init, mask) if masked else None
                 branches = classifier_free(cond, uncond, setting.scale)
-                *_, latents = generate.denoise(pipe, x, branches, plan, kept=kept)
+                latents = generate.denoise(pipe, x, branches, plan, kept=kept)
                 pixels = list(generate.decode(pipe, latents))
                 arrays = [to_array(each) for each in pixels]
             assert len(arrays) == batch

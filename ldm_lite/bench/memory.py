@@ -81,7 +81,7 @@ def answer(question: Question) -> Answer:
     device, setting = torch.device(question.device), Setting(**question.setting)
     pipe = load(subject(question.size, question.ckpt), device=device, dtype=question.dtype, tuning=question.tuning)
     plan = make_plan(setting.sampler, pipe.schedule, setting.steps)
-    draw = generate.seeded_noise([setting.seed], pipe.latent_shape(setting.height, setting.width))
+    draw = generate.SeededNoise([setting.seed], pipe.latent_shape(setting.height, setting.width))
     branches = guided(pipe, encode_prompts(pipe, [setting.prompt]), encode_prompts(pipe, [""]), setting.scale)
     noise = latents = draw()
     times = []

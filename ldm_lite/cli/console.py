@@ -3,15 +3,32 @@
 import errno
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 
 from ldm_lite.cli.progress import end_bars
 
+# How messages name an option: `name`, `name=VALUE` or `name="value"`, as one writes it in Python.
+_OPTION = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
+
+
+def as_flags(message: str) -> str:
+    """A message in which options have their Python names, as the command line spells them.
+
+    "leave out `skip_grid`, or give `vae=FILE`" -> "leave out --skip-grid, or give --vae FILE".
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1].replace("_", "-"), (match[2] or "").strip("\"'")
+        return f"--{name}" + (f" {value}" if value and value != "True" else "")
+
+    return _OPTION.sub(flag, message)
+
 
 class _Messages(logging.Handler):
-    """Log records as single lines on stderr, each once, beside a progress bar rather than through it."""
+    """Log records as single lines on stderr, each once, above a progress bar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,18 +37,18 @@ class _Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        line = ("warning: " if record.levelno >= logging.WARNING else "") + record.getMessage()
+        line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(record.getMessage())
         if line not in self._shown:
             self._shown.add(line)
             tqdm.write(line, file=sys.stderr)
 
 
 def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
-    """Run a command's body; its exit status: 0, 1 (the machine failed), 2 (the user's input) or 130 (Ctrl-C).
+    """Run a command's body and return its exit status: 0, 1 (the machine failed), 2 (bad input) or 130 (Ctrl-C).
 
-    options are what the command was given.  What goes wrong is one line on stderr; if they ask for debug, a traceback,
-    and the warnings of libraries.
-    Where nobody reads what is printed any more, as behind `| head -1`, the command ends there, without a line: 141.
+    options are the command's dataclasses.  An error is one line on stderr, in which options are flags; with debug set
+    it is a traceback, and warnings of libraries are shown.  When nobody reads stdout any more, as behind `| head -1`,
+    the command stops silently with status 141.
     """
     log, messages, debug = logging.getLogger("ldm_lite"), _Messages(), any(getattr(o, "debug", False) for o in options)
     log.addHandler(messages)
@@ -39,14 +56,14 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     _open_streams()
     try:
         with warnings.catch_warnings():
-            if not debug:  # what a user must know is said by us
+            if not debug:  # our own messages say what a user must know
                 warnings.simplefilter("ignore")
             body()
         sys.stdout.flush()  # here, since at the interpreter's end it is too late for a status
         return 0
     except KeyboardInterrupt:
         end_bars()
-        print("interrupted: what is finished is saved", file=sys.stderr)
+        print("interrupted: finished images are saved", file=sys.stderr)
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
@@ -62,7 +79,7 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
 
 
 def _open_streams() -> None:
-    """Have a stdout and a stderr that take what is printed: all names of files, and all if they are closed (`>&-`)."""
+    """Make stdout and stderr take any file name, and anything at all if they are closed (`>&-`)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -72,7 +89,7 @@ def _open_streams() -> None:
 
 
 def _is_unread() -> bool:
-    """Whether the other end of stdout is closed; then what is still to be printed is dropped."""
+    """Whether the other end of stdout is closed; if so, drop what is left to print."""
     try:
         print(flush=True)  # an empty line, since a failed flush may have left nothing to try again
     except BrokenPipeError:
@@ -82,13 +99,13 @@ def _is_unread() -> bool:
 
 
 def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
-    """What to try next, what costs least first, when a GPU's memory, or the CPU's, is too small for what was asked."""
+    """What to try next when memory runs out: the cheapest step that has not been taken."""
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
         return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
-    one_by_one = "tile" in given and "stage_3" not in given  # as pictures are upscaled
+    one_by_one = "tile" in given and "stage_3" not in given  # images are upscaled one at a time
     steps = {
-        "--n-samples 1": (given.get("n_samples") or 1) > 1 and not one_by_one,
+        "--batch-size 1": (given.get("batch_size") or 1) > 1 and not one_by_one,
         "--batches 1": given.get("batches", "1") != "1",
         "--vae-tiling": not on_cpu and not given.get("vae_tiling", True),
         "--tile 64": given.get("tile", 0) > 64 and given.get("stage_3", "") is not None,
@@ -97,12 +114,12 @@ def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
         "--storage int8": given.get("storage", "") is None,
         "--offload sequential": not on_cpu and given.get("offload") == "model",
     }
-    return next((step for step, remains in steps.items() if remains), "a smaller picture")
+    return next((step for step, remains in steps.items() if remains), "a smaller image")
 
 
 def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
-    """An exception -> (one line, exit status)."""
-    texts = ("CUDA error: out of memory", "alloc_cpu", "ALLOC_FAILED")  # the last is of cuBLAS and cuDNN
+    """The line and the exit status for an exception."""
+    texts = ("CUDA error: out of memory", "alloc_cpu", "ALLOC_FAILED")  # the last: cuBLAS and cuDNN
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or any(t in str(error) for t in texts):
         on_cpu = isinstance(error, MemoryError) or "alloc_cpu" in str(error)
         return f"out of memory: try {_cheaper(options, on_cpu)}", 1
@@ -112,5 +129,5 @@ def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename and error.strerror:
         line = f"{error.filename}: {error.strerror}"
     if isinstance(error, (ValueError, OSError)):
-        return line, 2
-    return f"{type(error).__name__}: {line} (this is a fault of ldm_lite: --debug shows where)", 1
+        return as_flags(line), 2
+    return f"{type(error).__name__}: {line} (a bug in ldm_lite: --debug shows where)", 1

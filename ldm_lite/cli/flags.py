@@ -9,9 +9,78 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from ldm_lite.cli.console import as_flags
+
+Field = dataclasses.Field[Any]
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows one spelling of each flag in --help, and the declared ones in --help-all."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown: Sequence[str] | None = getattr(action, "shown", None)
+        if shown is None:
+            return super()._format_action_invocation(action)
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
+        return ", ".join(shown) + value
+
 
 class _Parser(argparse.ArgumentParser):
+    """A parser with two helps: --help shows the common flags, --help-all every one in its group."""
+
+    def __init__(self, command: str, about: str, has_prompt: bool) -> None:
+        super().__init__(
+            prog=f"python -m ldm_lite.{command}",
+            usage=f"%(prog)s {'[PROMPT] ' * has_prompt}[--flag VALUE ...]",
+            description=about,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=lambda prog: _Help(prog, max_help_position=34),
+        )
+        self.common: list[argparse.Action] = []
+        section = self.add_argument_group("help")
+        section.add_argument("-h", "--help", action="store_true", help="show the common options and exit")
+        section.add_argument("--help-all", action="store_true", help="show all options and exit")
+
+    def parse(self, argv: Sequence[str] | None) -> dict[str, Any]:
+        """The values of the flags that are given; shows help and exits where that is asked for."""
+        given = vars(self.parse_args(argv))
+        if given.pop("help", False):
+            self.exit(0, self.short_help())
+        if given.pop("help_all", False):
+            self.exit(0, self.format_help())
+        return given
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Print help to stdout, errors to stderr, and leave."""
+        if status == 0 and message:
+            print(message, end="")
+            message = None
+        super().exit(status, message)
+        raise AssertionError  # not reached: SystemExit
+
+    def short_help(self) -> str:
+        """The common flags, one spelling each; all flags for a command that marks none as common."""
+        if not self.common:
+            return self.format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section("common options")
+        for action in self.common:
+            shown, action.shown = action.shown, action.shown[:1]  # type: ignore[attr-defined]
+            formatter.add_argument(action)
+            action.once = shown  # type: ignore[attr-defined]
+        formatter.end_section()
+        formatter.add_text(f"--help-all shows all {len(self._actions)} options.")
+        text = formatter.format_help()
+        for action in self.common:
+            action.shown = action.once  # type: ignore[attr-defined]
+        return text
+
     def error(self, message: str) -> NoReturn:
+        """One line on stderr, with the nearest flag for an unknown one; exit status 2."""
         unknown = next((word for word in message.split() if word.startswith("--")), "")
         if message.startswith("unrecognized") and (
             near := difflib.get_close_matches(unknown, self._option_string_actions)
@@ -29,26 +98,21 @@ def parse(
     groups: Sequence[type],
     extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Flags -> one instance per dataclass of `groups`, and what else was given to flags that `extend` has added.
+    """Flags to one instance of each dataclass in `groups`, and what was given to the flags that `extend` adds.
 
     A flag that is not given keeps the dataclass's default, the only one there is.
     """
-    parser = _Parser(
-        prog=f"python -m ldm_lite.{command}",
-        usage=f"%(prog)s {'[PROMPT] ' * _has_prompt(groups)}[--flag VALUE ...]",
-        description=about,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
-    )
+    fields = [each for group in groups for each in dataclasses.fields(group)]
+    parser = _Parser(command, about, any(each.metadata.get("positional") for each in fields))
     for group in groups:
         hints = typing.get_type_hints(group)
-        for title, fields in _sections(group):
+        for title, owned in _sections(group):
             section = parser.add_argument_group(title)
-            for each in fields:
-                _add(section, each, hints[each.name])
+            for each in owned:
+                if each.metadata["flag"]:
+                    _add(parser, section, each, hints[each.name])
     extend(parser)
-    given = vars(parser.parse_args(argv))
+    given = parser.parse(argv)
     for key in [key for key in given if key.endswith("_argument")]:
         name, value = key.removesuffix("_argument"), given.pop(key)
         if value is not None and name in given:
@@ -62,49 +126,81 @@ def parse(
             for group in groups
         ]
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(as_flags(str(error)))
     return made, given
 
 
-def _has_prompt(groups: Sequence[type]) -> bool:
-    return any(each.metadata["positional"] for group in groups for each in dataclasses.fields(group))
-
-
-def _sections(group: type) -> list[tuple[str, "list[dataclasses.Field[Any]]"]]:
-    """A dataclass's fields by the class that has defined them, its own first, each with that class's first sentence."""
-    owned: dict[type, list[dataclasses.Field[Any]]] = {each: [] for each in group.__mro__}
+def _sections(group: type) -> list[tuple[str, list[Field]]]:
+    """A dataclass's fields by the class that defines them, its own first, under that class's first sentence."""
+    owned: dict[type, list[Field]] = {each: [] for each in group.__mro__}
     for each in dataclasses.fields(group):
         owned[next(owner for owner in owned if each.name in inspect.get_annotations(owner))].append(each)
     return [((owner.__doc__ or "").split(".")[0].lower(), fields) for owner, fields in owned.items() if fields]
 
 
-def _add(section: Any, each: "dataclasses.Field[Any]", hint: Any) -> None:
-    """One dataclass field as a flag, under all its spellings: with - and with _, as people remember either."""
+def _add(parser: _Parser, section: Any, each: Field, hint: Any) -> None:
+    """One dataclass field as a flag.  Each spelling is accepted with - and with _; help shows the declared ones."""
     if isinstance(hint, types.UnionType):
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
-    names = dict.fromkeys(
-        variant
-        for name in (f"--{each.name}", *each.metadata["flags"])
-        for variant in (name, "--" + name[2:].replace("_", "-"), "--" + name[2:].replace("-", "_"))
-    )
-    shown = "" if each.default in (None, False, (), "") else f" (default: {each.default})"
-    kwargs: dict[str, Any] = {"dest": each.name, "help": each.metadata["help"] + shown}
+    about = each.metadata
+    shown = [f"--{each.name.replace('_', '-')}", *about["flags"]]
+    names = dict.fromkeys(variant for name in shown for variant in (name, _spelled(name, "-"), _spelled(name, "_")))
+    default = "" if each.default in (None, False, (), "") else f" (default: {each.default})"
+    kwargs: dict[str, Any] = {"dest": each.name, "help": (about["help"] + default).replace("%", "%%")}
+    repeatable = typing.get_origin(hint) is tuple and about["parse"] is None
     if hint is bool:
         kwargs["action"] = "store_true"
-    elif typing.get_origin(hint) is tuple:
-        kwargs |= {"action": "append", "type": _text, "metavar": each.metadata["metavar"]}
+    elif repeatable:
+        kwargs |= {"action": "append", "type": _text, "metavar": about["metavar"]}
     else:
-        may_be_empty = hint is not str or each.name.endswith("prompt")
-        kwargs |= {"type": hint if may_be_empty else _text, "choices": each.metadata["choices"]}
-        if each.metadata["choices"] is None:
-            kwargs["metavar"] = each.metadata["metavar"] or {int: "N", float: "X"}.get(hint, "TEXT")
-    if each.metadata["positional"]:
+        kind = hint if hint in (int, float) else str
+        may_be_empty = kind is not str or each.name.endswith("prompt")
+        kwargs |= {"type": kind if may_be_empty else _text, "choices": about["choices"]}
+        if about["choices"] is None:
+            kwargs["metavar"] = about["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
+    if about["positional"]:
         section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
-    section.add_argument(*names, **kwargs)
+    action = section.add_argument(*names, **kwargs)
+    action.shown = shown
+    if about["common"]:
+        parser.common.append(action)
+
+
+def _spelled(flag: str, joint: str) -> str:
+    return "--" + flag[2:].replace("-", joint).replace("_", joint)
 
 
 def _text(value: str) -> str:
-    """What a flag is given, of which "" is none: an unset variable of a shell, which would be a path, the folder's."""
+    """A flag's text.  "" is refused: it is usually an unset variable of a shell, and as a path it means the folder."""
     if not value:
         raise argparse.ArgumentTypeError("got an empty text: give a value, or leave the flag out")
     return value
+
+
+def original_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the original scripts that have other names here."""
+    section = parser.add_argument_group("flags of the original scripts that have other names here")
+    section.add_argument("--plms", dest="sampler", action="store_const", const="plms", help="--sampler plms")
+    section.add_argument(
+        "--dpm_solver", dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
+    )
+    section.add_argument("--precision", choices=("full", "autocast"), help="full: --dtype fp32; autocast: the default")
+    section.add_argument("--config", help="not needed: the checkpoint says what it is")
+    section.add_argument("--C", type=int, help="latent channels: checked against the checkpoint")
+    section.add_argument("--f", type=int, help="pixels per latent position: checked against the checkpoint")
+
+
+def txt2img_flags(parser: argparse.ArgumentParser) -> None:
+    """original_flags, and those of the original txt2img alone."""
+    original_flags(parser)
+    parser.add_argument("--laion400m", action="store_true", help="--ckpt models/ldm/text2img-large/model.ckpt")
+
+
+def edit_flags(parser: argparse.ArgumentParser) -> None:
+    """original_flags, and those of InstructPix2Pix's edit_cli.py."""
+    original_flags(parser)
+    section = parser.add_argument_group("flags of InstructPix2Pix's edit_cli.py that have other names here")
+    section.add_argument("--edit", dest="prompt", metavar="TEXT", help="the prompt")
+    section.add_argument("--output", dest="out", metavar="TEXT", help="--out")
+    section.add_argument("--vae-ckpt", dest="vae", metavar="TEXT", help="--vae")
+    section.add_argument("--cfg-text", dest="scale", type=float, metavar="X", help="--scale")

@@ -1,123 +1,92 @@
-"""Options: dataclasses whose fields are arguments in Python and flags on the command line, without torch."""
+"""Options: frozen dataclasses whose fields are arguments in Python and flags on the command line.
+
+Each option is declared once, here or in task_options.py: its name, default, range, help and name in a PNG's text.
+Nothing here imports torch, so `--help` is instant.
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-
-MOST = 10**9  # of a count that nothing else limits
-MOST_PX = 2**16  # of a picture's side
+MOST = 10**9  # limit of a count that nothing else limits
+MOST_PX = 2**16  # limit of an image's side
 SEEDS = (0, 2**63 - 1)
 FINITE = (-math.inf, math.inf)
 
 
 def option(
-    default: T,
+    default: Any,
     help: str,
     *flags: str,
     positional: bool = False,
+    common: bool = False,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     within: tuple[float, float] | None = None,
-) -> T:
-    """A dataclass field that is also a flag: --its-name, and any further spellings in `flags`.
+    parse: Callable[[str, str], Any] | None = None,
+    png: str | None = None,
+    used_by: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field that is also a flag: --its-name, and further spellings in `flags`.
 
-    A flag whose field is a tuple may be repeated.  metavar is what --help calls the value.  within are the least and
-    the most that a number may be, finite in any case.
+    A flag whose field is a tuple may be repeated.  `common` flags are those that --help shows; the rest are in
+    --help-all.  `metavar` is what help calls the value, `within` the least and the most that a number may be (it is
+    finite in any case), `parse` turns (name, text) into the value, `png` is the option's name in a PNG's text.
+    `used_by` names the conditioners that use the option; with any other, setting it is an error.
     """
-    about = {"help": help, "flags": flags, "positional": positional, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata={**about, "within": within})
+    known = {"help": help, "flags": flags, "positional": positional, "common": common, "choices": choices}
+    more = {"metavar": metavar, "within": within, "parse": parse, "png": png, "used_by": used_by, "flag": True}
+    return field(default=default, metadata={**known, **more})
+
+
+def argument(help: str) -> Any:
+    """A dataclass field for Python alone, None by default: an object that no command line can spell."""
+    return field(default=None, metadata={"help": help, "flag": False, "within": None, "parse": None, "png": None})
 
 
 @dataclass(frozen=True)
-class Ranged:
-    """Options, which cannot be made with a number out of its range: that is a ValueError."""
+class CheckedOptions:
+    """Options that refuse a number out of its range, or text that does not parse, with a ValueError."""
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            value, within = getattr(self, each.name), each.metadata["within"]
-            if value is None or within is None or (within[0] <= value <= within[1] and abs(value) != math.inf):
-                continue
-            least, most = within
-            wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
-            raise ValueError(f"got {each.name} {value}, wanted {'a finite number' if within == FINITE else wanted}")
+            value, within, parse = getattr(self, each.name), each.metadata["within"], each.metadata["parse"]
+            if isinstance(value, str) and parse is not None:
+                object.__setattr__(self, each.name, parse(each.name, value))
+            elif isinstance(each.default, tuple) and not isinstance(value, tuple):
+                object.__setattr__(self, each.name, _as_tuple(value))
+            for number in (value if isinstance(value, (list, tuple)) else [value]) if within is not None else ():
+                _check_range(each.name, number, within)
 
 
-@dataclass(frozen=True)
-class LoadOptions(Ranged):
-    """What to load, and onto what; the arguments of ldm_lite.load."""
-
-    ckpt: str | None = option(
-        None,
-        "checkpoint: a file, a folder of diffusers, or owner/repository[/file] on the hub (default: the bundled model)",
-    )
-    vae: str | None = option(None, "take the autoencoder from this file")
-    unet: str | None = option(None, "take the UNet from this file")
-    text_encoder: str | None = option(None, "take the text encoder from this file")
-    lora: tuple[str, ...] = option((), "merge a LoRA file; repeatable", metavar="FILE[:WEIGHT]")
-    compiled: str | None = option(None, "run the UNet of this package, which `python -m ldm_lite.export` has written")
-    ema: str = option("auto", "use the UNet's EMA copy, if the file has one", choices=("auto", "yes", "no"))
-    prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
-    zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
-    metadata: tuple[str, ...] = option(
-        (), "add to the file's metadata, for an unknown network; repeatable", metavar="KEY=VALUE"
-    )
-    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
-    dtype: str | None = option(
-        None, "fp32, fp16, bf16, or with others for some networks fp16,vae=fp32 (default: fp16 on CUDA, else fp32)"
-    )
-    attention: str | None = option(
-        None, "sdpa (PyTorch chooses), flash, efficient, cudnn, math, mha, vanilla, sliced:8 (default: sdpa)"
-    )
-    compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)")
-    matmul_precision: str | None = option(
-        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
-    )
-    offload: str | None = option(None, "networks, or blocks, take turns on the device", choices=("model", "sequential"))
-    storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
-    vae_tiling: bool = option(
-        False, "encode and decode strip by strip, as in fp32 on a CPU always: less memory, the same picture"
-    )
-
-    def arguments(self) -> dict[str, Any]:
-        """As ldm_lite.load takes them.  Raises ValueError for metadata without a "="."""
-        values = dataclasses.asdict(self)
-        values["source"] = values.pop("ckpt")
-        parts = {role: values.pop(role) for role in ("vae", "unet", "text_encoder")}
-        values["parts"] = {role: file for role, file in parts.items() if file is not None}
-        if bad := [item for item in self.metadata if "=" not in item]:
-            raise ValueError(f"got --metadata {bad[0]}, wanted KEY=VALUE")
-        values["metadata"] = dict(item.split("=", 1) for item in self.metadata)
-        names = ("attention", "compile", "compiled", "matmul_precision", "offload", "storage", "vae_tiling")
-        tuning = {name: values.pop(name) for name in names}
-        values["tuning"] = {name: value for name, value in tuning.items() if value}
-        return values
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """One item, or a list of them, for an option that may be given several times."""
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
-@dataclass(frozen=True)
-class SaveOptions(Ranged):
-    """Where results go."""
+def _check_range(name: str, value: Any, within: tuple[float, float]) -> None:
+    least, most = within
+    if value is None or (least <= value <= most and abs(value) != math.inf):
+        return
+    wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
+    raise ValueError(f"got `{name}` {value}, wanted {'a finite number' if within == FINITE else wanted}")
 
-    out: str | None = option(
-        None, "folder for the images, or the name of a .png (default: outputs/COMMAND-samples)", "--outdir"
-    )
-    skip_save: bool = option(False, "do not save single images")
-    skip_grid: bool = option(False, "do not save a grid of all images")
-    n_rows: int = option(0, "images in a row of the grid (default: the batch size)", within=(0, MOST))
-    preview: str | None = option(
-        None,
-        "show at every step what the pictures will be, in preview.png beside the results, by this file's autoencoder: "
-        "taesd, taesdxl or any that fits",
-        metavar="FILE",
-    )
-    debug: bool = option(False, "show the traceback of an error")
+
+def pair(name: str, text: str) -> tuple[int, int]:
+    """Two whole numbers: "HxW" for a size, "Y,X" for a place.  Raises ValueError for anything else."""
+    between, least = (",", 0) if name == "crop_top_left" else ("x", 1)
+    first, _, second = text.replace("X", "x").partition(between)
+    numbers = [int(side) if side.strip().isdecimal() else -1 for side in (first, second)]
+    if not least <= min(numbers) <= max(numbers) <= MOST_PX:
+        wanted = "HxW, height first, 1024x768 for instance" if between == "x" else "Y,X, 0,128 for instance"
+        raise ValueError(f"got `{name}` {text!r}, wanted {wanted}")
+    return numbers[0], numbers[1]
 
 
 def numbers(text: str, what: str) -> list[int]:
-    """Whole numbers from 1 on, with commas between.  Raises ValueError, which says what they are, for anything else."""
+    """Whole numbers from 1 on, separated by commas.  Raises ValueError, naming `what`, for anything else."""
     try:
         found = [int(number) for number in text.split(",")]
     except ValueError as error:
@@ -125,3 +94,88 @@ def numbers(text: str, what: str) -> list[int]:
     if min(found) < 1:
         raise ValueError(f"got {what} {text!r}, wanted 1 or more")
     return found
+
+
+@dataclass(frozen=True)
+class RuntimeOptions(CheckedOptions):
+    """How the networks run."""
+
+    attention: str | None = option(
+        None, "attention kernel: sdpa (PyTorch chooses), flash, sliced:8, ...; an unknown name lists all"
+    )
+    compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)", common=True)
+    compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
+    matmul_precision: str | None = option(
+        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
+    )
+    offload: str | None = option(
+        None,
+        "save GPU memory: networks (model) or blocks (sequential) take turns on the device",
+        common=True,
+        choices=("model", "sequential"),
+    )
+    storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
+    vae_tiling: bool = option(
+        False, "encode and decode strip by strip: less memory, the same image (always on in fp32 on a CPU)"
+    )
+
+
+@dataclass(frozen=True)
+class LoadOptions(RuntimeOptions):
+    """What to load, and onto what; the arguments of ldm_lite.load."""
+
+    ckpt: Any = option(
+        None,
+        "checkpoint: a file, a diffusers folder, or owner/repository[/file] on the hub (default: the bundled model)",
+        common=True,
+    )
+    vae: str | None = option(None, "take the autoencoder from this file", common=True)
+    unet: str | None = option(None, "take the UNet from this file")
+    text_encoder: str | None = option(None, "take the text encoder from this file")
+    lora: tuple[str, ...] = option((), "merge a LoRA file; repeatable", metavar="FILE[:WEIGHT]", common=True)
+    ema: str = option("auto", "use the UNet's EMA weights, if the file has them", choices=("auto", "yes", "no"))
+    prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
+    zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
+    metadata: tuple[str, ...] = option(
+        (), "add to the file's metadata, for an unknown network; repeatable", metavar="KEY=VALUE"
+    )
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
+    dtype: str | None = option(
+        None,
+        "fp32, fp16, bf16, or by network: fp16,vae=fp32 (default: fp16 on CUDA, else fp32)",
+        common=True,
+    )
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The files that single networks are taken from, by role."""
+        files = {role: getattr(self, role) for role in ("vae", "unet", "text_encoder")}
+        return {role: file for role, file in files.items() if file is not None}
+
+    @property
+    def added_metadata(self) -> Mapping[str, str]:
+        """`metadata` as a mapping.  Raises ValueError for an item without "="."""
+        if bad := [item for item in self.metadata if "=" not in item]:
+            raise ValueError(f"got `metadata` {bad[0]!r}, wanted KEY=VALUE")
+        return dict(item.split("=", 1) for item in self.metadata)
+
+
+@dataclass(frozen=True)
+class SaveOptions(CheckedOptions):
+    """Where the images go."""
+
+    out: str | None = option(
+        None,
+        "folder for the images, or a name ending in .png (default: outputs/COMMAND-samples)",
+        "--outdir",
+        common=True,
+    )
+    skip_save: bool = option(False, "do not save single images")
+    skip_grid: bool = option(False, "do not save a grid of all images")
+    n_rows: int = option(0, "images in a row of the grid (default: the batch size)", within=(0, MOST))
+    preview: str | None = option(
+        None,
+        "write a preview of the images to preview.png at every step, with this small autoencoder: taesd, taesdxl, ...",
+        metavar="FILE",
+    )
+    debug: bool = option(False, "show the traceback of an error")

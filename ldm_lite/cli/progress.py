@@ -1,10 +1,7 @@
-"""Progress bars on stderr, and the peak of memory.  Nothing here imports torch."""
+"""Progress bars on stderr, and peak memory.  Nothing here imports torch."""
 
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 
 class Progress:
@@ -16,10 +13,10 @@ class Progress:
         self._tqdm = tqdm
         self._bar: Any = None
 
-    def __call__(self, step: int, num_steps: int, latents: "Tensor") -> None:
-        """step counts from 1; the bar appears with the first and goes to its end with the last."""
+    def __call__(self, step: int, num_steps: int, images: int) -> None:
+        """After step `step`, from 1, of a batch; the bar appears with the first step and closes with the last."""
         if self._bar is None:
-            self._bar = self._tqdm(total=num_steps, desc=f"{len(latents)} image{'s' * (len(latents) > 1)}", unit="it")
+            self._bar = self._tqdm(total=num_steps, desc=f"{images} image{'s' * (images > 1)}", unit="it")
         self._bar.update()
         if step == num_steps:
             self._bar.close()
@@ -27,14 +24,14 @@ class Progress:
 
 
 class TrainingBar:
-    """A progress bar over the steps of a training run, with its loss; call it after every step."""
+    """A progress bar over the steps of a training run, with the loss; call it after every step."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._bar: Any = None
 
     def __call__(self, step: int, loss: float | None) -> None:
-        """step counts from 1, or on from where the run was left; the bar appears with the first call."""
+        """step counts from 1, or from where a resumed run stopped; the bar appears with the first call."""
         from tqdm import tqdm
 
         if self._bar is None:
@@ -45,7 +42,7 @@ class TrainingBar:
 
 
 def memory() -> str:
-    """Peak memory of this process so far (not known on Windows), and of CUDA if it was used, in words."""
+    """Peak memory of this process so far (unknown on Windows), and of CUDA if it was used, in words."""
     parts = []
     if sys.platform != "win32":
         import resource
@@ -59,7 +56,7 @@ def memory() -> str:
 
 
 def end_bars() -> None:
-    """Have progress bars that are open end their lines, since a message is to follow."""
+    """Close open progress bars, so that a message starts on a new line."""
     if (tqdm := sys.modules.get("tqdm")) is not None:
         for bar in list(getattr(tqdm.tqdm, "_instances", ())):
             bar.close()

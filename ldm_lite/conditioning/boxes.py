@@ -13,7 +13,7 @@ from typing import NamedTuple
 NUM_TOKENS = 8192
 MOST_OBJECTS = 30
 SECTIONS = 90  # a corner is one of 90 x 90 places: the square root of NUM_TOKENS
-NONE = NUM_TOKENS - 1  # in the place of an object that is not there
+NONE = NUM_TOKENS - 1  # stands in for a missing object
 
 
 class Box(NamedTuple):

@@ -1,7 +1,7 @@
-"""Prompts that are no text: classes, boxes, maps of labels, embeddings, and none at all -> what the network reads.
+"""Prompts that are not text: classes, boxes, label maps, embeddings, or none -> what the network reads.
 
-Each function takes prompts as the command line has them ("207", the name of a file), B of them; None or "" is none,
-which stands for what to keep away from, where a model was trained with it.
+Each function takes B prompts as text ("207", the name of a file).  None or "" is no prompt, the unconditional one of
+models that were trained with it.
 """
 
 import os
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.conditioning import boxes
 from ldm_lite.diffusion.guidance import Conditioning
@@ -25,85 +25,85 @@ from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 Prompts = Sequence[str | None]
 
 
-def nothing(pipe: Pipeline, prompts: Prompts) -> Conditioning:
-    """Unconditional models.  Raises ValueError for a prompt, and for something to keep away from."""
+def nothing(model: Model, prompts: Prompts) -> Conditioning:
+    """Unconditional models.  Raises ValueError for a prompt."""
     for prompt in prompts:
         if prompt:
-            raise ValueError(f"{pipe.family.title} reads no prompt: got {prompt!r}, leave it out")
+            raise ValueError(f"{model.family.title} reads no prompt: got {prompt!r}, leave it out")
     return Conditioning()
 
 
-def classes(pipe: Pipeline, prompts: Prompts) -> Conditioning:
-    """Class numbers -> context (B,1,D).  Raises ValueError for what is none."""
-    assert isinstance(pipe.text_encoder, ClassEmbedder)
-    spec = pipe.text_encoder.spec
+def classes(model: Model, prompts: Prompts) -> Conditioning:
+    """Class numbers -> context (B,1,D).  Raises ValueError for anything else."""
+    assert isinstance(model.text_encoder, ClassEmbedder)
+    spec = model.text_encoder.spec
     most = spec.num_classes - 1 if spec.unconditional is None else spec.unconditional - 1
 
     def number(prompt: str | None) -> int:
         if not prompt and spec.unconditional is not None:
             return spec.unconditional
         if not prompt or not prompt.strip().isdecimal() or int(prompt) > most:
-            raise _not(pipe, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
+            raise _not(model, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
         return int(prompt)
 
-    return Conditioning(pipe.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=pipe.device)))
+    return Conditioning(model.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=model.device)))
 
 
-def layouts(pipe: Pipeline, prompts: Prompts) -> Conditioning:
-    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for what is none."""
-    assert isinstance(pipe.text_encoder, BERTTextEncoder)
+def layouts(model: Model, prompts: Prompts) -> Conditioning:
+    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for other files."""
+    assert isinstance(model.text_encoder, BERTTextEncoder)
     rows = [
-        boxes.tokens(boxes.read(_file(pipe, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
+        boxes.tokens(boxes.read(_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
         for prompt in prompts
     ]
-    return Conditioning(pipe.text_encoder(torch.tensor(rows, device=pipe.device)))
+    return Conditioning(model.text_encoder(torch.tensor(rows, device=model.device)))
 
 
-def label_maps(pipe: Pipeline, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
+def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
     """Images whose values are labels -> concat (B,C',h,w) for images of size (height, width).
 
-    A map of another size is scaled to it by nearest neighbour.  Raises ValueError for what is no map of labels.
+    A map of another size is scaled by nearest neighbour.  Raises ValueError for images that are no label map.
     """
-    assert isinstance(pipe.text_encoder, LabelMapRescaler)
-    num_labels = pipe.text_encoder.spec.num_labels
+    assert isinstance(model.text_encoder, LabelMapRescaler)
+    num_labels = model.text_encoder.spec.num_labels
     maps = []
     for prompt in prompts:
-        path = _file(pipe, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
+        path = _file(model, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
         labels = read_image(path, lambda image: _labels(image, size))
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
-                f"{path}: is no map of labels: holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+                f"{path}: is no label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
-    return Conditioning(concat=pipe.text_encoder(torch.stack(maps).to(pipe.device)))
+    return Conditioning(concat=model.text_encoder(torch.stack(maps).to(model.device)))
 
 
 def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
     if image.mode not in ("L", "P", "I;16", "I"):
-        raise ValueError(f"is no map of labels: has the mode {image.mode}, wanted one channel (L or P) of labels")
+        raise ValueError(f"is no label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
     return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
 
 
-def embeddings(pipe: Pipeline, prompts: Prompts, num_tokens: int) -> Conditioning:
-    """Files of embeddings, (D,) or (T,D), as CLIP's normalised ones -> context (B,T,D); zeros where there is none.
+def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
+    """Files of normalised CLIP embeddings, (D,) or (T,D) -> context (B,T,D); zeros for no prompt.
 
-    Those that are shorter than num_tokens are filled up with zeros.  Raises ValueError for what is none.
+    They are padded with zeros to num_tokens.  Raises ValueError for other files.
     """
     rows = []
     for prompt in prompts:
         values = (
-            read_embeddings(pipe, prompt)
+            read_embeddings(model, prompt)
             if prompt
-            else torch.zeros(1, pipe.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
+            else torch.zeros(1, model.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
         )
         rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
-    return Conditioning(torch.stack(rows).to(pipe.device))
+    return Conditioning(torch.stack(rows).to(model.device))
 
 
-def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
-    """A .npy file -> its embeddings (T,D) float32, D being the width of the pipeline's context.  Raises ValueError."""
-    width = pipe.family.unet.context_dim
-    path = _file(pipe, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
+def read_embeddings(model: Model, prompt: str) -> Tensor:
+    """The embeddings (T,D) float32 in a .npy file, D the width of the model's context.  Raises ValueError."""
+    width = model.family.unet.context_dim
+    path = _file(model, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
     values = _npy(path)
     values = values[None] if values.ndim == 1 else values
     if values.ndim != 2 or values.shape[1] != width:
@@ -112,7 +112,7 @@ def read_embeddings(pipe: Pipeline, prompt: str) -> Tensor:
 
 
 def read_image_embedding(path: Path) -> Tensor:
-    """The one vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for another."""
+    """The single vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for other files."""
     values = read_tensor(path)
     if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
         raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
@@ -120,7 +120,7 @@ def read_image_embedding(path: Path) -> Tensor:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """The one tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line, for another."""
+    """The single tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line."""
     if path.suffix == ".npy":
         return _npy(path)
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -128,8 +128,8 @@ def read_tensor(path: Path) -> Tensor:
             value = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # of what is no pickle torch raises nearly anything
-            raise ValueError(f"{path}: is no file of torch's, or not one of tensors alone") from error
+        except Exception as error:  # torch raises nearly anything for a broken pickle
+            raise ValueError(f"{path}: is no torch file, or holds more than tensors") from error
         found = list(value.values()) if isinstance(value, dict) else [value]
     else:
         file = open_checkpoint(path)
@@ -155,7 +155,7 @@ def _npy(path: Path) -> Tensor:
 def read_image_statistics(path: Path) -> Tensor:
     """Mean and standard deviation of image embeddings, (2,D) float32: karlo's .th file, or diffusers' `mean` and `std`.
 
-    Raises ValueError for another.
+    Raises ValueError for other files.
     """
     try:
         if path.suffix in (".th", ".pt"):  # no names: two tensors
@@ -166,19 +166,19 @@ def read_image_statistics(path: Path) -> Tensor:
         return torch.stack([mean.reshape(-1), deviation.reshape(-1)]).float()
     except OSError:
         raise
-    except Exception as error:  # of what is no pickle torch raises nearly anything
+    except Exception as error:  # torch raises nearly anything for a broken pickle
         raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
 
 
-def _file(pipe: Pipeline, prompt: str | None, wanted: str) -> Path:
+def _file(model: Model, prompt: str | None, wanted: str) -> Path:
     if not prompt:
-        raise _not(pipe, prompt, wanted, guided=False)
+        raise _not(model, prompt, wanted, guided=False)
     path = Path(os.path.expanduser(prompt))
     if not path.is_file():
-        raise ValueError(f"{os.fspath(prompt)}: no such file: {pipe.family.title} reads {wanted}")
+        raise ValueError(f"{os.fspath(prompt)}: no such file: {model.family.title} reads {wanted}")
     return path
 
 
-def _not(pipe: Pipeline, prompt: str | None, wanted: str, guided: bool) -> ValueError:
-    unguided = "" if guided else ", and nothing to keep away from (leave out --scale)"
-    return ValueError(f"{pipe.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")
+def _not(model: Model, prompt: str | None, wanted: str, guided: bool) -> ValueError:
+    unguided = "" if guided else ", without a negative prompt (leave out `scale`)"
+    return ValueError(f"{model.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")

@@ -1,4 +1,4 @@
-"""Textual inversion: vectors that a prompt calls by a name, which stand where a word's tokens would.
+"""Textual inversion: vectors that a prompt calls by a name, in place of a word's tokens.
 
 Gal et al. 2022.  Files are those of the original and of AUTOMATIC1111 (`string_to_param`), kohya's (`emb_params`, and
 for SDXL `clip_l` and `clip_g`) and diffusers' (one tensor by the name of its token).
@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.checkpoint.unpickle import INVERSION
 from ldm_lite.models.clip import CLIPTextEncoder
@@ -22,18 +23,20 @@ from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 
 log = logging.getLogger("ldm_lite")
 
+M = TypeVar("M", bound=Model)
+
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """The vectors of one file, which any of its names stands for in a prompt."""
+    """The vectors of one file, and its names in a prompt."""
 
     file: str
-    names: tuple[str, ...]  # the file's without its extension, and the one that is stored in it
-    vectors: Mapping[int, Tensor]  # (n,D) by D, the same n for all
+    names: tuple[str, ...]  # the file's without its extension, and the one stored in it
+    vectors: Mapping[int, Tensor]  # (n,D) by their width D, the same n for all
 
 
 def open_embedding(source: str | os.PathLike[str]) -> Embedding:
-    """Open a file of textual inversion: a path, or owner/repository/file on the hub.
+    """Open a textual inversion file: a path, or owner/repository/file on the hub.
 
     Raises FileNotFoundError or ValueError, one line, if it is none.
     """
@@ -47,31 +50,31 @@ def open_embedding(source: str | os.PathLike[str]) -> Embedding:
         )
     found = {key: file.read(key).detach().float().reshape(-1, shape[-1]) for key, shape in list(file.shapes.items())}
     if len({len(vectors) for vectors in found.values()}) > 1:
-        raise ValueError(f"{file.path}: clip_l and clip_g have not as many vectors: the file is damaged")
+        raise ValueError(f"{file.path}: clip_l and clip_g differ in their number of vectors: the file is damaged")
     stored = next(iter(found)).removeprefix(f"{INVERSION}.")
     own = () if stored in ("emb_params", "clip_l", "clip_g", "*", "") else (stored,)
     names = tuple({name.lower(): name for name in (file.path.stem, *own)}.values())
     return Embedding(file.path.name, names, {vectors.shape[1]: vectors for vectors in found.values()})
 
 
-def with_embeddings(pipe: Pipeline, sources: Sequence[str | os.PathLike[str]]) -> Pipeline:
-    """The pipeline, in whose prompts the names of embeddings' files are their vectors; networks are shared.
+def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
+    """The model with textual inversion files loaded: a prompt calls each by its name.  The networks are shared.
 
-    What stands for what is said.  Raises ValueError, one line, for an embedding that is not of its text encoders'
-    widths, and where two have the same name.
+    A message says which names stand for how many vectors.  Raises ValueError, one line, for vectors that are not as
+    wide as the text encoders', and for two files of one name.
     """
     if not sources:
-        return pipe
-    encoders = [net for net in (pipe.text_encoder, pipe.text_encoder_2) if net is not None]
+        return model
+    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if net is not None]
     specs = [net.spec for net in encoders if isinstance(net, CLIPTextEncoder | OpenCLIPTextEncoder)]
-    if pipe.tokenizer is None or not specs:
+    if model.tokenizer is None or not specs:
         raise ValueError(
-            f"{pipe.family.title} reads no text with CLIP, for which embeddings are: leave out --embedding"
+            f"{model.family.title} reads no text with CLIP, which embeddings are made for: leave out `embedding`"
         )
-    widths, added, learned = [spec.width for spec in specs], dict(pipe.tokenizer.added), dict(pipe.learned)
+    widths, added, learned = [spec.width for spec in specs], dict(model.tokenizer.added), dict(model.learned)
     first = max(spec.vocab_size for spec in specs) + len(next(iter(learned.values()), ()))
     for embedding in map(open_embedding, sources):
-        count = _check(embedding, widths, pipe.tokenizer.room)
+        count = _check(embedding, widths, model.tokenizer.room)
         for name in embedding.names:
             if name.lower() in map(str.lower, added):
                 raise ValueError(f"{embedding.file}: there is another embedding of the name {name!r}: rename the file")
@@ -80,12 +83,12 @@ def with_embeddings(pipe: Pipeline, sources: Sequence[str | os.PathLike[str]]) -
             learned[width] = torch.cat([*([learned[width]] if width in learned else []), embedding.vectors[width]])
         first += count
         names = " or ".join(map(repr, embedding.names))
-        log.info("%s: in a prompt, %s is %d vector%s", embedding.file, names, count, "s" * (count > 1))
-    return replace(pipe, tokenizer=replace(pipe.tokenizer, added=tuple(added.items())), learned=learned)
+        log.info("%s: in a prompt, %s stands for %d vector%s", embedding.file, names, count, "s" * (count > 1))
+    return replace(model, tokenizer=replace(model.tokenizer, added=tuple(added.items())), learned=learned)
 
 
 def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
-    """How many vectors an embedding has.  Raises ValueError if they are not for encoders of those widths."""
+    """The number of an embedding's vectors.  Raises ValueError if they are not for encoders of these widths."""
     count = len(next(iter(embedding.vectors.values())))
     if missing := [width for width in widths if width not in embedding.vectors]:
         got = " and ".join(map(str, embedding.vectors))
@@ -94,9 +97,7 @@ def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
             f"{embedding.file}: is for another model: its vectors are {got} wide, wanted {wanted} for its text encoder"
         )
     if not 1 <= count <= room:
-        raise ValueError(
-            f"{embedding.file}: holds {count} vectors, wanted 1 to {room}, which is what a prompt has room for"
-        )
+        raise ValueError(f"{embedding.file}: holds {count} vectors, wanted 1 to {room}, which fit into a prompt")
     if unread := [width for width in embedding.vectors if width not in widths]:
-        log.warning("%s: its vectors of width %d are not read by this model", embedding.file, unread[0])
+        log.warning("%s: this model does not use its vectors of width %d", embedding.file, unread[0])
     return count

@@ -1,4 +1,4 @@
-"""Canny's edge detector: a picture -> white edges on black, as ControlNet's and T2I-Adapter's canny networks read it.
+"""Canny's edge detector: an image -> white edges on black, which canny ControlNets and T2I-Adapters read.
 
 Bit for bit what OpenCV's Canny gives with its defaults (3x3 Sobel, L1 norm), which made their training data.
 Source: Canny 1986; its steps are gradients, thinning to the ridge across the edge, and hysteresis.
@@ -13,15 +13,15 @@ from PIL import Image
 Grid = NDArray[np.int64]
 
 
-def canny(picture: Image.Image, low: float = 100, high: float = 200) -> Image.Image:
-    """An RGB picture -> an RGB picture of the same size, 255 on its edges and 0 elsewhere.
+def canny(image: Image.Image, low: float = 100, high: float = 200) -> Image.Image:
+    """An RGB image -> an RGB image of the same size, 255 on its edges and 0 elsewhere.
 
-    Edges begin where the gradient (of 8-bit values, |dx| + |dy|) is above `high`, and go on while it is above `low`.
+    Edges start where the gradient (of 8-bit values, |dx| + |dy|) is above `high`, and continue while it is above `low`.
     Raises ValueError if low is above high.
     """
     if low > high:
         raise ValueError(f"got canny thresholds {low:g} and {high:g}, wanted the lower one first")
-    dx, dy = _gradient(np.asarray(picture.convert("RGB")).astype(np.int64))
+    dx, dy = _gradient(np.asarray(image.convert("RGB")).astype(np.int64))
     size = abs(dx) + abs(dy)
     ridge = _ridge(size, dx, dy)
     weak, strong = ridge & (size > np.floor(low)), ridge & (size > np.floor(high))

@@ -1,8 +1,10 @@
-"""What the network reads beside the latents, and what happens to its output before the sampler's row.
+"""What the network reads beside the latents, and what happens to its output before the sampler's update.
 
 Guidance runs the network on several conditionings at once, the branches, and mixes their outputs.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,62 +18,100 @@ class Conditioning(NamedTuple):
     context: Tensor | None = None  # (B,T,D)
     y: Tensor | None = None  # vectors (B,V), or classes (B,) int64
     concat: Tensor | None = None  # (B,C',h,w), channels that follow the latents'
-    control: tuple[Any, ...] | None = None  # what a network that is steered reads too: models.controlnet.Hints
+    control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
+    cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
+
+    def rows(self, rows: slice, count: int) -> "Conditioning":
+        """Some rows of a conditioning of `count` images, or of one that serves all of them."""
+        parts = [self.context, self.y, self.concat]
+        chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
+        return Conditioning(chosen[0], chosen[1], chosen[2])
+
+
+Combine = Callable[[Tensor, Tensor], Tensor]  # the outputs (B,C,h,w) of cond and uncond -> the guided output
 
 
 @dataclass(frozen=True)
 class Branches:
-    """Conditionings on which the network runs at every step, and the weights of its outputs, which add up to 1.
+    """The conditionings that the network runs on at every step, and how its outputs become one.
 
-    The last branch is the one that has all of the conditioning.
+    The last branch is the one with all of the conditioning.  Outputs are mixed by `weights`, which add up to 1 (a
+    function gives those of a step, counted from 0), or by `combine`, a function of the outputs of two branches.
     """
 
     conditionings: tuple[Conditioning, ...]
-    weights: tuple[float, ...]
+    weights: tuple[float, ...] | Callable[[int], tuple[float, ...]]
+    rescale: float = 0.0  # as in rescaled(), in [0,1]
+    threshold: tuple[float, float] | None = None  # percentile and limit, as in dynamic_threshold()
+    combine: Combine | None = None
+
+    def weights_at(self, step: int) -> tuple[float, ...]:
+        """The weights of a step, counted from 0."""
+        return self.weights(step) if callable(self.weights) else self.weights
 
 
-def classifier_free(cond: Conditioning, uncond: Conditioning | None, scale: float) -> Branches:
-    """uncond + scale * (cond - uncond); no uncond, or scale 1, is no guidance, and half the work.
+@dataclass(frozen=True)
+class Scheduled:
+    """Weights of classifier-free guidance whose scale depends on the step."""
 
-    Ho and Salimans 2022, eq. 6, in the original scripts' convention.
+    scale: Callable[[int], float]
+
+    def __call__(self, step: int) -> tuple[float, float]:
+        """The weights (uncond, cond) of a step, counted from 0."""
+        scale = float(self.scale(step))
+        return 1 - scale, scale
+
+
+def classifier_free(
+    cond: Conditioning, uncond: Conditioning | None, guidance: float | Callable[..., Any] = 7.5
+) -> Branches:
+    """uncond + scale * (cond - uncond); no uncond, or scale 1, means no guidance, and half the work.
+
+    guidance is the scale, a function step -> scale (steps count from 0), or a function (cond, uncond) -> output of the
+    network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in the original scripts' convention.
     """
-    if uncond is None or scale == 1:
+    if uncond is None or guidance == 1:
         return Branches((cond,), (1.0,))
-    return Branches((uncond, cond), (1 - scale, scale))
+    if not callable(guidance):
+        return Branches((uncond, cond), (1 - guidance, guidance))
+    if len(inspect.signature(guidance).parameters) >= 2:
+        return Branches((uncond, cond), (0.0, 1.0), combine=guidance)
+    return Branches((uncond, cond), Scheduled(guidance))
 
 
 def instructed(
     cond: Conditioning, uncond: Conditioning | None, concat: Tensor, scale: float, image_scale: float
 ) -> Branches:
-    """Guidance by a text and a picture: neither + image_scale * (picture - neither) + scale * (both - picture).
+    """Guidance by text and image: neither + image_scale * (image - neither) + scale * (both - image).
 
-    concat (B,C',h,w) is the picture; uncond may be None if both scales are 1.  Branches of no weight are left out.
+    concat (B,C',h,w) is the image; uncond may be None if both scales are 1.  Branches of weight 0 are left out.
     Brooks et al. 2023, eq. 3.
     """
     both = cond._replace(concat=concat)
     if uncond is None:
         return Branches((both,), (1.0,))
-    picture, neither = uncond._replace(concat=concat), uncond._replace(concat=torch.zeros_like(concat))
-    weighted = ((neither, 1 - image_scale), (picture, image_scale - scale), (both, scale))
+    image, neither = uncond._replace(concat=concat), uncond._replace(concat=torch.zeros_like(concat))
+    weighted = ((neither, 1 - image_scale), (image, image_scale - scale), (both, scale))
     used = [(branch, weight) for branch, weight in weighted if weight != 0 or branch is both]
     return Branches(*zip(*used, strict=True))
 
 
-class Kept(NamedTuple):
-    """What is to stay: there the prediction of x0 is replaced by the truth, so that every sampler leads to it."""
+class InpaintMask(NamedTuple):
+    """Latents to keep: where the mask is 0, the prediction of x0 is replaced by them, so every sampler ends there."""
 
     latents: Tensor  # (B,C,h,w)
-    mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 where they stay, 1 where anything may come
+    mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 keeps, 1 is free
 
 
 class Guidance(NamedTuple):
-    """How outputs are mixed; values are tensors, so that a compiled step serves all of them.  None = not done."""
+    """What a step does to the outputs, as tensors, so that one compiled step serves all values.  None = not done."""
 
-    weights: Tensor | None  # (K,) of K branches; None for one
+    weights: Tensor | None  # (K,) for K branches; None for one
     rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
     percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
-    kept: Kept | None = None
-    limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: the most that is clamped to
+    kept: InpaintMask | None = None
+    limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: never clamp to more
+    combine: Combine | None = None  # in place of weights; steps that have one are not compiled
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
@@ -81,7 +121,7 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
     """
     if guidance.weights is not None:
         outs = out.view(len(guidance.weights), *x.shape)  # (K, B, C, h, w)
-        out = mixed(outs, guidance.weights)
+        out = mixed(outs, guidance.weights) if guidance.combine is None else guidance.combine(outs[1], outs[0])
         if guidance.rescale is not None:
             out = rescaled(out, outs[-1], guidance.rescale)
     if guidance.percentile is None and guidance.kept is None:

@@ -1,98 +1,122 @@
-"""The names of samplers, as people know them from other programs, and the door to all of them: make_plan."""
+"""The registry of samplers: their names, as people know them from other programs, and make_plan."""
 
 import difflib
+import functools
 import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, overload
 
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, TABLES, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Level, Schedule, Spacing, levels_of
 
-# AUTOMATIC1111's names, which are also what a PNG's parameters say.
-LABELS = {
-    "ddim": "DDIM",
-    "plms": "PLMS",
-    "ddpm": "DDPM",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "heun": "Heun",
-    "dpm2": "DPM2",
-    "dpm2_a": "DPM2 a",
-    "lms": "LMS",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "dpmpp_3m_sde": "DPM++ 3M SDE",
-    "dpmpp_sde": "DPM++ SDE",
-    "dpmpp_2s_a": "DPM++ 2S a",
-    "unipc": "UniPC",
-    "deis": "DEIS",
-    "lcm": "LCM",
-}
-# Other spellings, after _normal: of the original scripts, k-diffusion, ComfyUI, InvokeAI and diffusers' classes.
-ALIASES = {
-    "pndm": "plms",
-    "euler_ancestral": "euler_a",
-    "dpm_2": "dpm2",
-    "dpm2_ancestral": "dpm2_a",
-    "dpm_2_a": "dpm2_a",
-    "dpm_2_ancestral": "dpm2_a",
-    "dpmpp_2s_ancestral": "dpmpp_2s_a",
-    "dpmpp_2s": "dpmpp_2s_a",
-    "uni_pc": "unipc",
-    "unipc_multistep": "unipc",
-    "unipcmultistep": "unipc",
-    "deismultistep": "deis",
-    "dpmsolver++": "dpmpp_2m",
-    "dpmsolvermultistep": "dpmpp_2m",
-    "dpm_solver": "dpmpp_2m",
-    "dpmsolversde": "dpmpp_sde",
-    "lmsdiscrete": "lms",
-    "heundiscrete": "heun",
-    "eulerdiscrete": "euler",
-    "eulerancestraldiscrete": "euler_a",
-    "kdpm_2": "dpm2",
-    "kdpm_2_a": "dpm2_a",
-    "uni_pc_bh2": "unipc",
-    "kdpm2discrete": "dpm2",
-    "kdpm2ancestraldiscrete": "dpm2_a",
-}
-_SPACINGS = ("karras", "exponential", "sgm_uniform", "beta", "trailing", "leading", "respaced", *TABLES)
-SUFFIXES = {"_" + name: name for name in _SPACINGS}
+Sampler = Callable[..., Plan]  # (schedule, steps, spacing="...") and, where it has them, eta=... and churn=...
+AnySampler = TypeVar("AnySampler", bound=Sampler)
+SAMPLERS: dict[str, Sampler] = {}  # filled by register(); an entry of your own works too
+LABELS: dict[str, str] = {}  # key of SAMPLERS -> AUTOMATIC1111's name, which PNG text uses
+ALIASES: dict[str, str] = {}  # another spelling, after _normal -> key of SAMPLERS
+
+
+@overload
+def register(
+    function: AnySampler, *, label: str | None = None, aliases: Iterable[str] = (), replace: bool = False
+) -> AnySampler: ...
+@overload
+def register(
+    *, label: str | None = None, aliases: Iterable[str] = (), replace: bool = False
+) -> Callable[[AnySampler], AnySampler]: ...
+def register(
+    function: Sampler | None = None, *, label: str | None = None, aliases: Iterable[str] = (), replace: bool = False
+) -> Callable[..., object]:
+    """Add a sampler to SAMPLERS under its function's name, and return it: a function or a decorator.
+
+    label is its name in PNG text (default: made of the function's name).  Users may write label and aliases in place of
+    the name.  Raises ValueError if a name is taken (replace=True replaces the sampler of that name), and for a function
+    that cannot be called as function(schedule, steps, spacing=...).
+    """
+    if function is None:
+        return functools.partial(register, label=label, aliases=aliases, replace=replace)
+    key = getattr(function, "__name__", "")
+    if not key.isidentifier():
+        raise ValueError('this sampler has no name: write it with def, or set SAMPLERS["name"] to it')
+    _parameters(key, function)
+    own, taken = _normal(key), _spellings()
+    others = {_normal(each) for each in (label or key, *aliases)} - {own}
+    for each in (own, *others):
+        holder = taken.get(each)
+        if holder is not None and not (replace and (each == own or holder == key)):
+            advice = "replace=True replaces it" if each == own else "choose another"
+            raise ValueError(f"cannot register {key}: the name {each!r} is taken by {holder}; {advice}")
+    ALIASES.pop(own, None)
+    ALIASES.update(dict.fromkeys(others, key))
+    if label is not None:
+        LABELS[key] = label
+    SAMPLERS[key] = function
+    return function
+
+
+def _parameters(key: str, sampler: Sampler) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a sampler.  Raises ValueError if make_plan cannot call it."""
+    signature = inspect.signature(sampler)
+    problem = ""
+    try:
+        signature.bind("schedule", "steps", spacing="linspace")
+    except TypeError as error:
+        problem = str(error)
+    spacing = signature.parameters.get("spacing")
+    if not problem and (spacing is None or spacing.default is spacing.empty):
+        problem = "`spacing` has no default"
+    if problem:
+        wanted = 'wanted (schedule, steps, spacing="karras"), and a default for every other parameter'
+        raise ValueError(f"sampler {key}({', '.join(signature.parameters)}): {problem}; {wanted}")
+    return signature.parameters
+
+
+def has(key: str, option: str) -> bool:
+    """Whether a sampler of SAMPLERS takes an option: "eta" or "churn"."""
+    return option in inspect.signature(SAMPLERS[key]).parameters
 
 
 def resolve(name: str) -> tuple[str, str | None]:
-    """A sampler's name as users write it ("DPM++ 2M Karras") -> (key of SAMPLERS, spacing that the name asks for).
+    """Split a name as users write it ("DPM++ 2M Karras") into a key of SAMPLERS and the spacing it asks for, or None.
 
     Raises ValueError for an unknown name, with the nearest ones.
     """
-    key, spacing = _normal(name), None
-    for suffix, meant in SUFFIXES.items():
-        if key.endswith(suffix):
-            key, spacing = key.removesuffix(suffix), meant
-    key = ALIASES.get(key, key)
-    if key not in SAMPLERS:
-        near = difflib.get_close_matches(key, [*SAMPLERS, *ALIASES], n=3, cutoff=0.4)
-        near = list(dict.fromkeys(ALIASES.get(each, each) for each in near))
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+    words, spacing, known = _normal(name), None, _spellings()
+    if words not in known:
+        for each in sorted(SPACINGS, key=len, reverse=True):
+            if words.endswith("_" + _normal(each)):
+                words, spacing = words.removesuffix("_" + _normal(each)), each
+                break
+    if words not in known:
+        near = [known[each] for each in difflib.get_close_matches(words, known, n=3, cutoff=0.4)]
+        hint = f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
         raise ValueError(f"unknown sampler {name!r}: {hint}wanted one of {', '.join(SAMPLERS)}")
-    return key, spacing
+    return known[words], spacing
+
+
+def _spellings() -> dict[str, str]:
+    """Every name after _normal -> key of SAMPLERS."""
+    return ALIASES | {_normal(key): key for key in SAMPLERS}
 
 
 def _normal(name: str) -> str:
-    """Lower case, words joined by _, "++" as pp, without k-diffusion's and diffusers' decorations."""
-    key = name.strip().lower().replace(" ", "_").replace("-", "_").replace("dpm++", "dpmpp")
-    return key.removeprefix("sample_").removeprefix("k_").removesuffix("scheduler")
+    """Lower case, words joined by _, "++" as pp, without k-diffusion's prefixes and diffusers' suffix."""
+    words = name.strip().lower().replace(" ", "_").replace("-", "_").replace("dpm++", "dpmpp")
+    return words.removeprefix("sample_").removeprefix("k_").removesuffix("scheduler")
 
 
 def label(name: str) -> str:
-    """A sampler's name as AUTOMATIC1111's web UI writes it."""
+    """A sampler's name as AUTOMATIC1111's web UI writes it, with the spacing that it asks for."""
     key, spacing = resolve(name)
-    return LABELS[key] + (f" {spacing.replace('_', ' ').title()}" if spacing else "")
+    words = key.replace("_", " ")
+    text = LABELS.get(key, words[:1].upper() + words[1:])
+    return text if spacing is None else f"{text} {spacing.replace('_', ' ').title()}"
 
 
 def table_steps(name: str) -> int | None:
-    """The number of steps of a sampler whose name asks for a spacing that has one number of them; None for others."""
+    """The number of steps if the sampler's name asks for a spacing with a fixed one ("ddpm smart27"), else None."""
     _, spacing = resolve(name)
-    return None if spacing not in SECTIONS else sum(SECTIONS[spacing])
+    return sum(SECTIONS[spacing]) if spacing in SECTIONS else None
 
 
 def make_plan(
@@ -102,31 +126,30 @@ def make_plan(
     *,
     eta: float | None = None,
     churn: float | None = None,
-    spacing: str | None = None,
+    spacing: str | Spacing | None = None,
     last: int | None = None,
 ) -> Plan:
-    """The plan of a sampler by any of its names; eta, churn and spacing None = the sampler's own.
+    """The plan of a sampler by any of its names; eta, churn and spacing default to the sampler's own.
 
-    With `last` it is the plan of the last so many of those steps, begun there: a multistep sampler has no history then.
-    Raises ValueError for an unknown name or spacing, steps outside 1..1000, a last outside 1..steps, and for an eta or
-    churn that the sampler lacks.
+    spacing is a key of SPACINGS or a function of your own.  With `last`, only the last so many of the steps are run; a
+    multistep sampler starts them without a history.  Raises ValueError for an unknown name or spacing, steps outside
+    1..1000, last outside 1..steps, and an eta or churn that the sampler does not take.
     """
     key, named_spacing = resolve(name)
-    spacing = named_spacing if spacing is None else spacing
+    parameters = _parameters(key, SAMPLERS[key])
     if not 1 <= steps <= len(schedule.alpha_bar):
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
-    if spacing is not None and spacing not in SPACINGS | TABLES:
-        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS | TABLES)}")
-    arguments: dict[str, object] = {} if spacing is None else {"spacing": spacing}
+    if spacing is None:
+        spacing = parameters["spacing"].default if named_spacing is None else named_spacing
+    arguments: dict[str, object] = {"spacing": spacing}
     if last is not None:
-        whole = inspect.signature(SAMPLERS[key]).parameters["spacing"].default if spacing is None else spacing
-        arguments["spacing"] = _last_of(whole, last)
+        arguments["spacing"] = functools.partial(_last_levels, spacing, last)
     for option, value, most in (("eta", eta, 1.0), ("churn", churn, float(steps))):
         if value is None:
             continue
         if not 0 <= value <= most:
             raise ValueError(f"got {option} {value}, wanted 0 to {most:g}")
-        if has(key, option):
+        if option in parameters:
             arguments[option] = value
         elif value != 0:
             able = ", ".join(each for each in SAMPLERS if has(each, option))
@@ -134,18 +157,9 @@ def make_plan(
     return SAMPLERS[key](schedule, steps, **arguments)
 
 
-def _last_of(spacing: str, last: int) -> Spacing:
-    """The spacing that makes the levels of the last so many steps of another."""
-
-    def levels(schedule: Schedule, steps: int) -> list[Level]:
-        whole = levels_of(spacing, schedule, steps)
-        if not 1 <= last < len(whole):
-            raise ValueError(f"got the last {last} of {len(whole) - 1} steps, wanted 1 to {len(whole) - 1}")
-        return whole[-last - 1 :]
-
-    return levels
-
-
-def has(key: str, option: str) -> bool:
-    """Whether a sampler of SAMPLERS takes an option: "eta" or "churn"."""
-    return option in inspect.signature(SAMPLERS[key]).parameters
+def _last_levels(spacing: str | Spacing, last: int, schedule: Schedule, steps: int) -> list[Level]:
+    """The levels of the last so many steps of a spacing."""
+    levels = levels_of(spacing, schedule, steps)
+    if not 1 <= last < len(levels):
+        raise ValueError(f"got the last {last} of {len(levels) - 1} steps, wanted 1 to {len(levels) - 1}")
+    return levels[-last - 1 :]

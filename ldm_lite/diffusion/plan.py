@@ -1,7 +1,7 @@
-"""Plan: a sampler as a table of coefficients; and Rows, in which a sampler writes its table.
+"""Plan: a sampler as a table of coefficients; and Rows, which writes one.
 
-A row is one model call.  It replaces each register by a linear expression in the registers, the prediction H that the
-call made (eps or x0, as the plan keeps) and fresh NOISE.  X is the latent, in the variance-preserving scale.
+A row is one model call.  It replaces each register by a linear expression in the registers, the call's prediction H
+(eps or x0, as the sampler chooses) and fresh NOISE.  X is the latent, in the variance-preserving scale.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ldm_lite.diffusion.schedule import Array, Level, Schedule
 
 NUM_REGISTERS = 5
-# The basis of a row's expressions: the latent, a latent (or noise) put aside by an earlier call, past predictions (the
-# latest first), this call's prediction, fresh noise.
+# The basis of a row's expressions: the latent, a latent (or noise) put aside by an earlier call, the last three
+# predictions, the latest first, this call's prediction, fresh noise.
 X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
 
 
@@ -22,24 +22,31 @@ X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
 class Plan:
     """A sampler's table for N model calls: float64 coefficients, no state.
 
-    initial is the factor that turns unit noise into the first row's x.
+    make_plan makes one from a sampler's name.  To write your own, say Euler's method at four chosen timesteps:
+
+        levels = [schedule.at(t) for t in (999, 750, 500, 250)] + [CLEAN]
+        rows = Rows(schedule, keep="x0")  # H is x0, whatever the network predicts
+        for step, (now, after) in enumerate(pairwise(levels)):
+            eps = (X - now.a * H) / now.s
+            rows.add(step, now, after.a * H + after.s * eps)
+        plan = rows.plan(end=CLEAN)
     """
 
     t: Array  # (N,) the timestep given to the network, possibly fractional
     level: Array  # (N, 2) (a, s) of the latent that the call sees: x = a x0 + s eps
     to_prediction: Array  # (N, 2) (p, q): prediction H = p x + q out
-    to_x0: Array  # (N, 2) the same for x0, for what guidance does to it; NaN where it is undefined
+    to_x0: Array  # (N, 2) the same for x0, which guidance may change; NaN where undefined
     mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
-    step: Array  # (N,) the user's step that the call belongs to
+    step: Array  # (N,) the step that the call belongs to, from 0; a step can take two calls
     draws: NDArray[np.bool_]  # (N,) whether the row uses noise
-    stretch: Array  # (N,) log of how much more noise a row may add, at the word of a network that learned its variance
-    initial: float
-    end: Level  # where the last row leaves the latent
+    stretch: Array  # (N,) log of the most that a learned variance may multiply the row's noise by
+    initial: float  # the first latent is unit noise times this
+    end: Level  # the level of the result
 
     def with_learned_variance(self) -> "Plan":
-        """The same for a network that may put out its own variance, from this plan's, the posterior's, up to beta.
+        """This plan for networks that predict their variance, between this plan's (the posterior's) and beta.
 
-        That is the one coefficient of a row which depends on the data.  Nichol and Dhariwal 2021, eq. 15.
+        No other coefficient of a row depends on the data.  Nichol and Dhariwal 2021, eq. 15.
         """
         after = np.append(self.level[1:, 1], self.end.s)
         ratio = np.divide(self.level[:, 1], after, out=np.ones_like(after), where=self.draws)
@@ -47,14 +54,14 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Steps as the user counts them; model calls are len(plan.t)."""
+        """The number of steps; that of model calls is len(plan.t)."""
         return int(self.step[-1]) + 1
 
 
 def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
     """(p, q) with kept = p x + q out, for a network that predicts eps, v = a eps - s x0, or x0.
 
-    NaN where it is undefined: x0 from eps at zero SNR.  Salimans and Ho 2022, sec. 4.
+    NaN where undefined: x0 from eps at zero SNR.  Salimans and Ho 2022, sec. 4.
     """
     _, a, s = level
     if prediction == keep:
@@ -68,16 +75,16 @@ def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
 
 @dataclass
 class Rows:
-    """A plan being written: add() for each model call, then plan()."""
+    """Writes a plan: add() once for each model call, then plan()."""
 
     schedule: Schedule
     keep: Literal["eps", "x0"]  # what H is
     rows: list[tuple[Level, Array, int]] = field(default_factory=list)
 
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
-        """One model call at level `now`: the latent becomes x; H joins the history if it is to be remembered."""
+        """Add a model call at level `now`: the latent becomes x, and H joins the history if `remember`."""
         history = (H, H1, H2) if remember else (H1, H2, H3)
-        self.rows.append((now, np.stack([x, aside, *history]), step))
+        self.rows.append((now, np.array([x, aside, *history]), step))
 
     def plan(self, end: Level, initial: float = 1.0) -> Plan:
         """The finished table.  Raises ValueError if a coefficient is undefined, as for eps at zero SNR."""
@@ -96,5 +103,5 @@ class Rows:
             end=end,
         )
         if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_prediction).all()):
-            raise ValueError("this sampler is undefined at zero terminal SNR: take v prediction, and ddim or euler")
+            raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
         return plan

@@ -1,15 +1,16 @@
-"""Samplers: one function each, which writes its paper's update as the rows of a Plan.
+"""Samplers: each is one function that writes its paper's update as the rows of a Plan.
 
-Levels come from a spacing, the noisiest first.  Latents are X = a x0 + s eps; a sampler written for the
-variance-exploding scale y = x0 + sigma eps uses y = X / a, and X = a y.  H is eps or x0.
-To add a sampler: write such a function, and give it a name in SAMPLERS (names.py knows other spellings).
+A spacing gives the noise levels, the noisiest first.  Latents are X = a x0 + s eps.  A sampler written for the
+variance-exploding scale y = x0 + sigma eps uses y = X / a and X = a y.  H is the network's eps or x0.
+To add a sampler, write such a function, here or in your own code, and decorate it with @register.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 
+from ldm_lite.diffusion.names import SAMPLERS as SAMPLERS
+from ldm_lite.diffusion.names import register as register
 from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
 from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, levels_of
 
@@ -17,7 +18,7 @@ from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, levels_
 
 
 def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0.0) -> Array:
-    """x at one level -> the next, by DDIM's update with a given eps.  Song et al. 2021, eq. 12."""
+    """DDIM's update of x from one level to the next with a given eps.  Song et al. 2021, eq. 12."""
     with np.errstate(divide="ignore", invalid="ignore"):  # at zero SNR; Rows.plan reports it
         x0 = (x - now.s * eps) / now.a
     old, new = _noise_shares(now, after, eta)
@@ -25,18 +26,19 @@ def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0
 
 
 def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
-    """What after.s is made of: eps, and fresh noise (sigma of Song et al. 2021, eq. 16).
+    """The shares of eps and of fresh noise in the next latent; the latter is sigma of Song et al. 2021, eq. 16.
 
-    The first is sqrt(after.s^2 - sigma^2) without its cancellation, which is complete at zero SNR with eta 1.
+    The former is sqrt(after.s^2 - sigma^2), written without its cancellation (which is total at zero SNR with eta 1).
     """
     ratio = now.a / after.a
     old = after.s * np.sqrt(1 - eta**2 + (eta * ratio * after.s / now.s) ** 2)
     return float(old), float(eta * (after.s / now.s) * np.sqrt(1 - ratio**2))
 
 
+@register(label="DDIM")
 def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta: float = 0.0) -> Plan:
-    """DDIM; eta 1 is DDPM's variance.  Song et al. 2021, eqs. 12 and 16."""
-    # From x0 where the network does not predict eps: then zero terminal SNR is defined.
+    """DDIM; eta 1 adds noise of DDPM's variance.  Song et al. 2021, eqs. 12 and 16."""
+    # x0, unless the network predicts eps: then zero terminal SNR is defined.
     rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
     levels = levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -49,25 +51,20 @@ def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta
     return rows.plan(end=levels[-1])
 
 
-def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
-    """Ancestral sampling with the posterior's variance, or the network's own: DDIM of eta 1.  Ho et al. 2020, eq. 7."""
-    return ddim(schedule, steps, spacing, eta=1.0).with_learned_variance()
-
-
+@register(label="PLMS", aliases=("pndm",))
 def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
     """Pseudo linear multistep: DDIM's update with eps from Adams-Bashforth.  Liu et al. 2022, eqs. 9, 12 and 13.
 
-    The first step makes two calls (pseudo improved Euler), so there is one call more than steps; but a single step to
-    clean is DDIM's, since there is no noise to ask for at its end.
+    The first step makes two calls (pseudo improved Euler), so there is one call more than steps.  A single step to the
+    clean image is DDIM's, since there is no eps to predict at its end.
     """
-    rows = Rows(schedule, keep="eps")
-    levels = levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, keep="eps"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.s == 0 and i == 0:
             rows.add(i, now, _transfer(now, after, H))
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
-            # The original asks at the next timestep, of which a single step has none.
+            # The original makes this call at the next timestep, which a single step does not have.
             ahead = after if len(levels) > 2 else after._replace(t=now.t)
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:
@@ -79,24 +76,19 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
     return rows.plan(end=levels[-1])
 
 
-def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
-    """Latent consistency: jump to x0, noise it to the next level.  Luo et al. 2023, alg. 3."""
-    rows = Rows(schedule, keep="x0")
-    levels = levels_of(spacing, schedule, steps)
-    for i, (now, after) in enumerate(pairwise(levels)):
-        scaled = 10.0 * now.t
-        x0 = 0.25 / (scaled**2 + 0.25) * X + scaled / np.sqrt(scaled**2 + 0.25) * H
-        rows.add(i, now, after.a * x0 + after.s * NOISE)
-    return rows.plan(end=levels[-1])
+@register(label="DDPM")
+def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
+    """DDIM with eta 1: the noise has the posterior's variance, or the network's own.  Ho et al. 2020, eq. 7."""
+    return ddim(schedule, steps, spacing, eta=1.0).with_learned_variance()
 
 
 # ---- in the variance-exploding scale --------------------------------------------------------------------------------
 
 
 def _levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
-    """The spacing's levels, with sigma at most 4096 where it is infinite (zero terminal SNR), as diffusers has it.
+    """The levels of a spacing; an infinite sigma (zero terminal SNR) becomes 4096, as in diffusers.
 
-    Raises ValueError for eps prediction there, which says nothing about x0.
+    Raises ValueError for eps prediction at zero terminal SNR, from which x0 cannot be computed.
     """
     levels = levels_of(spacing, schedule, steps)
     if schedule.prediction == "eps" and schedule.alpha_bar[-1] == 0:
@@ -110,26 +102,26 @@ def _slope(y: Array, x0: Array, sigma: float) -> Array:
 
 
 def _ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
-    """sigma -> (the sigma to step down to, the noise to add then) for the next level.  As in k-diffusion."""
+    """From sigma `now` to `after`: the sigma to step down to, and that of the noise to add then.  k-diffusion."""
     up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
     return float(np.sqrt(after**2 - up**2)), float(up)
 
 
 def _churned(schedule: Schedule, levels: list[Level], churn: float) -> list[Level]:
-    """The levels that the model sees: each raised by its share of churn.  Karras et al. 2022, alg. 2, all sigmas."""
+    """The levels, each raised by its share of churn: the model sees these.  Karras et al. 2022, alg. 2, all sigmas."""
     gamma = min(churn / (len(levels) - 1), np.sqrt(2) - 1)
     return (
         levels if gamma == 0 else [schedule.at_sigma(level.sigma * (1 + gamma)) for level in levels[:-1]] + levels[-1:]
     )
 
 
+@register(label="Euler", aliases=("eulerdiscrete",))
 def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """Euler's method on dy/dsigma = (y - x0) / sigma.  Karras et al. 2022, alg. 2 without the second half.
 
-    Churn adds noise before a call: here at the end of the row before.
+    Churn adds noise before a model call, so here at the end of the row before it.
     """
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         y = X / now.a
@@ -139,14 +131,14 @@ def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", c
 
 
 def _extra(level: Level, hat: Level) -> float:
-    """The noise that raises y from a level to its churned one."""
+    """The sigma of the noise that raises y from a level to its churned level."""
     return float(np.sqrt(max(0.0, hat.sigma**2 - level.sigma**2)))
 
 
+@register(label="Euler a", aliases=("euler_ancestral", "eulerancestraldiscrete"))
 def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """Euler ancestral: a step to below the next level, then noise up to it.  k-diffusion sample_euler_ancestral."""
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    """Euler ancestral: step below the next level, then add noise up to it.  k-diffusion sample_euler_ancestral."""
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         down, up = _ancestral(now.sigma, after.sigma, eta)
         y = X / now.a
@@ -155,13 +147,13 @@ def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace",
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+@register(label="Heun", aliases=("heundiscrete",))
 def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
-    """Heun's method: Euler, then the mean of the slopes at both ends.  Karras et al. 2022, alg. 2.
+    """Heun's method: an Euler step, repeated with the mean slope of its two ends.  Karras et al. 2022, alg. 2.
 
-    Two calls a step but in the last, which ends at sigma 0.
+    Two calls a step, except for the last, which ends at sigma 0.
     """
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         y, h = X / now.a, after.sigma - now.sigma
@@ -176,10 +168,10 @@ def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
 
+@register(label="DPM2", aliases=("dpm_2", "kdpm_2", "kdpm2discrete"))
 def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
-    """DPM-Solver-2: the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    """DPM-Solver-2: steps with the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         y = X / now.a
@@ -193,10 +185,12 @@ def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
 
+@register(
+    label="DPM2 a", aliases=("dpm2_ancestral", "dpm_2_a", "dpm_2_ancestral", "kdpm_2_a", "kdpm2ancestraldiscrete")
+)
 def dpm2_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """DPM-Solver-2 to below the next level, then noise up to it.  k-diffusion sample_dpm_2_ancestral."""
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    """DPM-Solver-2: step below the next level, then add noise up to it.  k-diffusion sample_dpm_2_ancestral."""
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         down, up = _ancestral(now.sigma, after.sigma, eta)
         y = X / now.a
@@ -214,7 +208,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(32)
 
 
 def _interpolation_integrals(points: Array, low: float, high: float, log: bool) -> Array:
-    """Integral over sigma from low to high of each Lagrange polynomial through `points`, in sigma or in log sigma."""
+    """Integrals over sigma, low to high, of the Lagrange polynomials through `points`, in sigma or in log sigma."""
     sigma = (high + low) / 2 + (high - low) / 2 * _NODES
     u, v = (np.log(sigma), np.log(points)) if log else (sigma, points)
     integrals = []
@@ -226,12 +220,11 @@ def _interpolation_integrals(points: Array, low: float, high: float, log: bool) 
 
 
 def _adams(schedule: Schedule, steps: int, spacing: str | Spacing, order: int, log: bool) -> Plan:
-    """Adams-Bashforth with exact coefficients for uneven steps: the slope eps interpolated in sigma or log sigma."""
-    rows = Rows(schedule, keep="eps")
-    levels = _levels(schedule, steps, spacing)
+    """Adams-Bashforth, exact for uneven steps: the slope, eps, is interpolated in sigma or in log sigma."""
+    rows, levels = Rows(schedule, keep="eps"), _levels(schedule, steps, spacing)
     sigmas = np.array([level.sigma for level in levels])
     for i, (now, after) in enumerate(pairwise(levels)):
-        past = 1 if log and after.sigma == 0 else min(order, i + 1)  # log 0 has no interpolation
+        past = 1 if log and after.sigma == 0 else min(order, i + 1)  # log 0 cannot be interpolated
         points = sigmas[i - past + 1 : i + 1][::-1]
         weights = _interpolation_integrals(points, now.sigma, after.sigma, log)
         y = X / now.a + sum(w * h for w, h in zip(weights, (H, H1, H2, H3), strict=False))
@@ -239,11 +232,13 @@ def _adams(schedule: Schedule, steps: int, spacing: str | Spacing, order: int, l
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+@register(label="LMS", aliases=("lmsdiscrete",))
 def lms(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """Linear multistep of order 4 in sigma.  k-diffusion sample_lms."""
     return _adams(schedule, steps, spacing, order=4, log=False)
 
 
+@register(label="DEIS", aliases=("deismultistep",))
 def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """DEIS: linear multistep of order 3 in log sigma ("log-rho AB").  Zhang and Chen 2023, sec. 4."""
     return _adams(schedule, steps, spacing, order=3, log=True)
@@ -252,13 +247,13 @@ def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") ->
 # ---- DPM-Solver++: x0, in lambda = -log sigma -----------------------------------------------------------------------
 
 
+@register(label="DPM++ 2M", aliases=("dpmsolver++", "dpmsolvermultistep", "dpm_solver"))
 def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
-    """DPM-Solver++ (2M): x0 extrapolated in lambda.  Lu et al. 2022b, alg. 2.
+    """DPM-Solver++ (2M): x0 is extrapolated in lambda.  Lu et al. 2022b, alg. 2.
 
-    First order at the first step, and at the last, whose lambda is infinite.
+    The first step is of first order, and so is one to sigma 0, where lambda is infinite.
     """
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         x0 = H
         if i > 0 and after.sigma > 0:
@@ -269,10 +264,10 @@ def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+@register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
 def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """DPM-Solver++ (2S) to below the next level, then noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         down, up = _ancestral(now.sigma, after.sigma, eta)
         if down == 0:
@@ -286,23 +281,23 @@ def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspac
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+@register(label="DPM++ SDE", aliases=("dpmsolversde",))
 def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (SDE), two stages, r = 1/2.  Lu et al. 2022b, sec. 5; k-diffusion sample_dpmpp_sde.
 
-    The noises of both stages are those of one Brownian motion in sigma, as there: the second contains the first.
+    As there, the noise of both stages is one Brownian motion in sigma: the second stage's contains the first's.
     """
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.sigma == 0:
             rows.add(i, now, after.a * H)
             continue
         mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
-        # To the middle.  The second stage starts at X / now.a again, which is recovered from what is put aside.
+        # To the middle.  The second stage starts at X / now.a again, so X is put aside.
         down, up = _ancestral(now.sigma, mid.sigma, eta)
         ratio = down / now.sigma
         rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H + up * NOISE), aside=X)
-        # The first stage's noise is what its latent holds beside its mean.
+        # The first stage's noise is its latent less its mean.
         first = (X / mid.a - ratio * ASIDE / now.a - (1 - ratio) * H1) / up if up > 0 else 0 * NOISE
         shared = np.sqrt((now.sigma - mid.sigma) / (now.sigma - after.sigma))
         noise = shared * first + np.sqrt(1 - shared**2) * NOISE
@@ -312,20 +307,21 @@ def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+@register(label="DPM++ 2M SDE")
 def dpmpp_2m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2M SDE), midpoint.  Lu et al. 2022b, eq. 18; k-diffusion sample_dpmpp_2m_sde."""
     return _multistep_sde(schedule, steps, spacing, eta, order=2)
 
 
+@register(label="DPM++ 3M SDE")
 def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (3M SDE).  k-diffusion sample_dpmpp_3m_sde."""
     return _multistep_sde(schedule, steps, spacing, eta, order=3)
 
 
 def _multistep_sde(schedule: Schedule, steps: int, spacing: str | Spacing, eta: float, order: int) -> Plan:
-    """x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    """x0 with its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     hs = [np.log(now.sigma / after.sigma) for now, after in pairwise(levels) if after.sigma > 0]
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.sigma == 0:
@@ -348,18 +344,18 @@ def _multistep_sde(schedule: Schedule, steps: int, spacing: str | Spacing, eta: 
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
+@register(label="UniPC", aliases=("uni_pc", "uni_pc_bh2", "unipc_multistep", "unipcmultistep"))
 def unipc(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
-    """UniPC-2 (B2): DPM-Solver++ (2M) predicts, the next call's answer corrects before it predicts in turn.
+    """UniPC-2 (B2): DPM-Solver++ (2M) predicts, and the next call corrects that before it predicts in turn.
 
-    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, lower at both ends.  ASIDE is the last corrected y.
+    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, less at both ends.  ASIDE is the last corrected y.
     """
-    rows = Rows(schedule, keep="x0")
-    levels = _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     lambdas = [-np.log(level.sigma) if level.sigma > 0 else np.inf for level in levels]
 
     y = X / levels[0].a
     for i, (now, after) in enumerate(pairwise(levels)):
-        if i > 0:  # correct: from the last corrected y, with H at its predicted one
+        if i > 0:  # correct: from the last corrected y, with H at the predicted y
             y = _unipc_correct(levels[i - 1], now, lambdas[i - 2] if i > 1 else None, lambdas[i - 1], lambdas[i])
         ratio, x0 = after.sigma / now.sigma, H
         if i > 0 and after.sigma > 0:
@@ -386,11 +382,15 @@ def _unipc_correct(before: Level, now: Level, oldest: float | None, last: float,
     return y + phi1 * (weights[0] * (H2 - H1) / r + weights[1] * (H - H1))
 
 
-Sampler = Callable[..., Plan]  # (schedule, steps, spacing=..., and eta=... or churn=... where it has one)
-SAMPLERS: dict[str, Sampler] = {
-    each.__name__: each
-    for each in (
-        ddim, plms, ddpm, euler, euler_a, heun, dpm2, dpm2_a, lms, dpmpp_2m, dpmpp_2m_sde, dpmpp_3m_sde, dpmpp_sde,
-        dpmpp_2s_a, unipc, deis, lcm,
-    )
-}  # fmt: skip
+# ---- for distilled checkpoints --------------------------------------------------------------------------------------
+
+
+@register(label="LCM")
+def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
+    """Latent consistency: jump to x0, then add noise up to the next level.  Luo et al. 2023, alg. 3."""
+    rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        scaled = 10.0 * now.t
+        x0 = 0.25 / (scaled**2 + 0.25) * X + scaled / np.sqrt(scaled**2 + 0.25) * H
+        rows.add(i, now, after.a * x0 + after.s * NOISE)
+    return rows.plan(end=levels[-1])

@@ -1,11 +1,13 @@
-"""The noise schedule, in float64 on the CPU: alpha_bar, levels of noise, and the spacings of a sampler's steps.
+"""The noise schedule, in float64 on the CPU: alpha_bar, noise levels, and the spacings of a sampler's steps.
 
 Latents are kept in the variance-preserving scale x = a x0 + s eps with a = sqrt(alpha_bar), s = sqrt(1 - alpha_bar).
-A sampler visits a descending list of such levels; a spacing makes that list.
+A spacing is the list of levels that a sampler visits, the noisiest first.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ Array = NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """One amount of noise: the timestep that the network is told, and x = a x0 + s eps."""
+    """A noise level, x = a x0 + s eps, and the timestep t that the network is given for it."""
 
     t: float
     a: float
@@ -24,7 +26,7 @@ class Level(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """The same in the variance-exploding scale: y = x / a = x0 + sigma eps."""
+        """Its standard deviation in the variance-exploding scale, y = x / a = x0 + sigma eps."""
         return self.s / self.a
 
 
@@ -33,30 +35,30 @@ CLEAN = Level(0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What the network was trained with: alpha_bar (1000,), descending in [0,1), and what it predicts."""
+    """The noise schedule a network was trained with: alpha_bar (1000,), descending in [0,1), and what it predicts."""
 
     alpha_bar: Array
     prediction: Prediction
 
     @staticmethod
     def from_betas(betas: Array, prediction: Prediction) -> "Schedule":
-        """betas (1000,) -> the schedule with alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
+        """The schedule of betas (1000,): alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
         return Schedule(np.cumprod(1.0 - betas, dtype=np.float64), prediction)
 
     @property
     def betas(self) -> Array:
-        """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): what from_betas would take."""
+        """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): the inverse of from_betas."""
         return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
 
-    @property
+    @cached_property
     def sigmas(self) -> Array:
-        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (zero terminal SNR has infinity)."""
+        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (infinity at zero terminal SNR)."""
         return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))
 
     def zero_terminal_snr(self) -> "Schedule":
-        """The same with sqrt(alpha_bar) shifted and scaled to end at exactly 0.  Lin et al. 2024, alg. 1.
+        """This schedule with sqrt(alpha_bar) shifted and scaled to end at exactly 0.  Lin et al. 2024, alg. 1.
 
-        Raises ValueError for eps prediction, which says nothing about x0 there.
+        Raises ValueError for eps prediction, from which x0 cannot be computed at alpha_bar 0.
         """
         if self.prediction == "eps":
             raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
@@ -68,7 +70,7 @@ class Schedule:
         return Level(float(t), float(np.sqrt(self.alpha_bar[t])), float(np.sqrt(1.0 - self.alpha_bar[t])))
 
     def between(self, t: float) -> Level:
-        """The level of a fractional timestep, log sigma interpolated linearly, as k-diffusion does."""
+        """The level of a fractional timestep; log sigma is interpolated linearly, as in k-diffusion."""
         index = np.arange(len(self.alpha_bar))
         return _from_sigma(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
 
@@ -84,7 +86,7 @@ def _from_sigma(t: float, sigma: float) -> Level:
 
 
 def linear_betas(start: float, end: float, num: int = 1000) -> Array:
-    """The betas of every LDM family, linear in their square roots: "linear" there, "scaled_linear" in diffusers."""
+    """The betas of all LDM families, linear in sqrt(beta): "linear" in LDM's configs, "scaled_linear" in diffusers."""
     return np.linspace(start**0.5, end**0.5, num, dtype=np.float64) ** 2
 
 
@@ -94,14 +96,14 @@ def cosine_betas(num: int = 1000) -> Array:
     return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], 0.999)
 
 
-# ---- spacings: (schedule, steps) -> steps + 1 descending levels, the last of which is where sampling ends -----------
+# ---- spacings: (schedule, steps) -> steps + 1 descending levels; sampling ends at the last --------------------------
 
 
 def leading(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps 1 + floor(i * 1000 / steps), ending at timestep 0: where steps divides 1000, the original scripts'.
+    """Timesteps 1 + floor(i * 1000 / steps), ending at timestep 0.
 
-    The original has exactly these for divisors of 1000; for other counts it takes another number of steps or fails.
-    All 1000 timesteps (where 1 + 999 would be out of range) are 999 ... 0, ending clean.
+    If steps divides 1000, these are the original scripts'; for other counts those take another number of steps or fail.
+    1000 steps visit 999 ... 0 and end clean, since timestep 1 + 999 does not exist.
     """
     num = len(schedule.alpha_bar)
     offset = 1 if steps < num else 0
@@ -110,7 +112,7 @@ def leading(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def original(schedule: Schedule, steps: int) -> list[Level]:
-    """The timesteps of the original scripts to the letter: range(0, 1000, 1000 // steps) + 1, whatever their number.
+    """The original scripts' timesteps, range(0, 1000, 1000 // steps) + 1, which can be more than steps.
 
     Raises ValueError where the original raises IndexError.  CompVis ldm/modules/diffusionmodules/util.py.
     """
@@ -122,7 +124,7 @@ def original(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def trailing(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps 999, ... counted down by 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3.
+    """Timesteps from 999 down in strides of 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3.
 
     Halves are rounded to even, as in diffusers.
     """
@@ -132,7 +134,7 @@ def trailing(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def lcm(schedule: Schedule, steps: int) -> list[Level]:
-    """A choice of the 50 timesteps 999, 979, ... that LCMs were distilled at; more steps than those: trailing."""
+    """Some of the 50 timesteps 999, 979, ... that LCMs were distilled at; for more than 50 steps, trailing."""
     if steps > 50:
         return trailing(schedule, steps)
     stride = len(schedule.alpha_bar) // 50
@@ -147,7 +149,7 @@ def linspace(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def sgm_uniform(schedule: Schedule, steps: int) -> list[Level]:
-    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: as sgm does."""
+    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability's sgm."""
     ts = np.linspace(len(schedule.alpha_bar) - 1, 0, steps + 1)[:-1]
     return [*(schedule.between(float(t)) for t in ts), CLEAN]
 
@@ -155,9 +157,9 @@ def sgm_uniform(schedule: Schedule, steps: int) -> list[Level]:
 def beta(schedule: Schedule, steps: int) -> list[Level]:
     """Timesteps dense at both ends: quantiles of the Beta(0.6, 0.6) distribution, then clean.  Lee et al. 2024.
 
-    Fractional where ComfyUI rounds, so that no two coincide.
+    Not rounded, unlike in ComfyUI, so that no two are equal.
     """
-    # The distribution function by the trapezoid rule over u = x^0.6, in which the density is smooth up to 1/2.
+    # The cumulative distribution by the trapezoid rule over u = x^0.6, in which the density is smooth up to 1/2.
     u = np.linspace(0, 0.5**0.6, 20001)
     x = u ** (1 / 0.6)
     density = (1 - x) ** -0.4
@@ -180,7 +182,7 @@ def exponential(schedule: Schedule, steps: int) -> list[Level]:
     return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
 
 
-# DeepFloyd IF's tables: how many timesteps each of as many equal parts of the schedule gives, the cleanest first.
+# DeepFloyd IF's tables: the schedule is cut into equal parts, cleanest first, and each gives so many timesteps.
 SECTIONS = {
     "fast27": (10, 10, 3, 2, 2),
     "smart27": (7, 4, 2, 1, 2, 4, 7),
@@ -194,26 +196,22 @@ SECTIONS = {
 
 
 def respaced(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps evenly from 999 to 0 (0 alone for one step), rounded, then clean: DeepFloyd IF's plain numbers."""
+    """Timesteps evenly from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number."""
     return _in_sections(schedule, (steps,))
 
 
-def _table(name: str) -> "Spacing":
-    """The spacing of one of SECTIONS, which has as many steps as it has.  deepfloyd_if/model/respace.py."""
+def _table(name: str, schedule: Schedule, steps: int) -> list[Level]:
+    """The levels of one of SECTIONS, which has a fixed number of steps.  deepfloyd_if/model/respace.py."""
     counts = SECTIONS[name]
-
-    def levels(schedule: Schedule, steps: int) -> list[Level]:
-        if steps != sum(counts):
-            raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
-        made = _in_sections(schedule, counts)
-        # The original's own exception, against artefacts of the noisiest timestep.
-        return [schedule.at(len(schedule.alpha_bar) - 3), *made[1:]] if name == "fast27" else made
-
-    return levels
+    if steps != sum(counts):
+        raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
+    levels = _in_sections(schedule, counts)
+    # The original's own exception, against artefacts of the noisiest timestep.
+    return [schedule.at(len(schedule.alpha_bar) - 3), *levels[1:]] if name == "fast27" else levels
 
 
 def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
-    """Parts of equal size, the first of them one longer where it does not divide, each with so many even timesteps."""
+    """Cut the schedule into equal parts (the first may be longer by one), and take so many even timesteps of each."""
     size, longer = divmod(len(schedule.alpha_bar), len(counts))
     ts, start = [], 0
     for i, count in enumerate(counts):
@@ -221,19 +219,24 @@ def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
         stride, at = (part - 1) / max(1, count - 1), 0.0
         for _ in range(count):
             ts.append(start + round(at))
-            at += stride  # summed, as in the original: the halves round the same way
+            at += stride  # a running sum, as in the original, so that halves round the same way
         start += part
     return [*(schedule.at(t) for t in reversed(ts)), CLEAN]
 
 
 Spacing = Callable[[Schedule, int], list[Level]]
+# By name; SPACINGS["mine"] = f adds one of your own, which every sampler, flag and name ("Euler mine") then knows.
 SPACINGS: dict[str, Spacing] = {
     each.__name__: each
     for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original, respaced)
 }
-TABLES: dict[str, Spacing] = {name: _table(name) for name in SECTIONS}  # spacings of one number of steps each
+SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
 
 
 def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Level]:
-    """The levels that a spacing makes, by its name or as a function of one's own."""
-    return ((SPACINGS | TABLES)[spacing] if isinstance(spacing, str) else spacing)(schedule, steps)
+    """The levels of a spacing, given by name or as a function.  Raises ValueError for an unknown name."""
+    if not isinstance(spacing, str):
+        return spacing(schedule, steps)
+    if spacing not in SPACINGS:
+        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
+    return SPACINGS[spacing](schedule, steps)

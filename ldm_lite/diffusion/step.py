@@ -3,9 +3,8 @@
 The row enters as tensors, so one compiled step serves every sampler, step count and guidance scale.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +12,13 @@ from torch import Tensor
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, guide
 from ldm_lite.diffusion.plan import Plan
 
-Model = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; one that is steered reads `control` as the fifth
+Network = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; also control= and cache= if they are given
 
 
 class Row(NamedTuple):
     """One row of a Plan as float32 tensors on the device; the columns of the table under their names."""
 
-    t: Tensor  # (); or (1+P,), followed by what the network made of it before
+    t: Tensor  # ()
     to_prediction: Tensor  # (2,)
     to_x0: Tensor  # (2,)
     mix: Tensor  # (R, R+2)
@@ -34,7 +33,7 @@ def rows(plan: Plan, device: torch.device) -> list[Row]:
 
 
 def denoise_step(
-    model: Model,
+    model: Network,
     registers: Tensor,
     row: Row,
     noise: Tensor,
@@ -52,9 +51,13 @@ def denoise_step(
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
-    steered = () if conditioning.control is None else (conditioning.control,)
-    t = row.t.expand(batch.shape[0], *row.t.shape)
-    out = model(batch.to(dtype), t, conditioning.context, conditioning.y, *steered).float()
+    extra = {}
+    if conditioning.control is not None:
+        extra["control"] = conditioning.control
+    if conditioning.cache is not None:
+        extra["cache"] = conditioning.cache
+    t = row.t.expand(batch.shape[0])
+    out = model(batch.to(dtype), t, conditioning.context, conditioning.y, **extra).float()
     if out.shape[1] == 2 * x.shape[1]:
         out, variance = out.chunk(2, dim=1)
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)
@@ -63,23 +66,3 @@ def denoise_step(
     # Multiply and add, not matmul: the sampler's arithmetic stays float32 where matmuls are TF32.
     terms = torch.cat([registers, prediction[None], noise[None]])
     return (row.mix[:, :, None, None, None, None] * terms).sum(dim=1)
-
-
-def watched(step: Callable[..., Tensor], see: Callable[[Tensor], None]) -> Callable[..., Tensor]:
-    """A denoise_step, compiled or not, that also shows what each call predicts: x0 (B,C,h,w), guidance and all.
-
-    It is read off the registers, so the step itself is as it was.  Calls whose prediction the plan does not remember
-    (the second of plms) show nothing.
-    """
-
-    @functools.wraps(step, updated=())
-    def run(model: Model, registers: Tensor, row: Row, *others: Any) -> Tensor:
-        after = step(model, registers, row, *others)
-        latest = after[2]  # the prediction H, in the plan's terms, if the row remembers it
-        if row.mix[2, -2] == 1:
-            (p, q), (p0, q0) = row.to_prediction, row.to_x0
-            out = (latest - p * registers[0]) / q
-            see(p0 * registers[0] + q0 * out)
-        return after
-
-    return run

@@ -1,18 +1,20 @@
-"""Attention over the positions of a feature map: the transformers of an LDM UNet, and its blocks that read no text.
+"""Attention over the positions of a feature map: an LDM UNet's transformers, and its attention blocks without text.
+
+A transformer takes the text's keys and values from a cache if it is given one (`UNet.text_cache`).  A layer of another
+class, or one whose forward was replaced, has None there and is called as `layer(x, context)`.
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, H heads, T text tokens, D context channels.
 Source: Rombach et al. 2022, sec. 3.3; CompVis attention.py and openaimodel.py.
 """
-
-from collections.abc import Iterable
-from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import GEGLU, AttentionFn, Conv1x1, attention, merge_heads, split_heads
 
-Text = Tensor | tuple[Tensor, ...]  # (B,T,D); or the keys and values that were made of it before, (B,T,C) each
+KeysValues = tuple[Tensor, Tensor]  # of the text, (B,T,C) each
+BlockCache = tuple[KeysValues | None, KeysValues | None]  # of attn1 and attn2; None = the layer makes its own
+TransformerCache = tuple[BlockCache | None, ...]  # one entry for each block
 
 
 class AttentionBlock(nn.Module):
@@ -40,10 +42,7 @@ class AttentionBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of x (B,N,C) to context (B,T,D), or to itself; queries, keys, values without bias.
-
-    In place of the context it takes the keys and values themselves, (B,T,C) each, made of it before.
-    """
+    """Multi-head attention of x (B,N,C) to context (B,T,D), or to itself; queries, keys, values without bias."""
 
     def __init__(self, channels: int, context_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -55,8 +54,12 @@ class CrossAttention(nn.Module):
         self.to_v = nn.Linear(context_dim, channels, bias=False)
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Identity())  # slot 1 held a Dropout
 
-    def forward(self, x: Tensor, context: Text) -> Tensor:
-        k, v = (self.to_k(context), self.to_v(context)) if isinstance(context, Tensor) else context
+    def keys_values(self, context: Tensor) -> KeysValues:
+        """Keys and values of context (B,T,D), for all heads: (B,T,C) each."""
+        return self.to_k(context), self.to_v(context)
+
+    def forward(self, x: Tensor, context: Tensor, cache: KeysValues | None = None) -> Tensor:
+        k, v = self.keys_values(context) if cache is None else cache
         q, k, v = (split_heads(each, self.num_heads) for each in (self.to_q(x), k, v))  # (B, H, N or T, D)
         return self.to_out(merge_heads(self.attention(q, k, v)))
 
@@ -73,10 +76,7 @@ class FeedForward(nn.Module):
 
 
 class BasicTransformerBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward, each on the normalised input and added to it.
-
-    Where both attentions read the text, keys and values made of it before are those of the first, then the second.
-    """
+    """Self-attention, cross-attention, feed-forward, each on the normalised input and added to it."""
 
     def __init__(self, channels: int, context_dim: int, num_heads: int, cross_only: bool) -> None:
         super().__init__()
@@ -88,26 +88,27 @@ class BasicTransformerBlock(nn.Module):
         self.norm2 = nn.LayerNorm(channels)
         self.norm3 = nn.LayerNorm(channels)
 
-    def forward(self, x: Tensor, context: Text) -> Tensor:
+    def text_cache(self, context: Tensor) -> BlockCache:
+        """Keys and values of context (B,T,D) for the layers that read it: attn2, and attn1 if `cross_only`."""
+        first = self.attn1.keys_values(context) if self.cross_only and _is_own(self.attn1, CrossAttention) else None
+        return first, self.attn2.keys_values(context) if _is_own(self.attn2, CrossAttention) else None
+
+    def forward(self, x: Tensor, context: Tensor, cache: BlockCache = (None, None)) -> Tensor:
         normed = self.norm1(x)
-        first, second = (context, context) if isinstance(context, Tensor) else (context[:2], context[-2:])
-        x = x + self.attn1(normed, first if self.cross_only else normed)
-        x = x + self.attn2(self.norm2(x), second)
+        x = x + call_cached(self.attn1, normed, context if self.cross_only else normed, cache[0])
+        x = x + call_cached(self.attn2, self.norm2(x), context, cache[1])
         return x + self.ff(self.norm3(x))
 
 
 class SpatialTransformer(nn.Module):
-    """Transformer blocks over the positions of a feature map; a residual (B,C,h,w) -> (B,C,h,w).
-
-    In place of the context it takes what its `readers` make of it, (B,T,C) each.
-    """
+    """Transformer blocks over the positions of a feature map; a residual (B,C,h,w) -> (B,C,h,w)."""
 
     def __init__(
         self, channels: int, context_dim: int, num_heads: int, depth: int, linear_proj: bool, cross_only: bool
     ) -> None:
         super().__init__()
         self.linear_proj = linear_proj
-        self.columns: tuple[slice, ...] = ()  # of what is read ahead: the UNet's business
+        self.index: int | None = None  # its entry in the UNet's text cache; the UNet sets it
         self.norm = nn.GroupNorm(32, channels, eps=1e-6)
         self.proj_in = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
         self.transformer_blocks = nn.ModuleList(
@@ -115,21 +116,24 @@ class SpatialTransformer(nn.Module):
         )
         self.proj_out = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
 
-    def readers(self) -> list[nn.Linear]:
-        """The linears that read the text and nothing else: keys and values, of one attention in a block or of both."""
-        blocks = cast(Iterable[BasicTransformerBlock], self.transformer_blocks)
-        attentions = [each for block in blocks for each in ([block.attn1] if block.cross_only else []) + [block.attn2]]
-        return [linear for each in attentions for linear in (each.to_k, each.to_v)]
+    def text_cache(self, context: Tensor) -> TransformerCache | None:
+        """Keys and values of context (B,T,D) for each block; None if this layer's own forward was replaced."""
+        if not _is_own(self, SpatialTransformer):
+            return None
+        return tuple(
+            block.text_cache(context) if _is_own(block, BasicTransformerBlock) else None  # type: ignore[operator]
+            for block in self.transformer_blocks
+        )
 
-    def forward(self, x: Tensor, context: Text) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, cache: TransformerCache | None = None) -> Tensor:
         size = x.shape[2:]
         tokens = self.norm(x)
         if self.linear_proj:
             tokens = self.proj_in(tokens.flatten(2).transpose(1, 2))  # (B, N, C)
         else:
             tokens = self.proj_in(tokens).flatten(2).transpose(1, 2)  # (B, N, C)
-        for block, text in zip(self.transformer_blocks, _shares(context, len(self.transformer_blocks)), strict=True):
-            tokens = block(tokens, text)
+        for i, block in enumerate(self.transformer_blocks):
+            tokens = call_cached(block, tokens, context, None if cache is None else cache[i])
         if self.linear_proj:
             out = self.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
         else:
@@ -137,9 +141,14 @@ class SpatialTransformer(nn.Module):
         return x + out
 
 
-def _shares(context: Text, count: int) -> list[Text]:
-    """What each of so many blocks is given: the context, or the keys and values that are its own."""
-    if isinstance(context, Tensor):
-        return [context] * count
-    share = len(context) // count
-    return [context[i : i + share] for i in range(0, len(context), share)]
+def call_cached(
+    layer: nn.Module, x: Tensor, context: Tensor | None, cache: KeysValues | BlockCache | TransformerCache | None
+) -> Tensor:
+    """Call a layer with its entry of the text cache; one that has none may be any module that takes (x, context)."""
+    out: Tensor = layer(x, context) if cache is None else layer(x, context, cache)
+    return out
+
+
+def _is_own(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer runs the forward of this very class, which takes a cache."""
+    return type(layer) is kind and "forward" not in vars(layer)

@@ -6,26 +6,22 @@ What is unusual about it:
   unconditional LDM: they differ only in the numbers of `UNetSpec`;
 - an upsampler goes to the size of the skip that it meets, so any latent size works;
 - tensors in, one tensor out: nothing that changes between steps is a Python number;
-- what its layers make of the timestep and the text alone can be made before, once for all steps (`read_times`,
-  `read_text`).
+- the text's keys and values can be made once for all steps (`text_cache`).
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
 Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
-from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer
+from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TransformerCache, call_cached
 
-L = TypeVar("L", bound=nn.Module)
+TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,6 @@ class UNetSpec:
         return channels // self.head_dim
 
 
-class Ahead(NamedTuple):
-    """What all the layers that read one thing made of it before, side by side."""
-
-    values: Tensor  # (B,P) of the timestep, or (B,T,P) of the text
-
-    def of(self, layer: "ResBlock | SpatialTransformer") -> tuple[Tensor, ...]:
-        """What the layer's own readers made."""
-        return tuple(self.values[..., columns] for columns in layer.columns)
-
-
 class Downsample(nn.Module):
     """(B,C,h,w) -> (B,C,ceil(h/2),ceil(w/2)) by a strided convolution with symmetric padding."""
 
@@ -91,10 +77,7 @@ class Upsample(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Two 3x3 convolutions, the timestep in between, and a skip; with `resample` it halves or follows `size`.
-
-    In place of the timestep's embedding it takes what its reader makes of that, as the only item of a tuple.
-    """
+    """Two 3x3 convolutions, the timestep in between, and a skip; with `resample` it halves or follows `size`."""
 
     def __init__(
         self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
@@ -102,7 +85,6 @@ class ResBlock(nn.Module):
         super().__init__()
         self.scale_shift = scale_shift
         self.resample = resample
-        self.columns: tuple[slice, ...] = ()  # of what is read ahead: the UNet's business
         self.in_layers = nn.Sequential(
             nn.GroupNorm(32, in_channels), nn.SiLU(inplace=True), nn.Conv2d(in_channels, out_channels, 3, padding=1)
         )
@@ -113,11 +95,7 @@ class ResBlock(nn.Module):
         same = in_channels == out_channels
         self.skip_connection = nn.Identity() if same else Conv1x1(in_channels, out_channels)
 
-    def readers(self) -> list[nn.Linear]:
-        """The linear that reads the timestep and nothing else."""
-        return [cast(nn.Linear, self.emb_layers[1])]
-
-    def forward(self, x: Tensor, emb: Tensor | tuple[Tensor, ...], size: tuple[int, int] | None) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
         # norm, activation, first convolution
         h = self.in_layers[1](self.in_layers[0](x))
         if self.resample == "down":
@@ -127,8 +105,7 @@ class ResBlock(nn.Module):
         h = self.in_layers[2](h)
 
         # the timestep, second convolution
-        added = self.emb_layers(emb) if isinstance(emb, Tensor) else emb[0]
-        added = added[:, :, None, None]  # (B, C or 2C, 1, 1)
+        added = self.emb_layers(emb)[:, :, None, None]  # (B, C or 2C, 1, 1)
         if self.scale_shift:
             scale, shift = added.chunk(2, dim=1)
             h = self.out_layers[0](h) * (1 + scale) + shift
@@ -142,13 +119,18 @@ class Block(nn.ModuleList):
     """The layers at one index of input_blocks, middle_block or output_blocks, each given what it needs."""
 
     def forward(
-        self, x: Tensor, emb: Tensor | Ahead, context: Tensor | Ahead | None, size: tuple[int, int] | None
+        self,
+        x: Tensor,
+        emb: Tensor,
+        context: Tensor | None,
+        size: tuple[int, int] | None,
+        cache: TextCache | None = None,
     ) -> Tensor:
         for layer in self:
             if isinstance(layer, ResBlock):
-                x = layer(x, emb.of(layer) if isinstance(emb, Ahead) else emb, size)
+                x = layer(x, emb, size)
             elif isinstance(layer, SpatialTransformer):
-                x = layer(x, context.of(layer) if isinstance(context, Ahead) else context)
+                x = call_cached(layer, x, context, None if cache is None or layer.index is None else cache[layer.index])
             elif isinstance(layer, Upsample):
                 x = layer(x, size)
             else:
@@ -162,6 +144,7 @@ class Encoder(nn.Module):
     def __init__(self, spec: UNetSpec) -> None:
         super().__init__()
         self.spec = spec
+        self._num_transformers = 0
         width = spec.model_channels
         emb_channels = 4 * width
 
@@ -206,7 +189,10 @@ class Encoder(nn.Module):
             return []
         if spec.context_dim is None:
             return [AttentionBlock(channels, heads)]
-        return [SpatialTransformer(channels, spec.context_dim, heads, depth, spec.linear_proj, cross_only)]
+        layer = SpatialTransformer(channels, spec.context_dim, heads, depth, spec.linear_proj, cross_only)
+        layer.index = self._num_transformers
+        self._num_transformers += 1
+        return [layer]
 
     def embed(self, t: Tensor, y: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The timestep t (B,) and the label, through the SiLU with which every residual block begins: (B,E)."""
@@ -245,25 +231,14 @@ class UNet(Encoder):
         self.out = nn.Sequential(
             nn.GroupNorm(32, channels), nn.SiLU(inplace=True), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
         )
-        _place(self._layers(ResBlock))
-        _place(self._layers(SpatialTransformer))
 
-    def _layers(self, kind: type[L]) -> list[L]:
-        return [layer for layer in self.modules() if isinstance(layer, kind)]
+    def text_cache(self, context: Tensor) -> TextCache:
+        """The keys and values that all layers make of the text (B,T,D), in the weights' dtype: forward's `cache`.
 
-    def read_times(self, t: Tensor) -> Tensor:
-        """Timesteps t (S,) -> (S,1+P) float32 for forward, in which each is followed by what all layers make of it.
-
-        Where a label or a guidance scale is embedded with the timestep (`spec`), that is not the same for all images.
+        They depend on nothing else, so they serve all steps with this text.
         """
-        emb = self.embed(t, None, next(self.parameters()).dtype)
-        ahead = [reader(emb) for layer in self._layers(ResBlock) for reader in layer.readers()]
-        return torch.cat([each.float() for each in (t[:, None], *ahead)], dim=1)
-
-    def read_text(self, context: Tensor) -> Tensor:
-        """The text (B,T,D) -> (B,T,D+P) for forward, in which it is followed by the keys and values of all layers."""
-        ahead = [reader(context) for layer in self._layers(SpatialTransformer) for reader in layer.readers()]
-        return torch.cat([context, *ahead], dim=2)
+        layers = {layer.index: layer for layer in self.modules() if isinstance(layer, SpatialTransformer)}
+        return tuple(layers[i].text_cache(context) if i in layers else None for i in range(self._num_transformers))
 
     def forward(
         self,
@@ -271,48 +246,38 @@ class UNet(Encoder):
         t: Tensor,
         context: Tensor | None = None,
         y: Tensor | None = None,
+        *,
+        cache: TextCache | None = None,
         control: tuple[Tensor, ...] | None = None,
         features: tuple[Tensor | None, ...] | None = None,
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> prediction (B,out_channels,h,w).
 
-        context (B,T,D) is the text (None for unconditional models); y is what else the network reads, if it does: a
-        vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), one after the other where it has both,
-        or class indices (B,).  control and features have one entry for each input block and one for the middle: a
-        ControlNet's is added to the skip alone, a T2I-Adapter's to what goes on as well.
-        All are in the weights' dtype; t in any.  In place of t and context it takes what read_times, a row for each
-        latent, and read_text make of them.
+        context (B,T,D) is the text (None for unconditional models); cache is text_cache(context), or None.  y holds
+        a vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), both in this order, or class indices
+        (B,), as the spec says.  control and features have one entry for each input block and one for the middle: a
+        ControlNet's is added to the skip alone, a T2I-Adapter's to the feature map too.
+        All are in the weights' dtype; t in any.
         """
         x = channels_last(x)
-        emb = self.embed(t, y, x.dtype) if t.ndim == 1 else Ahead(t[:, 1:].to(x.dtype))  # (B, E) or (B, P)
-        text: Tensor | Ahead | None = context
-        if context is not None and context.shape[2] != self.spec.context_dim:
-            text = Ahead(context[:, :, self.spec.context_dim :])  # (B, T, P)
+        emb = self.embed(t, y, x.dtype)  # (B, E)
         add = features if features is not None else (None,) * (len(self.input_blocks) + 1)
 
         # down, keeping what the way up will need
         skips = []
         for i, block in enumerate(self.input_blocks):
-            x = _plus(block(x, emb, text, None), add[i])
+            x = _plus(block(x, emb, context, None, cache), add[i])
             skips.append(x if control is None else x + control[i])
 
-        x = _plus(self.middle_block(x, emb, text, None), add[-1])
+        x = _plus(self.middle_block(x, emb, context, None, cache), add[-1])
         x = x if control is None else x + control[-1]
 
         # up, to the size of the skip that comes next
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
             size = skips[-1].shape[2:] if skips else None
-            x = block(x, emb, text, size)
+            x = block(x, emb, context, size, cache)
         return self.out(x)
-
-
-def _place(layers: Iterable[ResBlock | SpatialTransformer]) -> None:
-    """Give each layer its columns of what is read ahead for all of them."""
-    start = 0
-    for layer in layers:
-        ends = list(accumulate((reader.out_features for reader in layer.readers()), initial=start))
-        layer.columns, start = tuple(map(slice, ends, ends[1:])), ends[-1]
 
 
 def _plus(x: Tensor, feature: Tensor | None) -> Tensor:

@@ -45,7 +45,7 @@ class PixelResBlock(ResBlock):
         self.in_layers[1], self.out_layers[1] = nn.GELU(), nn.GELU()
         self.gain = 0.7071 if spec.super_resolution else 1.0
 
-    def forward(self, x: Tensor, emb: Tensor | tuple[Tensor, ...], size: tuple[int, int] | None) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
         return super().forward(x, emb, size) * self.gain
 
 
@@ -58,6 +58,7 @@ class TextAttention(nn.Module):
     def __init__(self, channels: int, spec: IFSpec) -> None:
         super().__init__()
         self.num_heads = spec.heads(channels)
+        self.head_dim = channels // self.num_heads
         self.attention: AttentionFn = attention
         self.norm = nn.GroupNorm(32, channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
@@ -85,6 +86,7 @@ class AttentionPooling(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_dim = dim // num_heads
         self.attention: AttentionFn = attention
         self.positional_embedding = nn.Parameter(torch.empty(1, dim))
         self.k_proj = nn.Linear(dim, dim)

@@ -1,7 +1,7 @@
-"""A network compiled ahead of time: a package for given shapes, without weights, that runs on those of the checkpoint.
+"""Ahead-of-time compilation: a network as a package of compiled code for given shapes, without weights.
 
-What torch.compile does at the first call is done once and kept in a file (torch.export, AOTInductor).  The compiled
-code reads the network's own parameters, so what is merged into them in place holds for it too.
+What torch.compile does at the first call is done once and written to a file (torch.export, AOTInductor).  The compiled
+code reads the network's own parameters in place, so a merged LoRA takes effect.
 """
 
 import hashlib
@@ -12,21 +12,24 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.runtime.patching import patch
 from ldm_lite.runtime.precision import short_name
 
 Inputs = tuple[Tensor | None, ...]
-Key = tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each input; None for one that is not given
+Key = tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each input, None for a missing one
+Runners = dict[Key, tuple[Any, dict[str, Tensor]]]  # by the inputs they are for, with the tensors that they point to
 ABOUT = "ldm_lite"  # our entry in the metadata of a compiled model
 
 
 def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
-    """Compile a network for the shapes and dtypes of the examples, and write it as one package.
+    """Compile a network for the shapes and dtypes of the examples, and write one package.
 
-    Raises ValueError, one line, if this machine cannot: for a CPU it takes a C++ compiler, for CUDA Triton.
+    Raises ValueError if this machine cannot: a CPU needs a C++ compiler, CUDA needs Triton.
     """
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.package.package import package_aoti
@@ -45,7 +48,7 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
                 compiled[f"model{i}"] = torch._inductor.aot_compile(program.module(), inputs, options=options)
     except (InvalidCxxCompiler, CppCompileError) as error:
         line = str(error).strip().splitlines()[0]
-        raise ValueError(f"the network cannot be compiled here ({line}): install a C++ compiler, as g++") from error
+        raise ValueError(f"the network cannot be compiled here ({line}): install a C++ compiler such as g++") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part.pt2")
     try:
@@ -58,55 +61,78 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
 def use(network: nn.Module, path: Path) -> None:
     """Have a network run the code of a package, on its own weights; for inputs of other shapes it raises ValueError.
 
-    Raises ValueError, one line, for a file that is no such package, and for one of another network, dtype or device.
+    Raises ValueError if the file is no such package, or one for another network, dtype or device.
     """
-    runners: dict[Key, tuple[Any, dict[str, Tensor]]] = {}  # each with the tensors that it points to
-    mine, weights = _about(network, ()), network.state_dict()
-    for runner in _runners(path):
-        about = json.loads(runner.get_metadata().get(ABOUT, "null"))
-        if about is None:
-            raise ValueError(f"{path}: was not written by ldm_lite.export")
-        for what in ("device", "dtype"):
-            if about[what] != mine[what]:
-                raise ValueError(f"{path}: was exported for {about[what]}, and this is {mine[what]}: export it again")
-        if about["network"] != mine["network"]:
-            raise ValueError(f"{path}: was exported from another network than this: export it from this one")
-        own = {name: weights[name] for name in runner.get_constant_fqns()}
-        runner.load_constants(own, False, True, True)  # into what is in use, all of them, as they lie in memory
-        key = tuple(None if each is None else (tuple(each[0]), each[1]) for each in about["inputs"])
-        runners[key] = runner, own
-    if not runners:
-        raise ValueError(f"{path}: is no package of ldm_lite.export")
+    package = _Package(path)
+    package.runners(network)
+    patch(network, package)
 
-    def forward(*inputs: Tensor | None, **others: object) -> Tensor:
+
+class _Package:
+    """The forward of networks that run a package, each with runners that read its own weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._runners: WeakKeyDictionary[nn.Module, Runners] = WeakKeyDictionary()
+
+    def __call__(self, network: nn.Module, *inputs: Tensor | None, **others: object) -> Tensor:
         if others:
-            raise ValueError(f"{path.name} is compiled for a network that nothing steers: leave out --control")
+            raise ValueError(f"{self.path.name} is compiled for a UNet without controls: leave out `control`")
         given = inputs[: 1 + max(i for i, each in enumerate(inputs) if each is not None)]
+        runners = self.runners(network)
         if _key(given) not in runners:
             known = "; or ".join(map(_words, runners))
-            raise ValueError(f"{path.name} is compiled for {known}; got {_words(_key(given))}: export it for that too")
-        # The compiled code takes memory as it lay in the examples.
+            raise ValueError(
+                f"{self.path.name} is compiled for {known}; got {_words(_key(given))}: export it for that too"
+            )
         runner, _ = runners[_key(given)]
+        # The compiled code expects the memory layout of the examples.
         return runner.boxed_run([each.contiguous() for each in given if each is not None])[0]
 
-    network.forward = forward
+    def runners(self, network: nn.Module) -> Runners:
+        """Return the runners of a network, loaded at the first call.  Raises ValueError as use does."""
+        if network not in self._runners:
+            self._runners[network] = self._load(network)
+        return self._runners[network]
+
+    def _load(self, network: nn.Module) -> Runners:
+        runners: Runners = {}
+        mine, weights = _about(network, ()), network.state_dict()
+        for runner in _runners(self.path):
+            about = json.loads(runner.get_metadata().get(ABOUT, "null"))
+            if about is None:
+                raise ValueError(f"{self.path}: was not written by ldm_lite.export")
+            for what in ("device", "dtype"):
+                if about[what] != mine[what]:
+                    raise ValueError(
+                        f"{self.path}: was exported for {about[what]}, and this is {mine[what]}: export it again"
+                    )
+            if about["network"] != mine["network"]:
+                raise ValueError(f"{self.path}: was exported from another network than this: export it from this one")
+            own = {name: weights[name] for name in runner.get_constant_fqns()}
+            runner.load_constants(own, False, True, True)  # all active constants, used in place
+            key = tuple(None if each is None else (tuple(each[0]), each[1]) for each in about["inputs"])
+            runners[key] = runner, own
+        if not runners:
+            raise ValueError(f"{self.path}: is no package of ldm_lite.export")
+        return runners
 
 
 def _runners(path: Path) -> list[Any]:
-    """The compiled models in a package.  Raises ValueError if it is none.
+    """Load the compiled models of a package.  Raises ValueError if it is none.
 
-    They are loaded by torch's own loader, not by torch._inductor.aoti_load_package, which imports the compiler.
+    By torch's own loader: torch._inductor.aoti_load_package imports the compiler.
     """
-    path.stat()  # FileNotFoundError has a line of its own
+    path.stat()  # may raise FileNotFoundError
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path}: is no package of ldm_lite.export")
-    # By this file, without which torch 2.11 does not raise but crash.
+    # Each model has this file; without it torch 2.11 crashes instead of raising.
     metadata = r"data/aotinductor/([^/]+)/[^/]*_metadata\.json$"
     inside = (re.search(metadata, name) for name in zipfile.ZipFile(path).namelist())
     names = sorted({match[1] for match in inside if match})
     try:
         return [torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), name, False, 1, -1) for name in names]
-    except (RuntimeError, AttributeError, TypeError) as error:  # the last two: a torch that is too old
+    except (RuntimeError, AttributeError, TypeError) as error:  # the last two if this torch is too old
         line = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{path}: cannot be loaded by torch {torch.__version__} ({line}): export it again with this version"
@@ -114,7 +140,7 @@ def _runners(path: Path) -> list[Any]:
 
 
 def _about(network: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """What a package must agree in with the network that is to run it."""
+    """Describe what must be equal in a package and in the network that runs it."""
     weights = network.state_dict()
     layout = [(name, tuple(each.shape), each.stride(), str(each.dtype)) for name, each in sorted(weights.items())]
     first = next(iter(weights.values()))

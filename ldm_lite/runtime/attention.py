@@ -1,16 +1,17 @@
-"""Which attention a network runs, chosen once, by name; and attention maps, taken by layer name.
+"""Attention backends, chosen by name for each network, and attention maps by layer name.
 
 There is no global switch: `use` sets the attribute `attention` of each attention layer of one network.  Every backend
-computes softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D); `vanilla` is the plain twin of all others.
+computes softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D); `vanilla` is the reference for all others.
 
-The backends of PyTorch's own scaled dot-product attention are called as the operators that it dispatches to:
-`torch.nn.attention.sdpa_kernel` sets flags of the whole process, which two threads would fight over.
+PyTorch's kernels for scaled dot-product attention are called as the operators that it dispatches to:
+`torch.nn.attention.sdpa_kernel` sets flags of the whole process, which is not safe with two threads.
 """
 
 import contextlib
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator
-from types import MethodType
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -19,35 +20,35 @@ from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn
 from ldm_lite.models.ops import attention as sdpa
+from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
-
-SLICES = 8  # of "sliced" without a number
 
 
 class AttentionLayer(Protocol):
-    """What a layer must have so that its attention can be chosen and recorded."""
+    """What a layer needs for its attention to be chosen and recorded."""
 
     attention: AttentionFn
     head_dim: int
 
 
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The formula as the original attention.py wrote it, with all of its (B,H,N,M) weights in memory."""
+    """Compute the formula as the original attention.py does, with the whole (B,H,N,M) map in memory."""
     return probabilities(q, k) @ v
 
 
 def probabilities(q: Tensor, k: Tensor) -> Tensor:
-    """The attention map softmax(q k^T / sqrt(D)), (B,H,N,M): how much each query takes from each key."""
+    """Return the attention map softmax(q k^T / sqrt(D)), (B,H,N,M)."""
     return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
 
 
-def sliced(num_slices: int) -> AttentionFn:
-    """Vanilla attention in so many slices of the queries, one after the other: its memory divided by as many."""
+@dataclass(frozen=True)
+class Sliced:
+    """Vanilla attention in slices of the queries, one after the other, which divides its memory by their number."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([vanilla(part, k, v) for part in q.tensor_split(num_slices, dim=2)], dim=2)
+    num_slices: int = 8
 
-    return attend
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([vanilla(part, k, v) for part in q.tensor_split(self.num_slices, dim=2)], dim=2)
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,12 +80,27 @@ _FUNCTIONS: dict[str, AttentionFn] = {
     "flash": _flash,
     "efficient": _efficient,
     "cudnn": _cudnn,
+    "sliced": Sliced(),
 }
-NAMES = (*_FUNCTIONS, "sliced", "mha")  # "sliced:4" gives the number of slices
+
+
+def register(name: str, function: AttentionFn) -> None:
+    """Make a function of q, k and v known by a name, wherever an attention is chosen by name.
+
+    Raises ValueError if the name is taken.
+    """
+    if name in names() or ":" in name:
+        raise ValueError(f"attention {name!r} exists already: choose another name without a colon")
+    _FUNCTIONS[name] = function
+
+
+def names() -> tuple[str, ...]:
+    """Return all names that `use` takes; "sliced:4" sets the number of slices."""
+    return (*_FUNCTIONS, "mha")
 
 
 def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
-    """A whole cross-attention layer by torch.nn.MultiheadAttention's function, on the layer's own weights."""
+    """Compute a cross-attention layer by the function of torch.nn.MultiheadAttention, on the layer's own weights."""
     to_q, to_k, to_v, to_out = (cast(nn.Linear, layer.get_submodule(n)) for n in ("to_q", "to_k", "to_v", "to_out.0"))
     out, _ = F.multi_head_attention_forward(
         x.transpose(0, 1),  # (N, B, C)
@@ -111,20 +127,20 @@ def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
 
 
 def layers(network: nn.Module) -> dict[str, AttentionLayer]:
-    """The attention layers of a network by their names, which are the checkpoint's."""
+    """Return the attention layers of a network by their names, which are those of the checkpoint."""
     return {name: cast(AttentionLayer, layer) for name, layer in network.named_modules() if hasattr(layer, "head_dim")}
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
-    """A name of NAMES, or "sliced:n" -> its function, tried once where it is to run.
+    """Return the function of a name, or of "sliced:n", after a trial run on this device and dtype.
 
-    "mha" is no function of q, k and v: see use.  Raises ValueError for an unknown name, and where it is not available.
+    "mha" is no function of q, k and v: see use.  Raises ValueError if the name is unknown or does not run here.
     """
     kind, _, number = name.partition(":")
-    if kind == "sliced" and (not number or (number.isdecimal() and int(number) > 0)):
-        return sliced(int(number or SLICES))
+    if kind == "sliced" and number.isdecimal() and int(number) > 0:
+        return Sliced(int(number))
     if name not in _FUNCTIONS:
-        raise ValueError(f"unknown attention {name!r}: wanted one of {', '.join(NAMES)}, or sliced:4")
+        raise ValueError(f"unknown attention {name!r}: wanted one of {', '.join(names())}, or sliced:4")
     function = _FUNCTIONS[name]
     if device.type != "meta" and not _runs(function, device, dtype, head_dim):
         others = ", ".join(available(device, dtype, head_dim))
@@ -136,8 +152,8 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 def available(device: torch.device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
-    """The names that run on a device, in a dtype, for heads of so many channels."""
-    return [name for name in NAMES if name not in _FUNCTIONS or _runs(_FUNCTIONS[name], device, dtype, head_dim)]
+    """Return the names that run on a device, in a dtype, for heads of this many channels."""
+    return [name for name in names() if name not in _FUNCTIONS or _runs(_FUNCTIONS[name], device, dtype, head_dim)]
 
 
 def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -150,10 +166,9 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
 
 
 def use(network: nn.Module, attention: str | AttentionFn) -> None:
-    """Set the attention of every layer of a network: a name of NAMES, "sliced:n", or a function of one's own.
+    """Set the attention of every layer of a network: a registered name, "sliced:n", or a function of q, k and v.
 
-    To be called before compilation; other networks, and other threads' networks, keep theirs.  Raises ValueError, and
-    changes nothing, if a layer cannot have it.
+    Call it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
     """
     found = layers(network)
     if not found:
@@ -162,7 +177,7 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
         if lacks := [name for name, layer in found.items() if not hasattr(layer, "to_q")]:
             raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: take sdpa")
         for layer in found.values():
-            cast(nn.Module, layer).forward = MethodType(_mha, layer)
+            patch(cast(nn.Module, layer), _mha)
         return
     first = next(network.parameters())
     functions = {
@@ -170,47 +185,44 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
         for head_dim in {layer.head_dim for layer in found.values()}
     }
     for layer in found.values():
-        vars(layer).pop("forward", None)  # of mha
+        unpatch(cast(nn.Module, layer))
         layer.attention = functions[layer.head_dim]
 
 
 def follow(network: nn.Module, other: nn.Module) -> None:
-    """Give each attention layer of a network what another network's layer of that name has: a ControlNet its UNet's."""
+    """Give each attention layer the attention of another network's layer of that name: a ControlNet its UNet's."""
     found = layers(other)
     for name, layer in layers(network).items():
         layer.attention = found[name].attention
-        if "forward" in vars(found[name]):  # of mha
-            cast(nn.Module, layer).forward = MethodType(_mha, layer)
+        if patch_of(cast(nn.Module, found[name])) is _mha:
+            patch(cast(nn.Module, layer), _mha)
 
 
 @contextlib.contextmanager
 def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Tensor]]]:
-    """Attention maps by layer name: within the block, one (B,H,N,M) tensor a call is added for each layer that matches.
+    """Record attention maps by layer name: within the block each call of a layer appends one (B,H,N,M) tensor.
 
-    pattern is a layer's name, or has wildcards: "*attn2" is every cross-attention of a UNet.  Maps of guided steps hold
-    both halves of the batch, and a map is large (N times M), so name few layers or empty the lists.  The layers are the
-    network's own, so this is for one thread at a time.  Raises ValueError if no layer matches.
+    pattern is a layer's name or has wildcards: "*attn2" is every cross-attention of a UNet.  Maps of guided steps hold
+    both halves of the batch.  A map is large (N times M): choose few layers, or empty the lists.  For one thread at a
+    time, since the network's own layers record.  Raises ValueError if no layer matches.
     """
     chosen = {name: layer for name, layer in layers(network).items() if fnmatch.fnmatchcase(name, pattern)}
     if not chosen:
         raise ValueError(f"no attention layer matches {pattern!r}: they are {', '.join(layers(network)) or 'none'}")
     maps: dict[str, list[Tensor]] = {name: [] for name in chosen}
-    before = {name: (layer.attention, vars(layer).pop("forward", None)) for name, layer in chosen.items()}
-    for name, layer in chosen.items():
-        layer.attention = _recorder(maps[name].append)
-    try:
-        yield maps
-    finally:
-        for name, (function, forward) in before.items():
-            chosen[name].attention = function
-            if forward is not None:
-                vars(chosen[name])["forward"] = forward
+    before = {name: layer.attention for name, layer in chosen.items()}
+    with contextlib.ExitStack() as stack:
+        for name, layer in chosen.items():
+            stack.enter_context(unpatched(cast(nn.Module, layer)))  # mha makes no maps
+            layer.attention = functools.partial(_recorded, maps[name].append)
+        try:
+            yield maps
+        finally:
+            for name, function in before.items():
+                chosen[name].attention = function
 
 
-def _recorder(keep: Callable[[Tensor], None]) -> AttentionFn:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = probabilities(q, k)
-        keep(weights)
-        return weights @ v
-
-    return attend
+def _recorded(keep: Callable[[Tensor], None], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = probabilities(q, k)
+    keep(weights)
+    return weights @ v

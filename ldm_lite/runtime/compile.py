@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, Kept
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.step import denoise_step
 
 log = logging.getLogger("ldm_lite")
@@ -189,8 +189,9 @@ def _unfolded_step(
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
         concat, kept = conditioning.concat, guidance.kept
         concat = None if concat is None else _unfolded(concat)
-        kept = None if kept is None else Kept(_unfolded(kept.latents), _unfolded(kept.mask))
-        conditioning = Conditioning(conditioning.context, conditioning.y, concat, conditioning.control)
+        kept = None if kept is None else InpaintMask(_unfolded(kept.latents), _unfolded(kept.mask))
+        context, y, _, control, cache = conditioning
+        conditioning = Conditioning(context, y, concat, control, cache)
         guidance = Guidance(guidance.weights, guidance.rescale, guidance.percentile, kept, guidance.limit)
     return denoise_step(model, registers, row, noise, conditioning, guidance, *others)
 
@@ -203,6 +204,7 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, gu
     sides = (-4, -2) if registers.ndim == 7 else (-2, -1)
     marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
     marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, *sides))]
+    marks += [(tensor, (0, 1)) for tensor in _tensors(conditioning.cache)]  # (B,T,C)
     marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
     marks += [(tensor, (0, *sides)) for tensor in guidance.kept or ()]
     for tensor, axes in marks:

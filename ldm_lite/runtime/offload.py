@@ -1,126 +1,161 @@
-"""Networks that are on the device only while they compute: whole, or block by block; and their weights in 8 bits.
+"""Offloading and weight quantisation: a network's weights are on the device, in full, only while they compute.
 
-Weights come and go by the `data` of their tensors, so that nothing else of a network knows of it:
-- offload "model": a network is on the device during its phase, which Placement.phase begins and ends;
-- offload "sequential": each block is there for its own forward, and while it computes the next one is copied, on a
-  stream of its own and from pinned memory;
-- storage "fp8" or "int8": each block's weights are restored for its own forward.
+Weights move by the `data` of their tensors, so nothing else in a network knows about it:
+- offload "model": a network is on the device during its phase, between enter and exit of Offloader.phase;
+- offload "sequential": each block is there for its own forward, while the next one is copied from pinned memory, on a
+  stream of its own;
+- storage "fp8" or "int8": each block's weights are dequantised for its own forward.
 
-Two threads may use one network: what both need stays until both are done.
+Two threads may use one network: weights that both need stay until both are done.
 """
 
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.runtime.memory import MappedPages, trim_heap
-from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
+from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
 
 OFFLOADS = ("model", "sequential")
 BLOCK = 2**26  # parameters: larger blocks are divided where that is safe
-AHEAD = 2**21  # parameters, about: smaller blocks are done with too soon to hide the copy of the next
+AHEAD = 2**21  # parameters, about: smaller blocks compute too fast to hide the copy of the next
 
 
-class Placement:
-    """Where the networks of a pipeline are kept, and their coming and going."""
+class Offloader:
+    """Moves the weights of a pipeline's networks to the device and back, and dequantises them."""
 
     def __init__(
         self,
         networks: Mapping[str, nn.Module],
         device: torch.device,
         *,
-        offload: str | None,
-        storage: str | None,
+        offload: str | None = None,
+        storage: str | None = None,
     ) -> None:
-        """networks by role, on the CPU, ready to run on the device; they are changed in place, for inference.
+        """Take charge of networks, by role, that are on the CPU: they are changed in place, for inference.
 
-        Autoencoders are never stored in 8 bits.  Raises ValueError for names that are not in OFFLOADS or STORAGES.
+        Autoencoders are never quantised.  Raises ValueError for names that are not in OFFLOADS or STORAGES.
         """
         for what, name, known in (("offload", offload, OFFLOADS), ("storage", storage, tuple(STORAGES))):
             if name is not None and name not in known:
                 raise ValueError(f"unknown {what} {name!r}: wanted one of {', '.join(known)}")
-        self.device, self.offload = device, offload
+        self.device, self.offload, self.storage = device, offload, storage
         self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
-        self._phases: dict[str, list[_Group]] = {}
+        self._phases: dict[str, _Group] = {}
         self._release = MappedPages().release
-        self._stored: dict[Tensor, Stored] = {}  # of weights that come and go block by block
+        self._groups: dict[Tensor, _Group] = {}  # by the weights, and by the quantised values and scales that move
         for role, network in networks.items():
             if device.type == "cuda":
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self._place(role, network, None if role == "vae" else storage)
         if storage is not None:
-            trim_heap()  # to 8 bits by way of float32, a weight at a time
+            trim_heap()  # quantisation computes in float32, one weight at a time
 
     @contextlib.contextmanager
     def phase(self, *roles: str) -> Iterator[None]:
-        """In this block the networks of these roles can compute; phases may be nested, and a role may be of none."""
-        groups = [group for role in roles for group in self._phases.get(role, ())]
+        """Let the networks of these roles compute within the block.  They may be nested; unknown roles are ignored."""
         with contextlib.ExitStack() as stack:
-            for group in groups:
-                stack.enter_context(group)
+            for role in roles:
+                if role in self._phases:
+                    stack.enter_context(self._phases[role])
             yield
 
-    def read(self, weight: Tensor, device: torch.device) -> Tensor:
-        """A network's weight as it computes with it, on any device, wherever and however it is kept now."""
-        stored = self._stored.get(weight)
-        return weight.data.to(device) if stored is None else restore(stored, device)
+    def read(self, weight: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the value of a network's weight, wherever it is now; it may share memory with the weight.
+
+        dtype None is the one that the network computes in.
+        """
+        group = self._groups.get(weight)
+        if group is None:
+            return weight.data.to(device, dtype)
+        kept = group.kept[weight]
+        return dequantize(kept if dtype is None else kept._replace(dtype=dtype), device).to(dtype or kept.dtype)
+
+    def save(self, weight: Tensor) -> Quantized:
+        """Return a copy of a weight on the CPU, exactly as it is kept, for write()."""
+        group = self._groups.get(weight)
+        values, scale, dtype = group.kept[weight] if group is not None else quantize(weight.data, None)
+        return Quantized(values.to("cpu", copy=True), None if scale is None else scale.to("cpu", copy=True), dtype)
+
+    def write(self, weight: Tensor, value: Tensor | Quantized) -> None:
+        """Replace the value of a network's weight, in the memory where it is kept.
+
+        A tensor is quantised as the weight is; what save() returned is written bit for bit.  A forward that is running
+        in another thread may see either value.
+        """
+        if isinstance(value, Tensor):
+            group = self._groups.get(weight)
+            quantized = group is not None and group.kept[weight].scale is not None
+            value = quantize(value, self.storage if quantized else None)
+        self._put(weight, value.values, value.scale)
+
+    def _put(self, tensor: Tensor, values: Tensor, scale: Tensor | None = None) -> None:
+        group = self._groups.get(tensor)
+        if group is None:
+            tensor.data.copy_(values)
+            return
+        with group.writing(tensor) as kept:
+            self._put(kept.values, values)
+            if kept.scale is not None and scale is not None:
+                self._put(kept.scale, scale)
 
     def _place(self, role: str, network: nn.Module, storage: str | None) -> None:
+        """Decide where each tensor of a network is kept, and register the hooks of its blocks."""
         blocks = _blocks(network) if self.offload == "sequential" or storage else []
         ahead = self.device.type == "cuda" and self.offload == "sequential"
         stream: Any = torch.cuda.Stream(self.device) if ahead else None  # type: ignore[no-untyped-call]
-        order, taken, kept = _Order(), set[Tensor](), list[Tensor]()
+        order, moved = _Order(), list[Tensor]()
         for block in blocks:
-            tensors = [tensor for tensor in _tensors(block) if tensor not in taken]
-            taken.update(tensors)
-            slots = [(tensor, self._at_home(tensor, storage)) for tensor in tensors]
-            self._stored.update(slots)
-            kept += [value for _, stored in slots for value in stored[:2] if value is not None]
-            group = _Group(slots, self.device, stream)
+            tensors = [tensor for tensor in _tensors(block) if tensor not in self._groups]
+            group = self._group(tensors, storage, stream)
+            moved += [value for kept in group.kept.values() for value in kept[:2] if value is not None]
             block.register_forward_pre_hook(_Before(group, order if self.offload == "sequential" else None))
             block.register_forward_hook(_After(group), always_call=True)
-        rest = [tensor for tensor in _tensors(network) if tensor not in taken]
+        rest = [tensor for tensor in _tensors(network) if tensor not in self._groups]
         if self.offload is None:
             for tensor in rest:
                 mapped, tensor.data = tensor.data, tensor.data.to(self.device, copy=storage is not None)
                 if tensor.data_ptr() != mapped.data_ptr():
                     self._release(mapped)
             return
-        moved = rest + (kept if self.offload == "model" else [])
-        slots = [(tensor, self._at_home(tensor, None)) for tensor in moved]
-        self._phases[role] = [_Group(slots, self.device, None)]
+        self._phases[role] = self._group(rest + (moved if self.offload == "model" else []), None, None)
 
-    def _at_home(self, tensor: Tensor, storage: str | None) -> Stored:
-        """A weight as it is kept, where it is kept between phases."""
+    def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
+        group = _Group({tensor: self._at_home(tensor, storage) for tensor in tensors}, self.device, stream)
+        self._groups |= dict.fromkeys(group.kept, group)
+        return group
+
+    def _at_home(self, tensor: Tensor, storage: str | None) -> Quantized:
+        """Return a weight as it is kept, in the memory where it is kept while it does not compute."""
 
         def place(value: Tensor) -> Tensor:
             if self.offload is None:
                 return value.to(self.device)
             return value.pin_memory() if self.device.type == "cuda" else value
 
-        stored = store(tensor.data, storage)
-        home = Stored(place(stored.values), None if stored.scale is None else place(stored.scale), stored.dtype)
+        kept = quantize(tensor.data, storage)
+        home = Quantized(place(kept.values), None if kept.scale is None else place(kept.scale), kept.dtype)
         if home.values.data_ptr() != tensor.data_ptr():
             self._release(tensor.data)
         return home
 
 
 class _Group:
-    """Tensors that come to the device, and go, together; a context that may be entered several times."""
+    """Tensors that move to the device and back together; a context manager that may be entered several times."""
 
-    def __init__(self, slots: list[tuple[Tensor, Stored]], device: torch.device, stream: Any) -> None:
-        """Each tensor with what it is restored from; stream is what copies ahead of time go by, None for none."""
-        self.slots, self.device, self.stream = slots, device, stream
-        self.size = sum(tensor.numel() for tensor, _ in slots)
+    def __init__(self, kept: Mapping[Tensor, Quantized], device: torch.device, stream: Any) -> None:
+        """Group tensors, each with what it is restored from; stream is for prefetching, None if there is none."""
+        self.kept, self.device, self.stream = kept, device, stream
+        self.size = sum(tensor.numel() for tensor in kept)
         self._lock, self._users = threading.Lock(), 0
-        self._ready: tuple[list[Tensor], Any] | None = None
-        # Of now: what is stored in 8 bits comes and goes itself.
-        self._home = [stored.values.data for _, stored in slots]
+        self._ready: tuple[list[Tensor], Any] | None = None  # prefetched values, and the event of their copy
+        # As of now: quantised values may move themselves, by a group of their own.
+        self._home = [each.values.data for each in kept.values()]
         self._leave()
 
     def __enter__(self) -> None:
@@ -135,7 +170,7 @@ class _Group:
                 now.wait_event(copied)
                 for value in values:
                     value.record_stream(now)
-            for (tensor, _), value in zip(self.slots, values, strict=True):
+            for tensor, value in zip(self.kept, values, strict=True):
                 tensor.data = value
 
     def __exit__(self, *error: object) -> None:
@@ -145,45 +180,61 @@ class _Group:
                 self._leave()
 
     def __del__(self) -> None:
-        # A network may go, as ControlNets do after their job, with a copy under way that nothing has waited for: its
-        # memory is the computing stream's again only when that has ended.
-        values, copied = self._ready or ((), None)
-        if copied is not None and not sys.is_finalizing():
-            for value in values:
-                value.record_stream(self.stream)
+        # A network may be deleted, as ControlNets are after their job, with a prefetch under way.
+        if not sys.is_finalizing():
+            self._discard()
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Begin to restore what the next __enter__ will need."""
         with self._lock:
             if self._users == 0 and self._ready is None and self.stream is not None:
                 self._ready = self._restore()
 
+    @contextlib.contextmanager
+    def writing(self, tensor: Tensor) -> Iterator[Quantized]:
+        """Let the block overwrite what a tensor is restored from; no older copy of it is used afterwards."""
+        with self._lock:
+            self._discard()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # queued copies still read what will be overwritten
+            yield self.kept[tensor]
+            if self._users:
+                tensor.data.copy_(dequantize(self.kept[tensor], self.device))
+
+    def _discard(self) -> None:
+        """Drop prefetched values: the computing stream gets their memory back only when the copy has ended."""
+        values, copied = self._ready or ((), None)
+        self._ready = None
+        if copied is not None:
+            for value in values:
+                value.record_stream(self.stream)
+
     def _leave(self) -> None:
-        for (tensor, _), home in zip(self.slots, self._home, strict=True):
+        for tensor, home in zip(self.kept, self._home, strict=True):
             tensor.data = home
 
     def _restore(self) -> tuple[list[Tensor], Any]:
         if self.stream is None:
-            return [restore(stored, self.device) for _, stored in self.slots], None
-        # Of the computing stream's memory, where a copy takes what the blocks before it have left.  Copies are queued
-        # far ahead of what computes: in memory of their own stream they would take that of all blocks.
-        values = [torch.empty_like(stored.values, dtype=stored.dtype, device=self.device) for _, stored in self.slots]
+            return [dequantize(each, self.device) for each in self.kept.values()], None
+        # Allocated on the computing stream, so that a copy reuses the memory of earlier blocks.  Copies are queued far
+        # ahead of the computation: allocated on their own stream they would need the memory of all blocks.
+        values = [torch.empty_like(each.values, dtype=each.dtype, device=self.device) for each in self.kept.values()]
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for value, (_, stored) in zip(values, self.slots, strict=True):
-                value.copy_(stored.values if stored.scale is None else restore(stored, self.device), non_blocking=True)
+            for value, each in zip(values, self.kept.values(), strict=True):
+                value.copy_(each.values if each.scale is None else dequantize(each, self.device), non_blocking=True)
             return values, self.stream.record_event()
 
 
 class _Order:
-    """In which order blocks compute: after each those that came next the last time."""
+    """The order in which blocks compute: for each block, the one that followed it last time."""
 
     def __init__(self) -> None:
         self.last: _Group | None = None
         self.next: dict[_Group, _Group] = {}
 
     def after(self, group: _Group) -> list[_Group]:
-        """What comes after a block that begins: the next one, and where that is small, those after it up to AHEAD."""
+        """Return what follows a block that begins: the next one and, if that is small, more of them up to AHEAD."""
         if self.last is not None:
             self.next[self.last] = group
         self.last = group
@@ -195,7 +246,7 @@ class _Order:
 
 
 class _Before:
-    """A block's hook: its weights come, and the next block's are on their way."""
+    """A block's hook before its forward: brings its weights, and prefetches those of the next block."""
 
     def __init__(self, group: _Group, order: _Order | None) -> None:
         self.group, self.order = group, order
@@ -204,14 +255,14 @@ class _Before:
         self.group.__enter__()
         if self.order is not None:
             for group in self.order.after(self.group):
-                group.fetch()
+                group.prefetch()
 
     def __deepcopy__(self, memo: object) -> Any:
-        return _nothing  # a copy of a network has its weights for itself
+        return _nothing  # a copy of a network has weights of its own
 
 
 class _After:
-    """A block's hook: its weights go."""
+    """A block's hook after its forward: its weights leave."""
 
     def __init__(self, group: _Group) -> None:
         self.group = group
@@ -231,9 +282,9 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """What a network calls one after the other, in parts of up to about BLOCK parameters.
+    """Return the modules that a network calls one after the other, of up to about BLOCK parameters each.
 
-    A part that holds layers directly is not divided: it may read their weights without calling them.
+    A module that holds layers directly is not divided: it may read their weights without calling them.
     """
     found = []
     for child in network.children():

@@ -44,7 +44,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     """
     if name is None:
         if device.type == "cpu" and _cpu_has("amx_tile"):
-            log.info("this CPU multiplies in bfloat16: --dtype bf16 is faster than fp32, and less exact")
+            log.info('this CPU multiplies in bfloat16: `dtype="bf16"` is faster than fp32, and less exact')
         return torch.float16 if device.type == "cuda" else torch.float32
     if isinstance(name, str) and name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: wanted one of {', '.join(DTYPES)}")

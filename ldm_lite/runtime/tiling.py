@@ -1,11 +1,11 @@
-"""An autoencoder strip by strip: large pictures in little memory, and no seams.
+"""An autoencoder strip by strip: large images in little memory, without seams.
 
-Tiles that are decoded each on its own differ where they meet: their borders are padded, and their norms see other
-statistics.  Here every convolution goes over horizontal strips, with the rows beside a strip that it reads, and every
-norm takes the statistics of the whole picture first: so the result is that of the whole picture, to rounding.  What is
-in memory are one or two feature maps, which may rest on another device, and one strip of all the rest.
+Tiles that are decoded separately differ where they meet: their borders are padded, and their norms see other
+statistics.  Here every convolution runs over horizontal strips, with the neighbouring rows that it reads, and every
+norm first takes the statistics of the whole image: the result is that of the whole image, up to rounding.  Memory holds
+one or two feature maps, which may be kept on another device, and one strip of everything else.
 
-Attention, at the latents' resolution, is left as it is, and so are pictures that are one strip.
+Attention runs whole, at the latents' resolution, and so do images of a single strip.
 
 Shape letters: B batch, C channels, H W a feature map's size, G groups of channels, S strips.
 """
@@ -20,39 +20,47 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.vae_kl import Decoder, Downsample, Encoder, ResnetBlock, Upsample
-from ldm_lite.runtime.tuning import unchanged
+from ldm_lite.runtime.patching import runs_as_written
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
-TILE = 4  # rows of a strip and beside it are a multiple of this: of Winograd's tiles none is cut
+TILE = 4  # strips with their neighbouring rows are multiples of this, so that none of Winograd's tiles is cut
 
 Network = TypeVar("Network", bound=nn.Module)
 
 
-def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
-    """The same autoencoder with the same weights, computing strip by strip, for inference; vae stays as it is.
+def tile(vae: Any, rest: torch.device | str | None = None) -> None:
+    """Have an autoencoder compute strip by strip, for inference.
 
-    rest is where feature maps are kept between layers, None for where they are computed.  An autoencoder of other parts
-    than KL's (TAESD, a subclass's) is returned as it is.
+    rest is where feature maps are kept between layers, None for where they are computed.  Only KL autoencoders change:
+    TAESD, and forks with an encoder or decoder class of their own, stay as they are.
     """
-    encoder, decoder = getattr(vae, "encoder", None), getattr(vae, "decoder", None)
-    if type(encoder) is not Encoder or type(decoder) is not Decoder:
+    if _is_kl(vae):
+        # Instance attributes in place of the methods: a deep copy of them computes with its own weights.
+        vae.encoder.descend = functools.partial(_Strips(rest).descend, vae.encoder)
+        vae.decoder.ascend = functools.partial(_Strips(rest).ascend, vae.decoder)
+
+
+def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
+    """Return the autoencoder computing strip by strip, with the same weights; the given one does not change.
+
+    See tile, which may leave it as it is.
+    """
+    if not _is_kl(vae):
         return vae
     result: Any = _shallow(vae)
-    result.encoder, result.decoder = _shallow(encoder), _shallow(decoder)
-    # Instance attributes in place of the methods; of the copies, so that a deep copy of them computes with its weights.
-    result.encoder.descend = functools.partial(_Strips(rest).descend, result.encoder)
-    result.decoder.ascend = functools.partial(_Strips(rest).ascend, result.decoder)
+    result.encoder, result.decoder = _shallow(result.encoder), _shallow(result.decoder)
+    tile(result, rest)
     return result
 
 
 def tiled_on_cpu(vae: Network) -> Network:
-    """In float32 on a CPU the autoencoder strip by strip, for half the memory and a tenth more time; else as it is.
+    """Return the autoencoder computing strip by strip if it is on a CPU in float32: half the memory, a tenth more time.
 
-    It stays as it is, too, where it does not run as it is written: who replaced or hooked a part counts on its calls.
+    One that does not run as written is returned as it is: whoever replaced or hooked a part relies on its calls.
     """
     weight = next(vae.parameters())
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return tiled(vae) if on_cpu and unchanged(vae) and not is_tiled(vae) else vae
+    return tiled(vae) if on_cpu and runs_as_written(vae) and not is_tiled(vae) else vae
 
 
 def is_tiled(vae: nn.Module) -> bool:
@@ -61,9 +69,13 @@ def is_tiled(vae: nn.Module) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether this is what PyTorch raises, on any device, when memory has run out."""
+    """Whether this is an error that PyTorch raises on some device when memory runs out."""
     texts = ("out of memory", "alloc_cpu", "ALLOC_FAILED")  # of CUDA, of CPUs, of cuBLAS and cuDNN
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
+
+
+def _is_kl(vae: nn.Module) -> bool:
+    return type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
 
 
 def _shallow(network: Network) -> Network:
@@ -73,7 +85,7 @@ def _shallow(network: Network) -> Network:
 
 
 def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
-    """All layers of levels, as Level.forward takes them: one by one, so that nothing holds on to an earlier map."""
+    """Yield the layers of levels in the order of Level.forward, one by one, so that no earlier map is kept alive."""
     for level in levels:
         for i, block in enumerate(level.block):
             yield block
@@ -108,17 +120,17 @@ class _Strips:
         return self.run(lambda rows: decoder.conv_out(activate(rows)), x, decoder.conv_out.out_channels).to(device)
 
     def layer(self, layer: Any, x: Tensor, device: torch.device) -> Tensor:
-        """layer.forward."""
+        """Compute layer.forward."""
         if type(layer) is ResnetBlock:
             return self.resnet(layer, x, device)
         if type(layer) is Upsample:
             return self.run(lambda rows: layer.conv(_upsampled(x, rows).to(device)), x, x.shape[1], times=2)
-        if type(layer) is Downsample:  # whose rows begin where the strip's do
+        if type(layer) is Downsample:  # it pads below and on the right only
             return self.run(lambda rows: layer(x[:, :, rows].to(device)), x, x.shape[1], over=2, before=0, after=2)
         return layer(x.to(device)).to(x.device)  # attention
 
     def resnet(self, block: ResnetBlock, x: Tensor, device: torch.device) -> Tensor:
-        """ResnetBlock.forward; the result takes the place of what is between the convolutions."""
+        """Compute ResnetBlock.forward; in inference the result overwrites the map between the convolutions."""
         skip = block.nin_shortcut if block.shortcut else nn.Identity()
         first = self.activation(block.norm1, x, device)
         h = self.run(lambda rows: block.conv1(first(rows)), x, block.conv1.out_channels)
@@ -130,7 +142,7 @@ class _Strips:
         return self.run(both, h, h.shape[1], result=None if torch.is_grad_enabled() else h)
 
     def activation(self, norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], Tensor]:
-        """-> a function: rows -> silu(norm(x)) of these, by the statistics of all of x."""
+        """Return a function of rows that computes silu(norm(x)) for them, with the statistics of all of x."""
         mean, variance = _statistics(x, norm.num_groups, device)
         scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
         shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
@@ -149,9 +161,10 @@ class _Strips:
         after: int = 1,
         result: Tensor | None = None,
     ) -> Tensor:
-        """layer(rows) of all strips, with `before` and `after` rows beside them, of x made `times` as high and wide.
+        """Compute layer(rows) for all strips, each with the `before` rows above it and the `after` rows below.
 
-        `over` is how much smaller the result is, which may be written to what the layer reads.
+        The strips are those of x enlarged `times` in both directions; the output is smaller by `over`.  `result` is
+        the output tensor, which may be one that the layer reads.
         """
         batch, _, height, width = x.shape
         height, width = height * times, width * times
@@ -159,7 +172,7 @@ class _Strips:
             rest = x.device if self.rest is None else self.rest
             size = (batch, channels, height // over, width // over)
             result = torch.empty(size, dtype=x.dtype, device=rest, memory_format=torch.channels_last)
-        ready: tuple[Tensor, Tensor] | None = None  # rows, and where they go once the next strip has been read
+        ready: tuple[Tensor, Tensor] | None = None  # rows, and their place, written once the next strip has been read
         for rows, beside in _strips((batch, x.shape[1], height, width), before, after, over):
             y = layer(beside)
             if ready is not None:
@@ -173,7 +186,7 @@ class _Strips:
 
 
 def _strips(shape: Sequence[int], before: int = 0, after: int = 0, over: int = 1) -> list[tuple[slice, slice]]:
-    """Rows of a map (B,C,H,W) in strips of at most about STRIP numbers, each without and with the rows beside it."""
+    """Divide the rows of a map (B,C,H,W) into strips of about STRIP numbers, without and with neighbouring rows."""
     _, channels, height, width = shape
     size = STRIP // (channels * width) // TILE * TILE - before - after
     starts = range(0, height, max(over, size))
@@ -185,15 +198,15 @@ def _strips(shape: Sequence[int], before: int = 0, after: int = 0, over: int = 1
 
 
 def _upsampled(x: Tensor, rows: slice) -> Tensor:
-    """Rows of x (B,C,H,W) made twice as high and wide, by nearest neighbour."""
+    """Return rows of x (B,C,H,W) enlarged twice in both directions, by nearest neighbour."""
     y = F.interpolate(x[:, :, rows.start // 2 : (rows.stop + 1) // 2], scale_factor=2.0, mode="nearest")
     return y[:, :, rows.start % 2 :][:, :, : rows.stop - rows.start]
 
 
 def _statistics(x: Tensor, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and variance (B,G,1) in float32 of groups of channels of x (B,C,H,W).
+    """Return mean and variance (B,G,1), in float32, of groups of channels of x (B,C,H,W).
 
-    Those of strips are put together, which is more exact than one sum over a large map.
+    They are combined from those of strips, which is more exact than one sum over a large map.
     """
     parts, means, variances = [], [], []
     for rows, _ in _strips(x.shape):

@@ -1,332 +1,246 @@
-"""Painting: prompts x canvases -> batches of noise and conditioning -> results, for every command that makes pictures.
+"""Batching: a job's prompts and images -> batches of noise and conditioning -> results, for every task.
 
-A command says what its options come to (Setup) and what it paints on (Canvas: where a picture begins, what of it
-stays, what the network reads beside the prompt); paint() does the rest.
+A task says what its options come to (job.Job) and what each image starts from (ImageInputs); run() does the rest.
 """
 
 import dataclasses
-import functools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-import ldm_lite
-from ldm_lite.tasks.job import JobOptions, OnStep, Result, read_depth, sampler_of, stated
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from ldm_lite.checkpoint.model import Pipeline
-    from ldm_lite.control.control import Control, Steering
-    from ldm_lite.diffusion.guidance import Branches, Conditioning
-    from ldm_lite.diffusion.plan import Plan
-    from ldm_lite.diffusion.schedule import Level
-    from ldm_lite.generate import Draw, Handover
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.prompts import count_chunks, encode_prompts, guided
+from ldm_lite.control.apply import ActiveControls
+from ldm_lite.diffusion.guidance import Branches, Conditioning, InpaintMask, instructed
+from ldm_lite.generate import DenoisingState, Draw, Extras, RefinerSwitch, SeededNoise, SharedNoise
+from ldm_lite.image import depth_latent
+from ldm_lite.tasks.job import Job, Result
 
 log = logging.getLogger("ldm_lite")
 
-AHEAD = 32  # batches whose prompts are embedded together where networks take turns on the device
+OnStep = Callable[[DenoisingState], None]
+
+AHEAD = 32  # batches whose prompts are encoded together where networks take turns on the device
 
 
 @dataclass(frozen=True, eq=False)
-class Canvas:
-    """What a batch of pictures is painted on, and what is done with each of them then."""
+class ImageInputs:
+    """What a batch of images starts from, and what is done with each of them at the end."""
 
     latent_shape: tuple[int, int, int]
-    init: "Tensor | None" = None  # (1,C,h,w) latents of a picture to begin with, in the UNet's scale
-    deviation: "Tensor | None" = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every picture
-    mask: "Tensor | None" = None  # (1,1,h,w): 0 where init is to stay
-    concat: "Tensor | None" = None  # (1,C',h,w): what the network reads beside the latents
-    y: "Tensor | None" = None  # (1,) what it is told about that: a noise level
-    finish: "Callable[[Tensor], Tensor]" = lambda pixels: pixels  # of a decoded picture (3,H,W) in [-1,1]
+    init: Tensor | None = None  # (1,C,h,w) latents of an image to start from, in the UNet's scale
+    deviation: Tensor | None = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every image
+    mask: Tensor | None = None  # (1,1,h,w): 0 where init is kept
+    concat: Tensor | None = None  # (1,C',h,w): channels that the network reads beside the latents
+    y: Tensor | None = None  # (1,) their noise level, for networks that read it
+    size: tuple[int, int] | None = None  # (height, width) that results are cropped to
+    paste: tuple[Tensor, Tensor] | None = None  # pixels (3,H,W) to put back where the weights (1,H,W) are 0
     settings: Mapping[str, object] = field(default_factory=dict)  # more for the PNG's text
 
-
-@dataclass(frozen=True)
-class Setup:
-    """Options with nothing left open."""
-
-    prompts: list[str]  # of one repetition
-    plan: "Plan | None"  # None: not a single step
-    scale: float
-    image_scale: float | None = None  # three-way guidance, for networks that follow instructions
-    start: "Level | None" = None  # where the plan begins with a canvas's init; None: it begins with noise alone
-    refiner: "tuple[Pipeline, int] | None" = None  # who goes on with the plan, and from which step
+    def finish(self, pixels: Tensor) -> Tensor:
+        """Decoded pixels (3,H',W') -> the result (3,H,W)."""
+        if self.size is not None:
+            pixels = pixels[:, : self.size[0], : self.size[1]]
+        if self.paste is not None:
+            original, weights = self.paste
+            pixels = weights * pixels + (1 - weights) * original
+        return pixels
 
 
-def paint(
-    pipe: "Pipeline",
-    options: JobOptions,
-    setup: Setup,
-    canvases: Iterable[Canvas],
-    *,
-    context: "Tensor | None" = None,
-    uncond: "Tensor | None" = None,
-    on_step: OnStep | None = None,
-) -> Iterator[Result]:
-    """All prompts and repetitions of a setup on each canvas: the results, each as soon as it is decoded.
-
-    context (N,T,D) are ready embeddings in place of N prompts, and uncond (1,T,D) or (N,T,D) those of the negative
-    prompt.  on_step is called after every denoising step.
-    """
-    import torch
-
-    from ldm_lite import generate
-    from ldm_lite.conditioning.prompts import check_heeded
-    from ldm_lite.conditioning.textual_inversion import with_embeddings
-    from ldm_lite.control.control import load_controls, parse
-
-    pipe = with_embeddings(pipe, options.embedding)
-    if setup.refiner is not None:
-        refiner, first_step = setup.refiner
-        setup = dataclasses.replace(setup, refiner=(with_embeddings(refiner, options.embedding), first_step))
-    check_heeded([pipe] if setup.refiner is None else [pipe, setup.refiner[0]], stated(options))
-    controls = load_controls(pipe, parse(options.control, options.preprocess), options.clip_vision)
-    painter, count = _Painter(pipe, options, setup, on_step), len(setup.prompts)
-    embed = painter.embedder(pipe, context, uncond)
-    refine = None if setup.refiner is None else painter.embedder(setup.refiner[0], None, None)
-    generator = torch.Generator(pipe.device).manual_seed(options.seed) if options.compat else None
-    for number, canvas in enumerate(canvases):
-        if (depth := read_depth(pipe, options, canvas.latent_shape)) is not None:
-            canvas = dataclasses.replace(canvas, concat=depth)
-        begin, steering = painter.beginner(canvas, generator), painter.steering(canvas, controls)
-        batches = (
-            (repeat, first) for repeat in range(options.repeats) for first in range(0, count, options.batch_size)
-        )
-        for repeat, first in batches:  # not itertools.product, which lists them
-            if pipe.placement is not None and first % (AHEAD * options.batch_size) == 0:
-                painter.embed_ahead(embed, canvas, first)
-            rows = range(first, min(first + options.batch_size, count))
-            offset = (number * options.repeats + repeat) * count
-            seeds = [options.seed + (row - first if options.fixed_code else offset + row) for row in rows]
-            branches = painter.branches(pipe, canvas, *embed(rows, canvas), len(rows))
-            later = None
-            if refine is not None and setup.refiner is not None:
-                refining = painter.branches(setup.refiner[0], canvas, *refine(rows, canvas), len(rows))
-                later = generate.Handover(setup.refiner[0], refining, setup.refiner[1])
-            latents = painter.latents(canvas, branches, later, steering, *begin(seeds))
-            for pixels, row, seed in zip(generate.decode(pipe, latents), rows, seeds, strict=True):
-                pixels, prompt = canvas.finish(pixels), setup.prompts[row]
-                yield Result(pixels, prompt, seed, painter.parameters(canvas, pixels, prompt, seed))
+def results(job: Job, inputs: Iterable[ImageInputs], on_step: OnStep | None = None) -> Iterator[Result]:
+    """The images of a job, each as soon as it is decoded; on_step gets the state after every step."""
+    for event in run(job, inputs):
+        if isinstance(event, Result):
+            yield event
+        elif on_step is not None:
+            on_step(event)
 
 
-@dataclass(frozen=True, eq=False)
-class _Painter:
-    """The parts of paint()."""
+def run(job: Job, inputs: Iterable[ImageInputs]) -> Iterator[DenoisingState | Result]:
+    """All prompts and repetitions of a job, from each of the inputs: states after every step, and results."""
+    model, count = job.model, len(job.prompts)
+    text = PromptEncoder(model, job)
+    refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
+    generator = torch.Generator(model.device).manual_seed(job.seeds.first) if job.compat else None
+    for number, image in enumerate(inputs):
+        if job.depth is not None:
+            image = dataclasses.replace(image, concat=depth_latent(job.depth, image.latent_shape[1:]))
+        initial, controls = InitialLatents(job, image, generator), None
+        for repeat in range(job.repeats):
+            for first in range(0, count, job.batch_size):
+                if model.offloader is not None and first % (AHEAD * job.batch_size) == 0:
+                    text.encode_ahead(first, image)
+                rows = range(first, min(first + job.batch_size, count))
+                offset = (number * job.repeats + repeat) * count
+                seeds = [job.seeds.of(offset + row, row - first) for row in rows]
+                branches = _branches(job, model, image, text.encode(rows, image), len(rows))
+                if controls is None:
+                    controls = _controls(job, image, len(branches.conditionings))
+                switch = None
+                if job.refiner is not None and refining is not None:
+                    refiner, step = job.refiner
+                    refined = _branches(job, refiner, image, refining.encode(rows, image), len(rows))
+                    switch = RefinerSwitch(refiner, refined, step)
+                latents, init, draw = initial.draw(seeds, offset + first)
+                if job.plan is not None:
+                    mask = None if init is None or image.mask is None else InpaintMask(init, image.mask)
+                    extras = Extras(mask, controls, switch)
+                    plan = dataclasses.replace(job.plan, initial=1.0)  # initial.draw has scaled the noise
+                    if job.compat:  # the original draws noise at every call, if only to multiply it by zero
+                        plan = dataclasses.replace(plan, draws=plan.draws | True)
+                    for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
+                        latents = state.latents
+                        yield state
+                for pixels, row, seed in zip(generate.decode(model, latents), rows, seeds, strict=True):
+                    yield job.result(image.finish(pixels), row, seed, image.settings)
 
-    pipe: "Pipeline"
-    options: JobOptions
-    setup: Setup
-    on_step: OnStep | None
 
-    def embedder(
-        self, pipe: "Pipeline", context: "Tensor | None", uncond: "Tensor | None"
-    ) -> "Callable[[range, Canvas], tuple[Conditioning, Conditioning | None]]":
-        """-> a function: rows of the job's prompts -> what a network reads of them, and of the negative prompt."""
-        from ldm_lite.conditioning.prompts import Reading, count_chunks, encode_prompts
-        from ldm_lite.diffusion.guidance import Conditioning
+class PromptEncoder:
+    """The conditioning of a job's prompts for one model; a repetition reuses that of the one before."""
 
-        options, setup, prompts = self.options, self.setup, self.setup.prompts
-        distilled = pipe.family.unet.guidance_dim is not None
-        guided = not distilled and (setup.scale != 1 or setup.image_scale not in (None, 1))
-        if distilled and (options.negative_prompt is not None or uncond is not None):
-            log.warning("%s has its guidance distilled into it: the negative prompt is not used", pipe.family.title)
+    def __init__(self, model: Model, job: Job) -> None:
+        self.model, self.job = model, job
+        self.own = model is job.model  # ready conditioning is for the job's model, not for its refiner
+        distilled = model.family.unet.guidance_dim is not None
+        unguided = job.guidance == 1 and job.image_scale in (None, 1)
+        self.guided = not distilled and not unguided
+        if distilled and (job.negative_prompt is not None or job.uncond is not None):
+            log.warning("%s has its guidance distilled into it: the negative prompt is not used", model.family.title)
         # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
-        texts: set[str | None] = set(prompts if context is None else ())
-        if guided and uncond is None:
-            texts.add(options.negative_prompt)
-        reading = Reading(
-            options.prompt_syntax,
-            options.clip_skip,
-            count_chunks(pipe, texts, options.prompt_syntax) if texts else 1,
-            noise_level=options.noise_level,
-            **stated(options),
-        )
+        texts: set[str | None] = set(job.prompts if job.cond is None else ())
+        if self.guided and job.uncond is None:
+            texts.add(job.negative_prompt)
+        chunks = count_chunks(model, texts, job.text.syntax) if texts else 1
+        self.options = dataclasses.replace(job.text, num_chunks=chunks)
+        self._cache: OrderedDict[object, Conditioning] = OrderedDict()
 
-        @functools.lru_cache(maxsize=2 * AHEAD)  # a repetition has the prompts of the one before
-        def encode(height: int, width: int, negative: bool, *prompts: str | None) -> Conditioning:
-            whole = dataclasses.replace(reading, size=(height, width), negative=negative)
-            return encode_prompts(pipe, prompts, whole)
+    def encode(self, rows: range, image: ImageInputs) -> tuple[Conditioning, Conditioning | None]:
+        """The conditioning of the prompts in these rows, and of the negative prompt where there is guidance."""
+        job, some = self.job, slice(rows.start, rows.stop)
+        if job.cond is not None and self.own:
+            cond = job.cond.rows(some, len(job.prompts))
+        else:
+            cond = self._encode(job.prompts[some], image, negative=False)
+        if not self.guided:
+            return cond, None
+        if job.uncond is not None and self.own:
+            return cond, job.uncond.rows(some, len(job.prompts))
+        return cond, self._encode([job.negative_prompt] * len(rows), image, negative=True)
 
-        def embed(rows: range, canvas: Canvas) -> tuple[Conditioning, Conditioning | None]:
-            some = slice(rows.start, rows.stop)
-            height, width = (side * pipe.vae.spec.factor for side in canvas.latent_shape[1:])
-            cond = encode(height, width, False, *prompts[some]) if context is None else Conditioning(context[some])
-            if not guided:
-                return cond, None
-            if uncond is None:
-                return cond, encode(height, width, True, *[options.negative_prompt] * len(rows))
-            return cond, Conditioning(uncond.expand(len(prompts), -1, -1)[some])
-
-        return embed
-
-    def embed_ahead(
-        self, embed: "Callable[[range, Canvas], tuple[Conditioning, Conditioning | None]]", canvas: Canvas, first: int
-    ) -> None:
-        """Embed the prompts of the batches from row `first` on, so that the text encoder comes to the device once."""
-        count, size = len(self.setup.prompts), self.options.batch_size
-        with self.pipe.phase("text_encoder", "text_encoder_2"):
+    def encode_ahead(self, first: int, image: ImageInputs) -> None:
+        """Encode the prompts of the batches from row `first` on, so that the text encoder comes to the device once."""
+        count, size = len(self.job.prompts), self.job.batch_size
+        with self.model.phase("text_encoder", "text_encoder_2"):
             for start in range(first, min(first + AHEAD * size, count), size):
-                embed(range(start, min(start + size, count)), canvas)
+                self.encode(range(start, min(start + size, count)), image)
 
-    def beginner(
-        self, canvas: Canvas, generator: "torch.Generator | None"
-    ) -> "Callable[[list[int]], tuple[Tensor | None, Tensor, Draw]]":
-        """-> a function: the seeds of a batch -> latents of the canvas's picture, first noise, later noise."""
-        import torch
+    def _encode(self, prompts: Sequence[str | None], image: ImageInputs, negative: bool) -> Conditioning:
+        height, width = (side * self.model.vae.spec.factor for side in image.latent_shape[1:])
+        key = height, width, negative, tuple(prompts)
+        if key not in self._cache:
+            options = dataclasses.replace(self.options, size=(height, width), negative=negative)
+            self._cache[key] = encode_prompts(self.model, prompts, options)
+            if len(self._cache) > 2 * AHEAD:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
 
-        from ldm_lite import generate
 
-        shape, batch_size = canvas.latent_shape, self.options.batch_size
+class InitialLatents:
+    """The latents that the first step sees: noise, or an image's latents with noise, for images of one size."""
 
-        def pictures(count: int, draw: "Draw") -> "Tensor | None":
-            if canvas.init is None:
-                return None
-            latents = canvas.init.expand(count, -1, -1, -1)
-            return latents if canvas.deviation is None else latents + canvas.deviation * draw().to(latents.device)
-
-        def seeded(seeds: list[int]) -> "tuple[Tensor | None, Tensor, Draw]":
-            draw = generate.seeded_noise(seeds, shape)
-            noise = draw()
-            return pictures(len(seeds), draw), noise, draw
-
+    def __init__(self, job: Job, image: ImageInputs, generator: torch.Generator | None) -> None:
+        """generator is the original script's, with `compat`: one for the whole job."""
+        self.job, self.image, self.generator = job, image, generator
+        self._init: Tensor | None = None
+        self._code: Tensor | None = None
         if generator is None:
-            return seeded
-        # The original samples a picture's latents once a job, with a generator on the CPU.
-        on_cpu = generator if generator.device.type == "cpu" else torch.Generator("cpu").manual_seed(self.options.seed)
-        init = pictures(batch_size, generate.shared_noise(on_cpu, batch_size, shape))
-        fixed = self.options.fixed_code and init is None
-        code = generate.shared_noise(generator, batch_size, shape)() if fixed else None
+            return
+        # The original samples an image's latents once a job, with a generator on the CPU.
+        on_cpu = generator if generator.device.type == "cpu" else torch.Generator("cpu").manual_seed(job.seeds.first)
+        size, shape = job.batch_size, image.latent_shape
+        self._init = self._image_latents(size, SharedNoise(on_cpu, size, shape))
+        if job.seeds.fixed and self._init is None:
+            self._code = SharedNoise(generator, size, shape)()
 
-        def shared(seeds: list[int]) -> "tuple[Tensor | None, Tensor, Draw]":
-            draw = generate.shared_noise(generator, len(seeds), shape)
-            noise = draw() if code is None else code[: len(seeds)]
-            return (None if init is None else init[: len(seeds)]), noise, draw
+    def draw(self, seeds: Sequence[int], first: int) -> tuple[Tensor, Tensor | None, Draw]:
+        """For a batch that begins with image `first`: its initial latents, its image's latents, its later noise."""
+        draw: Draw
+        if self.generator is None:
+            draw = SeededNoise(seeds, self.image.latent_shape)
+            noise = draw()
+            init = self._image_latents(len(seeds), draw)
+        else:
+            draw = SharedNoise(self.generator, len(seeds), self.image.latent_shape)
+            noise = draw() if self._code is None else self._code[: len(seeds)]
+            init = None if self._init is None else self._init[: len(seeds)]
+        if self.job.noise is not None:
+            noise = self._own_noise(first, len(seeds))
+        return self._noised(init, noise), init, draw
 
-        return shared
+    def _own_noise(self, first: int, count: int) -> Tensor:
+        noise = self.job.noise
+        assert noise is not None
+        if noise.ndim != 4 or tuple(noise.shape[1:]) != self.image.latent_shape or len(noise) < first + count:
+            wanted = f"({first + count}, {', '.join(map(str, self.image.latent_shape))}) or more images"
+            raise ValueError(f"got `noise` of shape {tuple(noise.shape)}, wanted {wanted}")
+        return noise[first : first + count].float()
 
-    def steering(self, canvas: Canvas, controls: "Sequence[Control]") -> "Steering | None":
-        """What the controls make of their pictures at a canvas's size."""
-        from ldm_lite.control.control import Steering
-
-        if not controls or self.setup.plan is None:
+    def _image_latents(self, count: int, draw: Draw) -> Tensor | None:
+        if self.image.init is None:
             return None
-        _, h, w = canvas.latent_shape
-        factor = self.pipe.vae.spec.factor
-        return Steering(self.pipe, controls, self.setup.plan, (factor * w, factor * h))
+        latents = self.image.init.expand(count, -1, -1, -1)
+        if self.image.deviation is None:
+            return latents
+        return latents + self.image.deviation * draw().to(latents.device)
 
-    def latents(
-        self,
-        canvas: Canvas,
-        branches: "Branches",
-        later: "Handover | None",
-        steering: "Steering | None",
-        init: "Tensor | None",
-        noise: "Tensor",
-        draw: "Draw",
-    ) -> "Tensor":
-        """The last latents (B,C,h,w) of one batch."""
-        from ldm_lite import generate
-        from ldm_lite.diffusion.guidance import Kept
-
-        options, plan = self.options, self.setup.plan
-        x = self.begun(canvas, init, noise)
-        if plan is None:
-            return x
-        plan = dataclasses.replace(plan, initial=1.0)
-        if options.compat:  # the original draws noise at every call, if only to multiply it by zero
-            plan = dataclasses.replace(plan, draws=plan.draws | True)
-        steps = generate.denoise(
-            self.pipe,
-            x,
-            branches,
-            plan,
-            rescale=options.guidance_rescale,
-            threshold=None if options.dynamic_threshold is None else (options.dynamic_threshold, math.inf),
-            draw=draw,
-            kept=None if init is None or canvas.mask is None else Kept(init, canvas.mask),
-            later=later,
-            steer=None if steering is None else functools.partial(steering, len(branches.weights)),
-        )
-        for step, x in enumerate(steps, start=1):
-            if self.on_step is not None:
-                self.on_step(step, plan.num_steps, x)
-        return x
-
-    def begun(self, canvas: Canvas, init: "Tensor | None", noise: "Tensor") -> "Tensor":
-        """The latents (B,C,h,w) that the first step sees: noise, or init with its level's noise, wholly or in part."""
-        plan, start = self.setup.plan, self.setup.start
+    def _noised(self, init: Tensor | None, noise: Tensor) -> Tensor:
+        plan, start = self.job.plan, self.job.start
         alone = noise if plan is None else noise * plan.initial
         if init is None:
             return alone
         noise, alone = noise.to(init.device), alone.to(init.device)
         if start is not None:
             return start.a * init + start.s * noise
-        if canvas.mask is None or plan is None:
+        if self.image.mask is None or plan is None:
             return alone
         a, s = (float(value) for value in plan.level[0])
-        mask = canvas.mask.to(init.device)
+        mask = self.image.mask.to(init.device)
         return mask * alone + (1 - mask) * (a * init + s * noise)
 
-    def branches(
-        self, pipe: "Pipeline", canvas: Canvas, cond: "Conditioning", uncond: "Conditioning | None", num: int
-    ) -> "Branches":
-        """The conditionings of a batch of num pictures, with what the network of pipe reads beside the latents."""
-        from ldm_lite.conditioning.prompts import guided
-        from ldm_lite.diffusion.guidance import instructed
 
-        scale, image_scale = self.setup.scale, self.setup.image_scale
-        if canvas.concat is None or pipe.family.unet.in_channels == pipe.vae.spec.embed_dim:  # a refiner's
-            return guided(pipe, cond, uncond, scale)
-        concat = canvas.concat.expand(num, -1, -1, -1)
-        if canvas.y is not None:
-            y = canvas.y.expand(num)
+def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls | None:
+    """What the controls make of their images at this size."""
+    if not job.controls or job.plan is None:
+        return None
+    factor, (_, h, w) = job.model.vae.spec.factor, image.latent_shape
+    return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h), num_branches)
+
+
+def _branches(
+    job: Job, model: Model, image: ImageInputs, text: tuple[Conditioning, Conditioning | None], num: int
+) -> Branches:
+    """The guidance of a batch of num images, with what the network of `model` reads beside the latents."""
+    cond, uncond = text
+    if image.concat is None or model.family.unet.in_channels == model.vae.spec.embed_dim:  # a refiner reads none
+        branches = guided(model, cond, uncond, job.guidance)
+    else:
+        concat = image.concat.expand(num, -1, -1, -1)
+        if image.y is not None:
+            y = image.y.expand(num)
             cond, uncond = cond._replace(y=y), None if uncond is None else uncond._replace(y=y)
-        if image_scale is not None:
-            return instructed(cond, uncond, concat, scale, image_scale)
-        uncond = None if uncond is None else uncond._replace(concat=concat)
-        return guided(pipe, cond._replace(concat=concat), uncond, scale)
-
-    def parameters(self, canvas: Canvas, pixels: "Tensor", prompt: str, seed: int) -> str:
-        """The text of one picture's PNG."""
-        from ldm_lite.diffusion.names import label
-        from ldm_lite.image import parameters
-
-        options, plan = self.options, self.setup.plan
-        _, height, width = pixels.shape
-        settings: dict[str, object] = {
-            "Steps": 0 if plan is None else plan.num_steps,
-            "Sampler": label(sampler_of(self.pipe, options)),
-            "CFG scale": self.setup.scale,
-            "Seed": options.seed if options.compat else seed,
-            "Size": f"{width}x{height}",
-            "Model": self.pipe.name,
-        }
-        stated = {
-            **canvas.settings,
-            "Image CFG scale": self.setup.image_scale,
-            "Control": " ".join(options.control) or None,
-            "Control preprocess": options.preprocess,
-            "Schedule type": options.spacing,
-            "Eta": options.eta,
-            "Sigma churn": options.churn,
-            "Clip skip": options.clip_skip if options.clip_skip > 1 else None,
-            "Guidance rescale": options.guidance_rescale or None,
-            "Dynamic threshold": options.dynamic_threshold,
-            "Original size": options.original_size,
-            "Crop top left": options.crop_top_left and f'"{options.crop_top_left}"',
-            "Target size": options.target_size,
-            "Aesthetic score": options.aesthetic_score,
-            "Negative aesthetic score": options.negative_aesthetic_score,
-            "Prompt syntax": options.prompt_syntax if options.prompt_syntax != "plain" else None,
-            "Refiner": None if self.setup.refiner is None else self.setup.refiner[0].name,
-            "Refiner from step": None if self.setup.refiner is None else self.setup.refiner[1] + 1,
-        }
-        settings |= {key: value for key, value in stated.items() if value is not None}
-        if options.compat:
-            settings["Noise"] = f"original script, image {seed - options.seed}"
-        settings["Version"] = f"ldm_lite {ldm_lite.__version__}"
-        return parameters(prompt, options.negative_prompt, settings)
+        if job.image_scale is not None:
+            if callable(job.guidance):
+                raise ValueError("three-way guidance takes a number: leave the `guidance` function out")
+            branches = instructed(cond, uncond, concat, job.guidance, job.image_scale)
+        else:
+            uncond = None if uncond is None else uncond._replace(concat=concat)
+            branches = guided(model, cond._replace(concat=concat), uncond, job.guidance)
+    threshold = None if job.threshold is None else (job.threshold, math.inf)
+    return dataclasses.replace(branches, rescale=job.rescale, threshold=threshold)

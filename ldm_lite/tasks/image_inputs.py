@@ -1,95 +1,76 @@
-"""What commands that begin with a picture share: which pictures, at what size, and how much of them is noise."""
+"""What img2img, inpaint and upscale share: which images, at what size, and how much noise they start with."""
 
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ldm_lite.cli.options import MOST_PX, option
-from ldm_lite.tasks.job import JobOptions, sampler_of
+from PIL import Image
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from torch import Tensor
-
-    from ldm_lite.checkpoint.model import Pipeline
-    from ldm_lite.diffusion.plan import Plan
-    from ldm_lite.diffusion.schedule import Level
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import ImageOptions
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.schedule import CLEAN, Level, original
+from ldm_lite.image import SUFFIXES, list_images, open_image, pad, to_image, to_pixels, to_rgb
+from ldm_lite.tasks.job import plan_of
 
 log = logging.getLogger("ldm_lite")
 
-
-@dataclass(frozen=True)
-class ImageOptions(JobOptions):
-    """What to begin with, and how much of it is to change."""
-
-    init_img: tuple[str, ...] = option(
-        (), "picture to begin with; a folder is all pictures in it; repeatable", "--input", metavar="PATH"
-    )
-    strength: float | None = option(None, "how much of the picture is noise at first, 0 to 1", within=(0, 1))
-    exact_steps: bool = option(False, "run all steps within the strength's noise, not the strength's share of them")
-    resize: str = option(
-        "crop", "how a picture gets the height and width asked for", choices=("crop", "fit", "stretch")
-    )
-    height: int | None = option(
-        None, "pixels (default: the picture's, or as the width has it)", "--H", within=(1, MOST_PX)
-    )
-    width: int | None = option(
-        None, "pixels (default: the picture's, or as the height has it)", "--W", within=(1, MOST_PX)
-    )
-    sample_posterior: bool = option(False, "sample the autoencoder's latents, not their mean")
+Options = TypeVar("Options", bound=ImageOptions)
+Source = Any  # a path, or an image as image.to_image takes it
 
 
-class Picture(NamedTuple):
-    """A picture with the name that messages and parameters call it by."""
+class NamedImage(NamedTuple):
+    """An image with the name that messages and PNG texts use for it."""
 
     name: str
-    image: "Image"
+    image: Image.Image
 
 
-Options = TypeVar("Options", bound=ImageOptions)
+def sources(given: Sequence[Source], option: str, least: int = 1) -> list[Source]:
+    """Files, folders and images -> files and images, those of a folder by name.
 
-
-def sources(paths: Sequence[str], flag: str, least: int = 1) -> list[Path]:
-    """Files and folders -> files, those of a folder by name.  Raises ValueError if there are too few, OSError."""
-    from ldm_lite.image import SUFFIXES, list_images
-
-    found: list[Path] = []
-    for path in map(Path, paths):
-        path.stat()  # what is not there is an error before any work, not in the middle of it
+    Raises ValueError, naming the option, if there are fewer than `least`; OSError for a path that does not exist.
+    """
+    found: list[Source] = []
+    for item in given:
+        if not isinstance(item, (str, os.PathLike)):
+            found.append(item)
+            continue
+        path = Path(item)
+        path.stat()  # a missing file is an error before any work, not in the middle of it
         inside = list_images(path) if path.is_dir() else [path]
         if not inside:
-            raise ValueError(f"{path}: holds no pictures ({', '.join(SUFFIXES)})")
+            raise ValueError(f"{path}: holds no images ({', '.join(SUFFIXES)})")
         found += inside
     if len(found) < least:
-        raise ValueError(f"no picture: give one with --{flag} FILE")
+        raise ValueError(f"no image: give one with `{option}=FILE`")
     return found
 
 
-def open_source(source: "Path | Image") -> Picture:
-    """A file, or a PIL image of any kind -> an upright, opaque RGB picture.  Raises ValueError, OSError."""
-    from ldm_lite.image import open_image, to_rgb
-
-    if isinstance(source, Path):
-        return Picture(source.name, open_image(source))
-    return Picture("picture", to_rgb(source))
+def open_source(source: Source) -> NamedImage:
+    """A file, or an image of any kind -> an upright, opaque RGB image.  Raises ValueError, OSError."""
+    if isinstance(source, (str, os.PathLike)):
+        return NamedImage(Path(source).name, open_image(source))
+    return NamedImage("image", to_rgb(to_image(source)))
 
 
-def size_of(pipe: "Pipeline", options: ImageOptions, picture: Picture) -> tuple[int, int]:
-    """(width, height) in pixels that a picture is brought to: what is asked for, or its own.
+def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[int, int]:
+    """(width, height) in pixels that an image is brought to: what the options ask for, or its own.
 
-    Its own is reduced, which is said, where it is above twice what the model was trained at; the original scripts
+    Its own is reduced, with a message, where it is above twice what the model was trained at; the original scripts
     round it down to multiples of 32.
     """
-    own_width, own_height = picture.image.size
+    own_width, own_height = source.image.size
     width, height = options.width, options.height
     if width is not None and height is not None:
         if options.resize == "crop" and abs(own_width * height / (own_height * width) - 1) > 0.02:
             log.info(
-                "%s: is cut to the proportions of %d x %d; --resize fit keeps all of it", picture.name, width, height
+                "%s: is cropped to the proportions of %d x %d; `resize=fit` keeps all of it", source.name, width, height
             )
         return width, height
     if width is not None:
@@ -98,61 +79,57 @@ def size_of(pipe: "Pipeline", options: ImageOptions, picture: Picture) -> tuple[
         return max(1, round(own_width * height / own_height)), height
     if options.compat:
         if min(own_width, own_height) < 32:
-            raise ValueError(f"{picture.name}: has {own_width} x {own_height} pixels, --compat wants 32 or more a side")
+            raise ValueError(f"{source.name}: has {own_width} x {own_height} pixels, `compat` wants 32 or more a side")
         return own_width // 32 * 32, own_height // 32 * 32
-    most = 2 * pipe.family.resolution
-    ratio = min(1.0, most / max(picture.image.size))
-    width, height = (max(1, round(side * ratio)) for side in picture.image.size)
+    most = 2 * model.family.resolution
+    ratio = min(1.0, most / max(source.image.size))
+    width, height = (max(1, round(side * ratio)) for side in source.image.size)
     if ratio < 1:
         log.info(
-            "%s: %d x %d pixels are made %d x %d, twice the model's size; --width takes another",
-            *(picture.name, own_width, own_height, width, height),
+            "%s: is reduced from %d x %d pixels to %d x %d, twice the model's size; `width` sets another size",
+            *(source.name, own_width, own_height, width, height),
         )
     return width, height
 
 
-def padded(pipe: "Pipeline", picture: "Image") -> "Tensor":
-    """A picture of its final size -> pixels (3,H,W), its edges drawn out to sides that the autoencoder takes."""
-    from ldm_lite.image import pad, to_pixels
-
-    return pad(to_pixels(picture), pipe.vae.spec.factor)
+def padded(model: Model, image: Image.Image) -> Tensor:
+    """An image of its final size -> pixels (3,H,W), padded with its edges to sides that the autoencoder takes."""
+    return pad(to_pixels(image), model.vae.spec.factor)
 
 
-def begin(pipe: "Pipeline", options: ImageOptions, strength: float) -> "tuple[Plan | None, Level | None, int]":
-    """The plan of the steps that a strength leaves, the level of noise for the first, and how many come before it.
+class Start(NamedTuple):
+    """Where an image's denoising starts."""
 
-    No plan: not a single step.  No level: noise alone, strength 1.  Raises ValueError for options that do not fit.
+    plan: Plan | None  # of the steps that the strength leaves; None: not a single step
+    level: Level | None  # the noise level for the first; None: noise alone, strength 1
+    skipped: int  # steps before it
+
+
+def begin(model: Model, options: ImageOptions, strength: float) -> Start:
+    """The steps that a strength in [0,1] leaves, and the noise to start with.
+
+    Raises ValueError for options that do not fit.
     """
-    from ldm_lite.diffusion.names import make_plan
-    from ldm_lite.diffusion.schedule import CLEAN, Level
-
     if options.compat:
-        return _begin_as_the_original(pipe, options, strength)
-    steps = pipe.family.steps if options.steps is None else options.steps
+        return _begin_as_the_original(model, options, strength)
+    steps = model.family.steps if options.steps is None else options.steps
+    steps = steps if options.plan is None else options.plan.num_steps
     whole, last = share(steps, strength, options.exact_steps)
-    plan = make_plan(
-        sampler_of(pipe, options),
-        pipe.schedule,
-        whole,
-        eta=options.eta,
-        churn=options.churn,
-        spacing=options.spacing,
-        last=last,
-    )
+    plan = plan_of(model, options, last=last, steps=whole)
     if strength == 0:
-        log.info("strength 0: no UNet call, the picture goes through the autoencoder alone")
-        return None, CLEAN, 0
+        log.info("strength 0: no UNet call, the image goes through the autoencoder alone")
+        return Start(None, CLEAN, 0)
     log.info("strength %g: the last %d of %d steps, %d UNet calls", strength, last, whole, len(plan.t))
     if strength == 1:
-        return plan, None, 0
-    return plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1])), whole - last
+        return Start(plan, None, 0)
+    return Start(plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1])), whole - last)
 
 
 def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
-    """(steps of the whole schedule, how many of them are run, the last ones) for a strength in [0,1].
+    """(steps of the whole schedule, how many of them run, the last ones) for a strength in [0,1].
 
-    Run are strength * steps, rounded down as the original does, at least one; exact: all steps, of a finer schedule.
-    Raises ValueError if that would need more than 1000.
+    That is strength * steps, rounded down as the original does, at least one; with `exact` all steps run, of a finer
+    schedule.  Raises ValueError if that would need more than 1000.
     """
     if not exact or strength == 0:
         return steps, max(1, math.floor(round(steps * strength, 9)))
@@ -166,33 +143,24 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
     return round(whole), steps
 
 
-def _begin_as_the_original(
-    pipe: "Pipeline", options: ImageOptions, strength: float
-) -> "tuple[Plan | None, Level | None, int]":
-    """The original noises one level higher than its first step is for, and fails where there is none.
+def _begin_as_the_original(model: Model, options: ImageOptions, strength: float) -> Start:
+    """The original adds noise one level higher than its first step is for, and fails where there is none.
 
     CompVis scripts/img2img.py: stochastic_encode and decode with the same t_enc.
     """
-    from ldm_lite.diffusion.names import make_plan
-    from ldm_lite.diffusion.schedule import original
-
-    steps = pipe.family.steps if options.steps is None else options.steps
-    last, levels = int(strength * steps), original(pipe.schedule, steps)
+    steps = model.family.steps if options.steps is None else options.steps
+    last, levels = int(strength * steps), original(model.schedule, steps)
     if last > len(levels) - 2:
-        raise ValueError(f"the original script fails at strength {strength:g}: take less, or leave --compat out")
-    plan = None
-    if last > 0:
-        plan = make_plan(
-            sampler_of(pipe, options), pipe.schedule, steps, eta=options.eta, spacing="original", last=last
-        )
+        raise ValueError(f"the original script fails at strength {strength:g}: take less, or leave out `compat`")
+    plan = plan_of(model, options, last=last, steps=steps) if last > 0 else None
     log.info("strength %g: %d steps, %d UNet calls", strength, last, last)
-    return plan, levels[-last - 2], steps - last
+    return Start(plan, levels[-last - 2], steps - last)
 
 
 def as_original(options: Options, sampler: str, scale: float) -> Options:
-    """With --compat, the defaults of an original script.  Raises ValueError for a sampler that it has not."""
+    """With `compat`, the defaults of an original script.  Raises ValueError for a sampler that it lacks."""
     if not options.compat:
         return options
     if options.sampler not in (None, sampler):
-        raise ValueError(f"--compat knows the sampler of the original script, {sampler}, not {options.sampler}")
+        raise ValueError(f"`compat` knows the sampler of the original script, {sampler}, not {options.sampler}")
     return dataclasses.replace(options, sampler=sampler, scale=scale if options.scale is None else options.scale)

@@ -1,78 +1,95 @@
-"""Pictures four times as large, by a model that reads them beside the latents: what `upscale` and `cascade` share.
+"""Images four times as large, by a model that reads them beside the latents.
 
-Stable Diffusion's x4 upscaler reads a prompt too and is told how noisy the picture is; latent diffusion's
-super-resolution model (bsr_sr) reads the picture alone.
+Stable Diffusion's x4 upscaler reads a prompt too, and the noise level of the image; latent diffusion's
+super-resolution model (bsr_sr) reads the image alone.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ldm_lite.tasks.job import JobOptions, OnStep, Result, read_prompts, sampler_of
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import UpscaleOptions
+from ldm_lite.image import to_pixels
+from ldm_lite.runtime.tiled_unet import TiledUNet
+from ldm_lite.tasks.batching import ImageInputs, OnStep, results
+from ldm_lite.tasks.image_inputs import NamedImage, open_source, sources
+from ldm_lite.tasks.job import Job, Result, check_task, plan_of, resolve
+from ldm_lite.tasks.job import check as check_job
 
-    from ldm_lite.checkpoint.model import Pipeline
-    from ldm_lite.tasks.batching import Canvas
+OWN_STREAM = 2**63  # added to an image's seed: the noise on it has a generator of its own
 
-MOST_NOISE = 350  # the upscaler was trained up to there
-OWN_STREAM = 2**63  # added to a picture's seed: the noise on it has a generator of its own
+
+def upscale(model: Model, options: UpscaleOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+    """Each image four times as large, as soon as it is decoded; stop by leaving the loop.
+
+    Raises ValueError, one line, for options that do not fit.
+    """
+    return results(*prepare(model, options), on_step)
+
+
+def count(options: UpscaleOptions) -> int:
+    """The number of images.  Raises ValueError for options that are wrong whatever the model."""
+    check(options)
+    return len(sources(options.init_img, "init_img")) * options.images_at_a_time * options.repeats
+
+
+def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[ImageInputs]]:
+    """The job and its inputs, which are read one by one.  Raises ValueError as upscale does."""
+    check(options)
+    check_task(model, "upscale")
+    found, repeats = sources(options.init_img, "init_img"), options.images_at_a_time * options.repeats
+    named = (image for image in map(open_source, found) for _ in range(repeats))
+    return enlarge(model, options, named, len(found) * repeats)
 
 
 def enlarge(
-    pipe: "Pipeline",
-    options: JobOptions,
-    pictures: "Iterable[tuple[str | None, Tensor]]",
-    *,
-    noise_level: int,
-    tile: int,
-    on_step: OnStep | None = None,
-) -> Iterator[Result]:
-    """Each picture, a name and pixels (3,H,W) in [-1,1], four times as large, as soon as it is decoded.
+    model: Model, options: UpscaleOptions, images: Iterable[NamedImage | Tensor], num_images: int
+) -> tuple[Job, Iterator[ImageInputs]]:
+    """The job that makes each image, or pixels (3,H,W) in [-1,1], four times as large.
 
-    Picture k has the seed options.seed + k, whose noise it gets noise_level of, 0 to MOST_NOISE; those larger than
-    `tile` go tile by tile.  Raises ValueError for a tile below 8.
+    Image k has the seed options.seed + k, which its noise is drawn with too; those larger than options.tile go tile by
+    tile.
     """
-    from ldm_lite.diffusion.names import make_plan
-    from ldm_lite.runtime.tiled_unet import TiledUNet
-    from ldm_lite.tasks.batching import Setup, paint
-
-    one = dataclasses.replace(options, prompt=options.prompt or "", n_samples=1, n_iter=1)
-    tiled: Any = TiledUNet(pipe.unet, tile)
-    family = pipe.family
-    steps = family.steps if options.steps is None else options.steps
-    sampler = sampler_of(pipe, options)
-    plan = make_plan(sampler, pipe.schedule, steps, eta=options.eta, churn=options.churn, spacing=options.spacing)
-    setup = Setup(read_prompts(one, pipe), plan, scale=family.scale if options.scale is None else options.scale)
-    # One canvas for each picture: the noise on it is of the picture's seed, too.
-    canvases = (
-        _canvas(pipe, name, pixels, noise_level, options.seed + number)
-        for number, (name, pixels) in enumerate(pictures)
-    )
-    return paint(dataclasses.replace(pipe, unet=tiled), one, setup, canvases, on_step=on_step)
+    tiled: Any = TiledUNet(model.unet, options.tile)
+    one = dataclasses.replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
+    model = dataclasses.replace(model, unet=tiled)
+    job = resolve(model, one, plan_of(model, one), num_images=num_images)
+    # An image each, since the noise on it comes from its own seed.
+    return job, (_inputs(model, options, image, job.seeds.of(k, 0)) for k, image in enumerate(images))
 
 
-def _canvas(pipe: "Pipeline", name: str | None, pixels: "Tensor", noise_level: int, seed: int) -> "Canvas":
-    import torch
+def check(options: UpscaleOptions) -> None:
+    """Raises ValueError for options that are wrong whatever the model."""
+    check_job(dataclasses.replace(options, noise_level=0))  # here it is the noise on the image
+    if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
+        raise ValueError("upscale has no `compat`, `from_file`, `fixed_code`, `control` or `refiner`: leave them out")
+    if options.height is not None or options.width is not None:
+        raise ValueError("the result is four times the image's size: leave out `height` and `width`")
 
-    from ldm_lite.tasks.batching import Canvas
 
+def _inputs(model: Model, options: UpscaleOptions, image: NamedImage | Tensor, seed: int) -> ImageInputs:
+    """What the result for one image starts from."""
+    name, pixels = (None, image) if isinstance(image, Tensor) else (image.name, to_pixels(image.image))
     level = None
-    if pipe.family.unet.num_classes is not None:  # it is told how noisy the picture is
+    if model.family.unet.num_classes is not None:  # the network reads the noise level
         generator = torch.Generator("cpu").manual_seed((seed + OWN_STREAM) % 2**64)
         noise = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu")
-        pixels = noised(pipe, pixels, noise_level, noise)
-        level = torch.tensor([noise_level], device="cpu")
-    return Canvas(
-        latent_shape=(pipe.vae.spec.embed_dim, *pixels.shape[1:]),
-        concat=pixels[None].to(pipe.device),
+        pixels = noised(model, pixels, options.noise_level, noise)
+        level = torch.tensor([options.noise_level], device="cpu")
+    _, height, width = pixels.shape
+    return ImageInputs(
+        latent_shape=(model.vae.spec.embed_dim, height, width),
+        concat=pixels[None].to(model.device),
         y=level,
-        settings={"Init image": name, "Noise level": None if level is None else noise_level},
+        settings={"Init image": name, "Noise level": None if level is None else options.noise_level},
     )
 
 
-def noised(pipe: "Pipeline", pixels: "Tensor", level: int, noise: "Tensor") -> "Tensor":
-    """Pixels in [-1,1] with as much of the noise as belongs to a level: pixels have the latents' schedule."""
-    _, a, s = pipe.schedule.at(level)
+def noised(model: Model, pixels: Tensor, level: int, noise: Tensor) -> Tensor:
+    """Pixels in [-1,1] with the noise of a level: they have the latents' schedule."""
+    _, a, s = model.schedule.at(level)
     return a * pixels + s * noise

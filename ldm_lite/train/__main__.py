@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import ldm_lite
 from ldm_lite.cli import console, flags
-from ldm_lite.cli.options import FINITE, MOST, LoadOptions, Ranged, option
+from ldm_lite.cli.options import FINITE, MOST, CheckedOptions, LoadOptions, option
 from ldm_lite.cli.progress import TrainingBar
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from ldm_lite.checkpoint.model import Pipeline
     from ldm_lite.models.vae_kl import AutoencoderKL
+    from ldm_lite.pipeline import Pipeline
     from ldm_lite.train.data import Source
     from ldm_lite.train.loop import Run
     from ldm_lite.train.tasks import Task
@@ -34,7 +34,7 @@ log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
-class Options(Ranged):
+class Options(CheckedOptions):
     """What to train, on what, and how."""
 
     stage: str = option("diffusion", "what is trained", choices=("autoencoder", "diffusion"))
@@ -378,12 +378,12 @@ def _samples(pipe: "Pipeline", prompts: list[str], each: int = 4) -> "Image":
     from ldm_lite.image import grid, to_pil
 
     plan = make_plan("dpmpp_2m", pipe.schedule, 20)
-    noise = generate.seeded_noise(range(each), pipe.latent_shape(pipe.family.resolution, pipe.family.resolution))()
+    noise = generate.SeededNoise(range(each), pipe.latent_shape(pipe.family.resolution, pipe.family.resolution))()
     uncond = encode_prompts(pipe, [""] * each)
     images = []
     for prompt in prompts:
         branches = classifier_free(encode_prompts(pipe, [prompt] * each), uncond, pipe.family.scale)
-        *_, latents = generate.denoise(pipe, noise, branches, plan)
+        latents = generate.denoise(pipe, noise, branches, plan)
         images += [to_pil(pixels) for pixels in generate.decode(pipe, latents)]
     return grid(images, columns=each)
 

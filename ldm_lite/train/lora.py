@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.lora import file_names
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.models.clip import EncoderLayer
 from ldm_lite.models.transformer import SpatialTransformer
+from ldm_lite.pipeline import Pipeline
 
 
 class Factors(nn.Module):

@@ -3,11 +3,12 @@
 torch's own is scalar code there: it took 60 % of an autoencoder's training step.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ldm_lite.runtime.patching import kernel, patch
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -44,6 +45,7 @@ class _GroupNorm(torch.autograd.Function):
         return torch.addcmul(constant, g, of_g).addcmul_(x, of_x), sum_gx.sum(0), sum_g.sum(0), None, None
 
 
+@kernel
 def _forward(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16 or x.ndim != 4:
         return nn.GroupNorm.forward(norm, x)
@@ -54,4 +56,4 @@ def use_fast_backward(network: nn.Module) -> None:
     """Let each GroupNorm of a network that gets bfloat16 images (B,C,h,w) use the backward pass of this module."""
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
-            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+            patch(module, _forward)

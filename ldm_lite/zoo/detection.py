@@ -138,7 +138,7 @@ def check_complete(found: Collection[str], required: Iterable[str]) -> None:
     """Raise ValueError if one of the required roles of networks was not found."""
     if set(found) in ({"control"}, {"adapter"}):
         what = "a ControlNet" if "control" in found else "a T2I-Adapter"
-        raise ValueError(f"is {what}, not a checkpoint: add it to one with `control=FILE:IMAGE`")
+        raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
     if missing := [role for role in required if role not in found]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
         raise ValueError(f"holds only {', '.join(found)}: name what is missing with {options}")
@@ -169,8 +169,8 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
     if missing and "family" not in metadata:
         name, key = nearest_unet(unet, shapes["unet"])
         raise ValueError(
-            f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it, its metadata or "
-            f"`metadata` KEY=VALUE must give {', '.join(missing)}"
+            f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it, its metadata (or "
+            f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
         )
     betas = metadata.get("beta_schedule", "scaled_linear"), metadata.get("num_timesteps", "1000")
     if betas != ("scaled_linear", "1000"):

@@ -21,6 +21,7 @@ from ldm_lite.models.vae_vq import VQModel, VQSpec
 AutoencoderSpec = VAESpec | VQSpec | TAESDSpec | PixelSpec
 EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec  # of what reads the prompt
 Spec = UNetSpec | AutoencoderSpec | EncoderSpec
+Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
 
 NETWORKS: dict[type, type[nn.Module]] = {
     UNetSpec: UNet,

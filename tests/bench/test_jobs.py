@@ -13,7 +13,7 @@ from ldm_lite.bench.contender import Unable
 from ldm_lite.bench.jobs import SECTIONS, Cell, Ours, Setting, inputs, work
 from ldm_lite.bench.run import Course, measure
 from ldm_lite.bench.subjects import random_checkpoint, subject
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.zoo.families import SD1
 

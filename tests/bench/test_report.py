@@ -75,6 +75,7 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
         from_json("[1]")
 
 
+@pytest.mark.extra
 def test_the_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart(report(), tmp_path / "chart.png")

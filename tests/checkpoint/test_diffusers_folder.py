@@ -15,7 +15,7 @@ from ldm_lite import reconstruct, txt2img
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import load_autoencoder
 from ldm_lite.checkpoint.reader import Checkpoint, split
-from ldm_lite.conditioning.prompts import Reading
+from ldm_lite.conditioning.prompts import PromptOptions
 from ldm_lite.zoo.detection import describe, detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
@@ -56,12 +56,12 @@ def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) ->
     assert open_source(tmp_path).metadata == {"prediction": "v_prediction", "scheduler": "DDIMScheduler, leading"}
     assert pipe.family.prediction == "v"
     assert pipe.name == tmp_path.name
-    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sd2"]) < 1e-5
+    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, PromptOptions()), GOLDEN["folder.sd2"]) < 1e-5
 
 
 def test_a_folder_of_sdxl_has_two_text_encoders(tmp_path: Path) -> None:
     pipe = ldm_lite.load(save(tmp_path, "sdxl_base"), metadata=told(small("sdxl_base")), device="cpu")
-    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, Reading()), GOLDEN["folder.sdxl_base"]) < 1e-5
+    assert toy.relative_error(run(pipe, NEGATIVE, 5.0, PromptOptions()), GOLDEN["folder.sdxl_base"]) < 1e-5
 
 
 def test_a_refiner_has_but_the_second(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.lora import Lora, Merged, file_names, open_lora, parse, weights_of
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.checkpoint.lora import Lora, file_names, merge_lora, open_lora, parse, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.zoo.families import SD1, SDXL
 from ldm_lite.zoo.networks import build
 
@@ -63,7 +63,7 @@ def check(pipe: Pipeline) -> None:
     assert toy.relative_error(text[:, ::5], GOLDEN["text"]) < 1e-5
     plan = make_plan("ddim", pipe.schedule, STEPS)
     uncond, cond = (Conditioning(each) for each in text[:, None])
-    *_, latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), classifier_free(cond, uncond, GUIDANCE), plan)
+    latents = generate.denoise(pipe, toy.normal(7, 1, 4, 8, 8), classifier_free(cond, uncond, GUIDANCE), plan)
     assert toy.relative_error(latents, GOLDEN["latents"]) < 1e-5
     image = pipe.vae.decode(latents / SMALL.scale_factor)
     assert toy.relative_error(image[..., ::3], GOLDEN["image"]) < 1e-5
@@ -73,7 +73,7 @@ def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
     """Linears, convolutions of 1x1 and 3x3, alphas: in both networks, and taken out again bit for bit."""
     before = {role: {k: v.clone() for k, v in net.state_dict().items()} for role, net in networks(small).items()}
     pointers = [p.data_ptr() for p in small.unet.parameters()]
-    merged = Merged(networks(small), [(write(tmp_path / "a.safetensors", kohya()), SCALE)])
+    merged = merge_lora(networks(small), [(write(tmp_path / "a.safetensors", kohya()), SCALE)])
     check(small)
     changes = {}
     for role, prefix in (("unet", "lora_unet_"), ("text_encoder", "lora_te_text_model_")):
@@ -100,7 +100,7 @@ def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
         # without an alpha the rank is meant
         factor = float(values[f"{module}.alpha"]) / rank if "lora_A" in key else 1.0
         tensors[key] = values[same] * factor
-    Merged(networks(small), [(write(tmp_path / "b.safetensors", tensors), SCALE)])
+    merge_lora(networks(small), [(write(tmp_path / "b.safetensors", tensors), SCALE)])
     check(small)
 
 
@@ -121,7 +121,7 @@ def test_both_text_encoders_of_sdxl(tmp_path: Path, spelling: str) -> None:
     if spelling == "peft":  # which has no alphas beside the factors
         names = golden("sdxl.peft")
         tensors = {key: tensors[same] * (3 / 4 if "lora_A" in key else 1) for key, same in names.items()}
-    merged = Merged(pipe.networks, [(write(tmp_path / "a.safetensors", tensors), SCALE)])
+    merged = merge_lora(pipe.networks, [(write(tmp_path / "a.safetensors", tensors), SCALE)])
     ids = torch.from_numpy(GOLDEN["ids"])
     padded = ids.where((ids == 49407).cumsum(dim=1) <= 1, 0)
     hidden, pooled = pipe.text_encoder_2.context_and_pooled(padded)
@@ -147,7 +147,7 @@ def test_the_text_encoder_of_stable_diffusion_2(tmp_path: Path, caplog: pytest.L
 def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
     with on_meta():
         networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_encoders[1])}
-    weights = {role: weights_of(network) for role, network in networks.items()}
+    weights = {role: targets(network) for role, network in networks.items()}
     table = {
         name: weights[role][module]
         for role, network in networks.items()
@@ -167,11 +167,11 @@ def test_alpha_of_pefts_metadata(tmp_path: Path, small: Pipeline) -> None:
     before = weight.clone()
     about = {"text_encoder.lora_alpha": 6, "text_encoder.use_rslora": False, "text_encoder_2.lora_alpha": 9}
     lora = write(tmp_path / "a.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
-    Merged(networks(small), [(lora, 0.5)])
+    merge_lora(networks(small), [(lora, 0.5)])
     assert torch.allclose(weight - before, 0.5 * 6 / 2 * up @ down, atol=1e-5)
     second = {key.replace("text_encoder", "text_encoder_2"): value for key, value in tensors.items()}
     lora = write(tmp_path / "a.safetensors", second, lora_adapter_metadata=json.dumps(about))
-    assert [factors.alpha for factors in lora.modules.values()] == [9]
+    assert [weights.alpha for weights in lora.modules.values()] == [9]
     about["text_encoder.use_rslora"] = True
     with pytest.raises(ValueError, match=r"its text_encoder\.use_rslora is True, which is not supported"):
         write(tmp_path / "b.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
@@ -192,7 +192,7 @@ def test_other_spellings(tmp_path: Path, small: Pipeline, module: str) -> None:
     weight = small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_out.0.weight")
     before = weight.clone()
     lora = write(tmp_path / "a.safetensors", {module.format("down"): down, module.format("up"): up})
-    Merged(networks(small), [(lora, 1.0)])
+    merge_lora(networks(small), [(lora, 1.0)])
     assert torch.allclose(weight - before, up @ down, atol=1e-5)
 
 
@@ -220,15 +220,15 @@ def test_several_loras_add_up(tmp_path: Path, small: Pipeline) -> None:
     lora, key = write(tmp_path / "a.safetensors", kohya()), "middle_block.1.transformer_blocks.0.attn1.to_q.weight"
     weight = small.unet.get_parameter(key)
     before = weight.clone()
-    Merged(networks(small), [(lora, 1.0)]).remove()
-    first = Merged(networks(small), [(lora, 1.0)])
+    merge_lora(networks(small), [(lora, 1.0)]).remove()
+    first = merge_lora(networks(small), [(lora, 1.0)])
     change = weight - before
-    second = Merged(networks(small), [(lora, -0.5)])
+    second = merge_lora(networks(small), [(lora, -0.5)])
     assert torch.allclose(weight - before, 0.5 * change, atol=1e-6)
     second.remove()
     first.remove()
     assert torch.equal(weight, before)
-    Merged(networks(small), [(lora, 1.0), (lora, -1.0)])
+    merge_lora(networks(small), [(lora, 1.0), (lora, -1.0)])
     assert torch.allclose(weight, before, atol=1e-6)
 
 
@@ -241,7 +241,7 @@ def test_tucker(tmp_path: Path, small: Pipeline) -> None:
     x = toy.normal(3, 1, 32, 6, 6)
     conv = torch.nn.functional.conv2d
     wanted = layer(x) + 0.3 * conv(conv(conv(x, down), mid, padding=1), up)
-    Merged(networks(small), [(write(tmp_path / "a.safetensors", tensors), 0.3)])
+    merge_lora(networks(small), [(write(tmp_path / "a.safetensors", tensors), 0.3)])
     assert toy.relative_error(layer(x), wanted.numpy()) < 1e-5
 
 
@@ -252,7 +252,7 @@ def test_alphas_that_mean_the_rank(tmp_path: Path, small: Pipeline) -> None:
     before, changes = weight.clone(), []
     for alpha in (None, 0.0, float("nan"), 2.0):
         extra = {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha)}
-        merged = Merged(networks(small), [(write(tmp_path / f"{alpha}.safetensors", tensors | extra), 1.0)])
+        merged = merge_lora(networks(small), [(write(tmp_path / f"{alpha}.safetensors", tensors | extra), 1.0)])
         changes.append(weight - before)
         merged.remove()
     assert all(torch.equal(change, changes[0]) for change in changes)
@@ -263,7 +263,7 @@ def test_half_precision_is_computed_in_float32(tmp_path: Path, small_path: Path)
     weight = pipe.unet.get_parameter("middle_block.1.transformer_blocks.0.attn1.to_q.weight")
     before = weight.float()
     lora = write(tmp_path / "a.safetensors", kohya())
-    Merged(networks(pipe), [(lora, 1.0)])
+    merge_lora(networks(pipe), [(lora, 1.0)])
     change = lora.modules["lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"].change()
     assert torch.equal(weight, (before + change).bfloat16())
 
@@ -272,8 +272,8 @@ def test_what_is_not_matched_is_said(tmp_path: Path, small: Pipeline, caplog: py
     caplog.set_level("INFO", "ldm_lite")
     stray = {f"lora_unet_up_blocks_9.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
     lora = write(tmp_path / "a.safetensors", kohya() | stray | {"emphasis": torch.ones(1)})
-    Merged(networks(small), [(lora, 0.5)])
-    assert "ignored 1 tensors that are none of a LoRA: emphasis" in caplog.text
+    merge_lora(networks(small), [(lora, 0.5)])
+    assert "ignored 1 tensors that belong to no LoRA: emphasis" in caplog.text
     assert "1 modules are not in this model and have no effect: lora_unet_up_blocks_9" in caplog.text
     count = len(golden("changes"))
     assert f"a.safetensors: {count} of {count + 1} modules merged, at 0.5" in caplog.text
@@ -294,8 +294,8 @@ def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path
         (wide | {f"{name}.dora_scale": torch.ones(2)}, "holds DoRA, which is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
-            Merged(networks(small), [(write(tmp_path / "a.safetensors", tensors), 1.0)])
-    with pytest.raises(ValueError, match=r"is no LoRA .*give a whole checkpoint as --ckpt"):
+            merge_lora(networks(small), [(write(tmp_path / "a.safetensors", tensors), 1.0)])
+    with pytest.raises(ValueError, match=r"is no LoRA .*give a whole checkpoint as `ckpt`"):
         open_lora(small_path)
     assert torch.equal(small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"), before)
 
@@ -316,7 +316,7 @@ def test_a_file_and_its_weight(text: str, wanted: tuple[str, float]) -> None:
 
 def test_loading_with_loras(tmp_path: Path, small: Pipeline, small_path: Path) -> None:
     lora = write(tmp_path / "a.safetensors", kohya())
-    Merged(networks(small), [(lora, 0.2), (lora, 0.5)])
+    merge_lora(networks(small), [(lora, 0.2), (lora, 0.5)])
     pipe = ldm_lite.load(small_path, device="cpu", lora=[f"{tmp_path / 'a.safetensors'}:{x}" for x in (0.2, 0.5)])
     assert all(map(torch.equal, pipe.unet.state_dict().values(), small.unet.state_dict().values()))
     check(pipe)

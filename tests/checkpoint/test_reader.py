@@ -102,14 +102,14 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
         bare |= {"loss.logvar": torch.zeros(1)} if name == "vae" else {}
         save_file(bare, tmp_path / name, metadata=METADATA if name == "unet" else {})
     save_file(other, tmp_path / "other", metadata=METADATA)
-    parts = ldm_lite.load(
-        tmp_path / "unet", parts={"vae": tmp_path / "vae", "text_encoder": tmp_path / "text"}, device="cpu"
-    )
+    parts = ldm_lite.load(tmp_path / "unet", vae=tmp_path / "vae", text_encoder=tmp_path / "text", device="cpu")
     assert_same(parts, reference)
     assert_same(
         ldm_lite.load(
             tmp_path / "other",
-            parts={"unet": tmp_path / "unet", "vae": small_path, "text_encoder": tmp_path / "text"},
+            unet=tmp_path / "unet",
+            vae=small_path,
+            text_encoder=tmp_path / "text",
             device="cpu",
         ),
         reference,
@@ -119,7 +119,7 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
     ):
         ldm_lite.load(tmp_path / "unet", device="cpu")
     with pytest.raises(ValueError, match="holds no vae, only unet"):
-        ldm_lite.load(small_path, parts={"vae": tmp_path / "unet"}, device="cpu")
+        ldm_lite.load(small_path, vae=tmp_path / "unet", device="cpu")
 
 
 def test_only_the_needed_tensors_are_read(tmp_path: Path, small_path: Path) -> None:

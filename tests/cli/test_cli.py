@@ -13,19 +13,19 @@ import torch
 
 import ldm_lite
 from ldm_lite.bench.__main__ import Options as Bench
-from ldm_lite.cascade import Options as Cascade
-from ldm_lite.cascade import StageOptions
 from ldm_lite.cli import console, flags
-from ldm_lite.cli.options import FINITE, LoadOptions, Ranged, SaveOptions
+from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
+from ldm_lite.cli.task_options import CascadeOptions as Cascade
+from ldm_lite.cli.task_options import Img2imgOptions as Img2img
+from ldm_lite.cli.task_options import InpaintOptions as Inpaint
+from ldm_lite.cli.task_options import StageOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
+from ldm_lite.cli.task_options import UpscaleOptions as Upscale
 from ldm_lite.export import Options as Export
-from ldm_lite.img2img import Options as Img2img
-from ldm_lite.inpaint import Options as Inpaint
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.samplers import Options as Samplers
 from ldm_lite.train.__main__ import Options as Train
-from ldm_lite.txt2img import Options
-from ldm_lite.upscale import Options as Upscale
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,7 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
         assert console.run(fails, options) == 1
         return capsys.readouterr().err.strip().removeprefix("error: out of memory: try ")
 
-    options, load, seen = Options(prompt="a cat", n_samples=4), LoadOptions(dtype="fp32"), []
+    options, load, seen = Options(prompt="a cat", batch_size=4), LoadOptions(dtype="fp32"), []
     taken = {"--vae-tiling": {"vae_tiling": True}, "--offload model": {"offload": "model"}}
     taken |= {"--offload sequential": {"offload": "sequential"}, "--storage int8": {"storage": "int8"}}
     taken |= {"--dtype fp16": {"dtype": "fp16"}}
@@ -48,12 +48,12 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
         if step in taken:
             load = replace(load, **taken[step])
         else:
-            options = replace(options, n_samples=1)
+            options = replace(options, batch_size=1)
     assert seen == ["--n-samples 1", *[step for step in seen if step in taken]]
     assert set(taken) <= set(seen)
     assert seen.index("--offload model") < seen.index("--storage int8") < seen.index("--offload sequential")
-    assert advice(Upscale(n_samples=3), LoadOptions(vae_tiling=True)) == "--tile 64"
-    assert advice(Cascade(n_samples=2), StageOptions(dtype="fp32"), SaveOptions()) == "--n-samples 1"
+    assert advice(Upscale(batch_size=3), LoadOptions(vae_tiling=True)) == "--tile 64"
+    assert advice(Cascade(batch_size=2), StageOptions(dtype="fp32"), SaveOptions()) == "--n-samples 1"
     assert advice(Cascade(), StageOptions(stage_3="x4.ckpt"), SaveOptions()) == "--tile 64"
     assert advice(Cascade(), StageOptions(dtype="fp32"), SaveOptions()) == "--dtype fp16"
     assert advice(Bench()) == advice(Export(batches="1,2")) == "--batches 1"
@@ -99,7 +99,7 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
 @pytest.mark.parametrize(
     "group", [Options, Img2img, Inpaint, Upscale, Cascade, Samplers, Train, Bench, Export, SaveOptions]
 )
-def test_every_number_has_a_range(group: type[Ranged], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.CaptureFixture[str]) -> None:
     hints = typing.get_type_hints(group)
     numbers = [each for each in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[each.name])}]
     numbers += [each for each in dataclasses.fields(group) if hints[each.name] in (int, float)]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import txt2img
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import open_checkpoint, split
-from ldm_lite.conditioning.prompts import Reading, encode_prompts
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.conditioning.textual_inversion import open_embedding, with_embeddings
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.text.prompt import chunks
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer
 
@@ -228,7 +228,7 @@ def test_several_files_have_vectors_of_their_own(load: Callable[[str], Pipeline]
 
 def test_long_prompts_with_names_and_weights(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     pipe = with_embeddings(load("sdxl_base"), [_both(tmp_path)])
-    reading = Reading("a1111")
+    reading = PromptOptions("a1111")
     long, short = (encode_prompts(pipe, [f"{'a ' * count}(both:1.2)"], reading) for count in (74, 0))
     assert long.context.shape == (1, 2 * 77, 160)
     assert torch.allclose(long.context[:, 77:], short.context, atol=1e-4)

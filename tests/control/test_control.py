@@ -17,15 +17,17 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import Request, Steering, load_controls, natural_size, parse, read_picture
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.compile import CompiledStep
-from ldm_lite.txt2img import Options, main, txt2img
+from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.txt2img import main
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "control.npz")
 ADAPTER = AdapterSpec(in_channels=3, factor=8, channels=(32, 64), num_res_blocks=2, light=False)
@@ -123,7 +125,7 @@ def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, step
     plan = make_plan("ddim", pipe.schedule, steps)
     steering = Steering(pipe, load_controls(pipe, parse(controls, preprocess)), plan, (64, 64))
     branches, steer = classifier_free(cond, uncond, 7.5), functools.partial(steering, 2)
-    *_, last = generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, steer=steer)
+    last = generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, steer=steer)
     return last
 
 
@@ -172,7 +174,7 @@ def test_controls_work_with_weights_that_are_kept_elsewhere(
         },
         folder / "kept.pth",
     )
-    kept = ldm_lite.load(small_path, device="cpu", tuning=tuning)
+    kept = ldm_lite.load(small_path, device="cpu", **tuning)
     [control] = load_controls(kept, parse([spec(folder, net="kept.pth")]))
     tolerance = 0.05 if "storage" in tuning else 1e-6
     for key, value in control.network.state_dict().items():
@@ -199,7 +201,7 @@ def test_a_net_has_the_attention_of_its_unet(small_path: Path, folder: Path) -> 
 
     plain = run(ldm_lite.load(small_path, device="cpu"), [spec(folder)], steps=2)
     for name in ("vanilla", "mha"):
-        pipe = ldm_lite.load(small_path, device="cpu", tuning={"attention": name})
+        pipe = ldm_lite.load(small_path, device="cpu", attention=name)
         [control] = load_controls(pipe, parse([spec(folder)]))
         found = layers(control.network).values()
         assert all(each.attention is vanilla if name == "vanilla" else "forward" in vars(each) for each in found)
@@ -253,10 +255,10 @@ def test_outside_of_its_steps_a_control_is_not_run(pipe: Pipeline, folder: Path)
 
 def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> None:
     """Also where the UNet reads more channels than the ControlNet."""
-    from ldm_lite.img2img import Options as ImageOptions
-    from ldm_lite.img2img import img2img
-    from ldm_lite.inpaint import Options as MaskOptions
-    from ldm_lite.inpaint import inpaint
+    from ldm_lite.cli.task_options import Img2imgOptions as ImageOptions
+    from ldm_lite.cli.task_options import InpaintOptions as MaskOptions
+    from ldm_lite.tasks.img2img import img2img
+    from ldm_lite.tasks.inpaint import inpaint
 
     photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
     control = (spec(folder),)

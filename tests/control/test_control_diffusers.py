@@ -19,20 +19,21 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.checkpoint.diffusers_keys import original_layout
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Img2imgOptions as ImageOptions
+from ldm_lite.cli.task_options import InpaintOptions as MaskOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.control.control import Steering, load_controls, parse
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import denoise
-from ldm_lite.img2img import Options as ImageOptions
-from ldm_lite.img2img import img2img
-from ldm_lite.inpaint import Options as MaskOptions
-from ldm_lite.inpaint import inpaint
-from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered
+from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.compile import CompiledStep
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.tasks.txt2img import txt2img
 from tests.checkpoint.test_diffusers_folder import save, told
 from tests.checkpoint.test_diffusers_keys import GOLDEN, weights_of
 from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
@@ -78,7 +79,7 @@ def run(pipe: Pipeline, controls: list[str]) -> Tensor:
     plan = make_plan("ddim", pipe.schedule, 4)
     steering = Steering(pipe, load_controls(pipe, parse(controls)), plan, (64, 64))
     branches = classifier_free(cond, uncond, 5.0)
-    *_, last = denoise(pipe, NOISE, branches, plan, steer=functools.partial(steering, 2))
+    last = denoise(pipe, NOISE, branches, plan, steer=functools.partial(steering, 2))
     return last
 
 
@@ -137,7 +138,7 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
     plain = pipe.unet(x, toy.T, context, y)
     torch.testing.assert_close(out(y)[0], plain[0], rtol=1e-4, atol=1e-5)
     net, hint = load_controls(pipe, parse([spec(folder, "sdxl")]))[0].network, steering._nets[0][1]
-    control = net(x[1:], toy.T[1:], context[1:], hint.picture, y[1:])  # type: ignore[operator,index]
+    control = net(x[1:], toy.T[1:], context[1:], hint.hint, y[1:])  # type: ignore[operator,index]
     wanted = pipe.unet(
         x[1:],
         toy.T[1:],
@@ -157,10 +158,10 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
     unet = toy.fill(UNet(distilled))
     for given in (whole, plain):
         net = toy.fill(ControlNet(given))
-        hint = Hint(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
-        out = Steered(unet, [net])(x, toy.T, context, y, Hints((hint,), None))  # type: ignore[arg-type,list-item]
+        hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
+        out = ControlledUNet(unet, [net])(x, toy.T, context, y, ControlInputs((hint,), None))  # type: ignore[arg-type,list-item]
         vector = y[:, : distilled.vector_dim] if given is whole else None
-        wanted = unet(x, toy.T, context, y, control=net(x, toy.T, context, hint.picture, vector))
+        wanted = unet(x, toy.T, context, y, control=net(x, toy.T, context, hint.hint, vector))
         assert torch.equal(out, wanted)
 
 
@@ -273,5 +274,5 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
 
 
 def test_a_net_given_as_the_checkpoint_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match="is a ControlNet, not a checkpoint: add it to one with `control=FILE:IMAGE`"):
+    with pytest.raises(ValueError, match="is a ControlNet, to be used with a checkpoint: `control=FILE:IMAGE`"):
         ldm_lite.load(folder / "sdxl", device="cpu")

@@ -20,10 +20,11 @@ from torch._dynamo.testing import CompileCounter
 import ldm_lite
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import has, make_plan
-from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
-from ldm_lite.diffusion.step import Row, denoise_step, rows
+from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.runtime.compile import _tensors
 
 CPU = torch.device("cpu")
 
@@ -41,19 +42,13 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def inputs(pipe: ldm_lite.Pipeline, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Registers, noise and context of a guided batch, with the keys and values that are made of it before a run."""
+def inputs(pipe: ldm_lite.Pipeline, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Conditioning]:
+    """Registers, noise and text of a guided batch, with its cached keys and values."""
     spec = pipe.family.unet
     shape = (batch, spec.in_channels, h, w)
     context = toy.normal(seed, 2 * batch, 77, spec.context_dim)
-    return toy.normal(seed + 1, NUM_REGISTERS, *shape), toy.normal(seed + 2, *shape), pipe.unet.read_text(context)
-
-
-def table_of(pipe: ldm_lite.Pipeline, plan: Plan) -> list[Row]:
-    """The rows of a plan, with what the UNet makes of their timesteps before a run."""
-    table = rows(plan, CPU)
-    times = pipe.unet.read_times(torch.stack([row.t for row in table]))
-    return [row._replace(t=t) for row, t in zip(table, times, strict=True)]
+    conditioning = Conditioning(context, cache=pipe.unet.text_cache(context))
+    return toy.normal(seed + 1, NUM_REGISTERS, *shape), toy.normal(seed + 2, *shape), conditioning
 
 
 def guidance(scale: float | None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
@@ -68,14 +63,12 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: ldm_lite.Pipel
         for seed, name in enumerate(SAMPLERS):
             eta = 0.5 if has(name, "eta") else None
             plan = make_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
-            table = table_of(pipe, plan)
-            registers, noise, context = inputs(pipe, seed, 2, 4, 4)
+            table = rows(plan, CPU)
+            registers, noise, text = inputs(pipe, seed, 2, 4, 4)
             for i in range(len(table)) if name in ("plms", "unipc") else (0, len(table) - 1):
-                found = compiled(pipe.unet, registers, table[i], noise, Conditioning(context), guidance(0.0 + seed))
+                found = compiled(pipe.unet, registers, table[i], noise, text, guidance(0.0 + seed))
             if seed % 6 == 0:
-                wanted = denoise_step(
-                    pipe.unet, registers, table[i], noise, Conditioning(context), guidance(0.0 + seed)
-                )
+                wanted = denoise_step(pipe.unet, registers, table[i], noise, text, guidance(0.0 + seed))
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
@@ -105,14 +98,15 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: ldm_lite.Pipeline) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
-    table = table_of(pipe, make_plan("dpmpp_2m", pipe.schedule, 10))
+    table = rows(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)
     sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
     graphs = []
     for i, (batch, h, w) in enumerate(sizes):
-        registers, noise, context = inputs(pipe, i, batch, h, w)
-        for tensor, axes in ((registers, (1, 3, 4)), (noise, (0, 2, 3)), (context, (0,))):
+        registers, noise, text = inputs(pipe, i, batch, h, w)
+        texts = [(tensor, (0,)) for tensor in (text.context, *_tensors(text.cache))]
+        for tensor, axes in ((registers, (1, 3, 4)), (noise, (0, 2, 3)), *texts):
             for axis in axes if batch > 1 else axes[1:]:
                 torch._dynamo.mark_dynamic(tensor, axis)
-        compiled(pipe.unet, registers, table[i], noise, Conditioning(context), guidance(7.5))
+        compiled(pipe.unet, registers, table[i], noise, text, guidance(7.5))
         graphs.append(counter.frame_count)
     assert graphs == [1] * 6 + [2] * 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toy
 
-from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Schedule, leading, linear_betas, linspace, original
+from ldm_lite.diffusion.schedule import CLEAN, SECTIONS, SPACINGS, Schedule, leading, linear_betas, linspace, original
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
@@ -182,7 +182,7 @@ def test_lcm_takes_from_the_50_timesteps_of_its_training() -> None:
     assert SPACINGS["lcm"](SD, 51) == SPACINGS["trailing"](SD, 51)
 
 
-@pytest.mark.parametrize("spacing", [name for name in SPACINGS if name != "original"])
+@pytest.mark.parametrize("spacing", [name for name in SPACINGS if name not in ("original", *SECTIONS)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50, 999, 1000])
 def test_levels_descend(spacing: str, steps: int) -> None:
     levels = SPACINGS[spacing](SD, steps)

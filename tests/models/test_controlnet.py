@@ -11,7 +11,7 @@ import torch
 import toy
 from torch import nn
 
-from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered, guess_scales
+from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
 from ldm_lite.zoo.families import UNETS
@@ -79,15 +79,15 @@ def test_the_unet_takes_its_results_at_any_size_and_zeros_change_nothing() -> No
     torch.testing.assert_close(unet(x, toy.T, context, control=tuple(0 * c for c in control)), plain)
 
 
-def test_it_steers_a_unet_that_is_given_what_it_made_of_time_and_text_before() -> None:
+def test_it_controls_a_unet_with_cached_keys_and_values() -> None:
     spec = toy.SD1
     x, context, _ = toy.unet_inputs(spec)
     unet, net = toy.fill(UNet(spec)), toy.fill(ControlNet(spec), "net.")
     num = len(net.zero_convs) + 1
-    hints = Hints((Hint(net.embed_hint(toy.picture()), torch.ones(num), len(x), pool=False),), None)
-    steered = Steered(unet, [net])
-    wanted = steered(x, toy.T, context, None, hints)
-    found = steered(x, unet.read_times(toy.T), unet.read_text(context), None, hints)
+    own = ControlInput(net.embed_hint(toy.picture()), torch.ones(num), len(x), pool=False)
+    controlled, control = ControlledUNet(unet, [net]), ControlInputs((own,), None)
+    wanted = controlled(x, toy.T, context, None, control)
+    found = controlled(x, toy.T, context, None, control, unet.text_cache(context))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, unet(x, toy.T, context), rtol=1e-3)
 

@@ -113,7 +113,7 @@ def test_what_it_was_not_compiled_for_is_one_line(package: Path) -> None:
         compiled(x, t)
     with pytest.raises(ValueError, match="got 2x4 bf16, "):
         compiled(x.bfloat16(), t, context)
-    with pytest.raises(ValueError, match="a network that nothing steers: leave out --control"):
+    with pytest.raises(ValueError, match="a UNet without controls: leave out `control`"):
         compiled(x, t, context, control=())
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
-from ldm_lite.runtime.attention import NAMES, available, layers, record, resolve, use
+from ldm_lite.runtime.attention import available, layers, names, record, resolve, use
 
 CPU = torch.device("cpu")
 HERE = [name for name in available(CPU, torch.float32, 40) if name != "mha"] + ["sliced:1", "sliced:3"]
@@ -109,7 +109,7 @@ def test_two_networks_have_two_backends(unet: nn.Module) -> None:
 
 def test_what_is_not_available_is_said_in_one_line(unet: nn.Module) -> None:
     before = [layer.attention for layer in layers(unet).values()]
-    for name in sorted(set(NAMES) - set(available(CPU, torch.float32))):
+    for name in sorted(set(names()) - set(available(CPU, torch.float32))):
         with pytest.raises(ValueError, match=rf"^attention '{name}' is not available on cpu in fp32.*take one of sdpa"):
             use(unet, name)
     for name in ("xformers", "sliced:0", "sliced:x", "mha:2", ""):

@@ -21,12 +21,12 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, Kept
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
 from ldm_lite.diffusion.step import denoise_step, rows
-from ldm_lite.models.controlnet import ControlNet, Hint, Hints, Steered
+from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import ResBlock, UNet, UNetSpec
 from ldm_lite.runtime import compile as tiers
@@ -93,11 +93,10 @@ def arguments(seed: int, batch: int, h: int, w: int, tokens: int = 5, sampler: s
     ]
 
 
-def read_ahead(unet: UNet, given: list[Any]) -> list[Any]:
-    """The same arguments as the denoising loop gives them."""
+def cached(unet: UNet, given: list[Any]) -> list[Any]:
+    """The same arguments with the text's keys and values, as the denoising loop gives them."""
     registers, row, noise, conditioning, guidance = given
-    row = row._replace(t=unet.read_times(row.t[None])[0])
-    return [registers, row, noise, conditioning._replace(context=unet.read_text(conditioning.context)), guidance]
+    return [registers, row, noise, conditioning._replace(cache=unet.text_cache(conditioning.context)), guidance]
 
 
 VARIED = [
@@ -122,7 +121,7 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
     network = tiny if kind == "tiny" else toy.fill(UNet(SMALL.unet))
     counter = CompileCounter()
     step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
-    for given in sizes if kind == "tiny" else map(read_ahead, itertools.repeat(network), sizes):
+    for given in sizes if kind == "tiny" else map(cached, itertools.repeat(network), sizes):
         torch.testing.assert_close(step(network, *given), denoise_step(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     if kind == "tiny":  # the compiler takes a size of one for a constant
@@ -136,7 +135,7 @@ def test_an_inpainting_step_is_one_graph_for_sizes(tiny: nn.Module) -> None:
     counter = CompileCounter()
     step = CompiledStep("step", tiny, counter)  # type: ignore[arg-type]
     for given in EIGHTS:
-        kept = Kept(torch.ones_like(given[2]), torch.rand_like(given[2][:, :1]))  # type: ignore[call-overload, index]
+        kept = InpaintMask(torch.ones_like(given[2]), torch.rand_like(given[2][:, :1]))  # type: ignore[call-overload, index]
         given = [*given[:4], given[4]._replace(kept=kept)]  # type: ignore[attr-defined]
         torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
@@ -174,13 +173,13 @@ def test_a_steered_step_is_one_graph_for_weights_steps_and_pictures(spec: UNetSp
         given: list[Any] = list(varied)
         h, w = given[0].shape[3:]
         hints = [
-            Hint(toy.normal(share, 1, spec.model_channels, h, w), torch.full((num,), weight), share, pool=False)
+            ControlInput(toy.normal(share, 1, spec.model_channels, h, w), torch.full((num,), weight), share, pool=False)
             for weight, share in zip(weights, shares, strict=False)
         ]
         features = (None, toy.normal(3, 1, spec.model_channels, h, w), *[None] * (num - 2))
         y = toy.normal(4, len(given[3].context), spec.vector_dim) if spec.vector_dim else None
-        given[3] = given[3]._replace(y=y, control=Hints(tuple(hints), features))
-        steered = Steered(unet, nets)  # type: ignore[arg-type]
+        given[3] = given[3]._replace(y=y, control=ControlInputs(tuple(hints), features))
+        steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
         torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
@@ -209,11 +208,11 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
     nets: list[Any] = [toy.fill(ControlNet(PLAIN), f"{i}.") for i in range(2)]
     graphs, outs = tiers._Graphs(denoise_step), []
     for net in nets:  # of the same shapes, around the same UNet
-        steered = Steered(unet, [net])
+        steered = ControlledUNet(unet, [net])
         for weight in (1.0, 0.0, -0.5):
-            hint = Hint(toy.normal(5, 1, 32, 8, 8), torch.full((3,), weight), 1, pool=False)
+            hint = ControlInput(toy.normal(5, 1, 32, 8, 8), torch.full((3,), weight), 1, pool=False)
             given: list[Any] = arguments(0, 2, 8, 8)
-            given[3] = given[3]._replace(control=Hints((hint,), None))
+            given[3] = given[3]._replace(control=ControlInputs((hint,), None))
             outs.append(graphs(steered, *given))
             assert torch.equal(outs[-1], denoise_step(steered, *given))
     assert len(captured) == 2
@@ -348,10 +347,9 @@ def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
     assert list(tiny.state_dict()) == list(Tiny().state_dict())
 
 
-def test_regional_takes_columns_of_what_is_read_ahead_for_the_same() -> None:
-    """Each block's keys and values begin at another column: that must not be another graph."""
+def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
     counts = []
-    for prepare in (lambda unet, given: given, read_ahead):
+    for prepare in (lambda unet, given: given, cached):
         torch._dynamo.reset()
         unet, counter = toy.fill(UNet(SMALL.unet)), CompileCounter()
         step = CompiledStep("regional", unet, counter)  # type: ignore[arg-type]
@@ -366,11 +364,11 @@ def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
     given: list[Any] = arguments(0, 2, 8, 8)
     step(unet, *given)
     assert all(block._compiled_call_impl is not None for block in regions(unet))
-    hint = Hint(
+    hint = ControlInput(
         toy.normal(3, 1, PLAIN.model_channels, 8, 8), torch.ones(2 * len(PLAIN.channel_mult) + 1), 1, pool=False
     )
-    given[3] = given[3]._replace(control=Hints((hint,), None))
-    steered = Steered(unet, nets)  # type: ignore[arg-type]
+    given[3] = given[3]._replace(control=ControlInputs((hint,), None))
+    steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
     torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
     assert all(block._compiled_call_impl is not None for block in regions(steered))
 

@@ -22,14 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite.checkpoint.model import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import load_controls, parse
 from ldm_lite.generate import decode
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.runtime import offload, storage
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import _blocks
-from ldm_lite.runtime.storage import STORAGES, Stored, restore, store
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
+from ldm_lite.tasks.txt2img import txt2img
 
 
 class Device:
@@ -40,8 +41,8 @@ class Device:
         self.shapes: list[tuple[int, ...]] = []  # of all that came
         self.lock = threading.RLock()
 
-    def restore(self, stored: Stored, device: torch.device) -> Tensor:
-        value = restore(stored, device).clone()
+    def dequantize(self, kept: Quantized, device: torch.device) -> Tensor:
+        value = dequantize(kept, device).clone()
         with self.lock:
             self.shapes.append(tuple(value.shape))
             self.now += value.numel()
@@ -57,12 +58,12 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(offload, "restore", device.restore)
+    monkeypatch.setattr(offload, "dequantize", device.dequantize)
     return device
 
 
 def load(path: Path, **tuning: object) -> Pipeline:
-    return ldm_lite.load(path, device="cpu", tuning=tuning)
+    return ldm_lite.load(path, device="cpu", **tuning)
 
 
 def picture(pipe: Pipeline) -> Tensor:
@@ -133,21 +134,21 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, other: events.append("kept") if other is stream else None)
     layer = nn.Conv2d(4, 4, 3).half().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    slots = [(tensor, store(tensor.data, name)) for tensor in layer.parameters()]
-    wanted = [restore(stored, cpu) for _, stored in slots]
-    group = offload._Group(slots, cpu, stream)
-    group.fetch()
+    kept = {tensor: quantize(tensor.data, name) for tensor in layer.parameters()}
+    wanted = [dequantize(each, cpu) for each in kept.values()]
+    group = offload._Group(kept, cpu, stream)
+    group.prefetch()
     assert events == ["the copy waits", "copied"]
     with group:
         assert events[2:] == ["main waits for copied"]
-        for (tensor, stored), value in zip(slots, wanted, strict=True):
+        for (tensor, each), value in zip(kept.items(), wanted, strict=True):
             assert torch.equal(tensor, value)
             assert tensor.dtype == torch.float16
             assert tensor.stride() == value.stride()
-            assert tensor.data_ptr() != stored.values.data_ptr()
-    assert all(tensor.data_ptr() == stored.values.data_ptr() for tensor, stored in slots)
+            assert tensor.data_ptr() != each.values.data_ptr()
+    assert all(tensor.data_ptr() == each.values.data_ptr() for tensor, each in kept.items())
     assert "kept" not in events
-    group.fetch()  # a network that goes before it is needed again
+    group.prefetch()  # a network that goes before it is needed again
     del group
     assert events[-2:] == ["kept", "kept"]
 
@@ -212,12 +213,12 @@ def test_eight_bits(small_path: Path, device: Device, name: str, mode: str | Non
 @pytest.mark.parametrize(("name", "steps"), [("int8", 254), ("fp8", 16)])
 def test_the_error_of_a_weight_is_that_of_its_type(name: str, steps: int) -> None:
     weight = toy.normal(0, 8, 64) * torch.logspace(-3, 3, 8)[:, None]
-    error = restore(store(weight, name), weight.device) - weight
+    error = dequantize(quantize(weight, name), weight.device) - weight
     largest = weight.abs().amax(dim=1, keepdim=True)
     assert (error.abs() <= 1.01 * (largest / steps if name == "int8" else weight.abs() / steps + largest / 2**17)).all()
     # In a file that is mapped, tensors lie beside each other: what is kept as it is must not keep all of them.
     norm = toy.normal(2, 8)[1]
-    values, scale, dtype = store(norm, name)
+    values, scale, dtype = quantize(norm, name)
     assert torch.equal(values, norm)
     assert (scale, dtype) == (None, norm.dtype)
     assert values.untyped_storage().nbytes() == norm.nbytes < norm.untyped_storage().nbytes()
@@ -274,5 +275,5 @@ def test_unknown_names() -> None:
     networks = {"unet": nn.Linear(2, 2)}
     for names in ({"offload": "disk", "storage": None}, {"offload": None, "storage": "fp4"}):
         with pytest.raises(ValueError, match=r"unknown (offload 'disk'|storage 'fp4'): wanted one of"):
-            offload.Placement(networks, torch.device("cpu"), **names)
-    assert storage.STORAGES.keys() == {"fp8", "int8"}
+            offload.Offloader(networks, torch.device("cpu"), **names)
+    assert STORAGES.keys() == {"fp8", "int8"}

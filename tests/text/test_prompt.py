@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ldm_lite.checkpoint.model import Pipeline
-from ldm_lite.conditioning.prompts import Reading, count_chunks, encode_prompts
+from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts
+from ldm_lite.pipeline import Pipeline
 from ldm_lite.text.prompt import chunks, parse, weighted
 from ldm_lite.text.tokenizer import EOT, SOT, CLIPTokenizer
 
@@ -100,9 +100,9 @@ def test_contexts_of_a_job_are_alike(bundled: Pipeline) -> None:
     long = "word " * (length + 10)
     assert count_chunks(bundled, ["short", long], "a1111") == 2
     assert count_chunks(bundled, ["short", long]) == 1
-    context = encode_prompts(bundled, ["short", long], Reading("a1111")).context
+    context = encode_prompts(bundled, ["short", long], PromptOptions("a1111")).context
     assert context.shape == (2, 2 * length, 128)
-    alone = encode_prompts(bundled, ["short"], Reading("a1111", num_chunks=2)).context
+    alone = encode_prompts(bundled, ["short"], PromptOptions("a1111", num_chunks=2)).context
     assert torch.allclose(context[:1], alone, atol=1e-5)
     assert torch.allclose(alone[:, :length], encode_prompts(bundled, ["short"]).context, atol=1e-5)
     assert torch.allclose(alone[:, length:], encode_prompts(bundled, [""]).context, atol=1e-5)
@@ -117,10 +117,10 @@ def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
         outputs.append(x)
     for skip in (1, 2, 3):
         want = encoder.final_layer_norm(outputs[-skip])
-        assert torch.equal(encode_prompts(bundled, ["a red apple"], Reading(clip_skip=skip)).context, want)
+        assert torch.equal(encode_prompts(bundled, ["a red apple"], PromptOptions(clip_skip=skip)).context, want)
     for skip in (0, 4):
         with pytest.raises(ValueError, match=f"got clip skip {skip}, wanted 1 to 3"):
-            encode_prompts(bundled, ["a red apple"], Reading(clip_skip=skip))
+            encode_prompts(bundled, ["a red apple"], PromptOptions(clip_skip=skip))
 
 
 def test_an_unknown_syntax() -> None:

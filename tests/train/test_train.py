@@ -17,15 +17,15 @@ from safetensors import safe_open
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Pipeline, load_autoencoder
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as Txt2Img
+from ldm_lite.pipeline import Pipeline, load_autoencoder
+from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.text.tokenizer import EOT, SOT
 from ldm_lite.train import __main__ as command
 from ldm_lite.train import data, loop, norm
 from ldm_lite.train import distributed as ranks
 from ldm_lite.train.__main__ import Options, train
-from ldm_lite.txt2img import Options as Txt2Img
-from ldm_lite.txt2img import txt2img
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) 
     path = train(options(folder, tmp_path, stage="autoencoder", steps=12, batch=3, lr=2e-3), load_options(small_path))
     got = losses(tmp_path)
     assert np.mean(got[-3:]) < np.mean(got[:3])
-    pipe = ldm_lite.load(small_path, parts={"vae": path}, device="cpu")
+    pipe = ldm_lite.load(small_path, vae=path, device="cpu")
     assert isinstance(pipe, Pipeline)
 
 

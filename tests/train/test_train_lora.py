@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.lora import Merged, open_lora
+from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -67,12 +67,12 @@ def test_the_file_is_kohyas_and_gives_the_same_pictures(
 
     pipe = ldm_lite.load(small_path, device="cpu")
     before = pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"].clone()
-    Merged({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
+    merge_lora({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
     assert not torch.equal(before, pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
-    noise = generate.seeded_noise(range(4), pipe.latent_shape(64, 64))()
+    noise = generate.SeededNoise(range(4), pipe.latent_shape(64, 64))()
     cond, uncond = (encode_prompts(pipe, [prompt] * 4) for prompt in ("picture 1", ""))
     plan = make_plan("dpmpp_2m", pipe.schedule, 20)
-    *_, latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, pipe.family.scale), plan)
+    latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, pipe.family.scale), plan)
     ours = grid([to_pil(pixels) for pixels in generate.decode(pipe, latents)], columns=4)
     sheet = Image.open(tmp_path / "samples-0000004.png")  # from float32 averages; the file is float16
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(sheet, dtype=int)).mean() < 0.5

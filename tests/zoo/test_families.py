@@ -18,14 +18,18 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import generate, img2img, inpaint, txt2img
-from ldm_lite.checkpoint.model import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.conditioning.prompts import Reading, encode_prompts
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import Handover, decode, denoise
 from ldm_lite.image import depth_latent, open_depth
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks import img2img as img2img_task
+from ldm_lite.tasks import inpaint as inpaint_task
+from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.zoo.detection import check_metadata, describe, detect_family, turbo_variant, with_prediction
 from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
 from ldm_lite.zoo.networks import build
@@ -66,7 +70,7 @@ def load(files: Callable[[str], Path]) -> Load:
 
 
 def run(
-    pipe: Pipeline, negative: str | None, scale: float, reading: Reading, later: Pipeline | None = None
+    pipe: Pipeline, negative: str | None, scale: float, reading: PromptOptions, later: Pipeline | None = None
 ) -> torch.Tensor:
     def branches(pipe: Pipeline) -> "ldm_lite.diffusion.guidance.Branches":
         cond = encode_prompts(pipe, [PROMPT], reading)
@@ -74,7 +78,7 @@ def run(
 
     plan = make_plan("ddim", pipe.schedule, 4)
     handover = None if later is None else Handover(later, branches(later), 2)
-    *_, latents = denoise(pipe, NOISE, branches(pipe), plan, later=handover)
+    latents = denoise(pipe, NOISE, branches(pipe), plan, later=handover)
     return latents
 
 
@@ -93,7 +97,7 @@ def test_encoded_prompts_of_sd2_equal_diffusers(load: Load) -> None:
 @pytest.mark.parametrize("prediction", ["eps", "v"])
 def test_runs_of_sd2_equal_diffusers(files: Callable[[str], Path], prediction: str) -> None:
     pipe = ldm_lite.load(files("sd2"), device="cpu", prediction=prediction)
-    latents = run(pipe, NEGATIVE, 9.0, Reading())
+    latents = run(pipe, NEGATIVE, 9.0, PromptOptions())
     assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
     other = {"eps": "v", "v": "eps"}[prediction]
     assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
@@ -103,7 +107,7 @@ def test_runs_with_a_depth_map_equal_diffusers(load: Load) -> None:
     pipe = load("sd2_depth")
     depth = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
     cond, uncond = (encode_prompts(pipe, [text])._replace(concat=depth) for text in (PROMPT, NEGATIVE))
-    *_, latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
+    latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
     assert toy.relative_error(latents, GOLDEN["depth.latents"]) < 1e-5
 
 
@@ -125,18 +129,18 @@ def test_encoded_prompts_of_sdxl_equal_diffusers(load: Load) -> None:
 def test_runs_of_sdxl_equal_diffusers(load: Load) -> None:
     """Traps 4 and 28: sizes height first; no negative prompt is not the empty one."""
     pipe = load("sdxl_base")
-    none, empty = (run(pipe, negative, 5.0, Reading()) for negative in (None, ""))
+    none, empty = (run(pipe, negative, 5.0, PromptOptions()) for negative in (None, ""))
     assert toy.relative_error(none, GOLDEN["sdxl.none.latents"]) < 1e-5
     assert toy.relative_error(empty, GOLDEN["sdxl.empty.latents"]) < 1e-5
     assert toy.relative_error(none, GOLDEN["sdxl.empty.latents"]) > 1e-3
-    sizes = Reading(size=(64, 64), original_size=(96, 80), crop_top_left=(8, 4))
+    sizes = PromptOptions(size=(64, 64), original_size=(96, 80), crop_top_left=(8, 4))
     assert toy.relative_error(run(pipe, None, 5.0, sizes), GOLDEN["sdxl.sizes.latents"]) < 1e-5
-    turned = Reading(size=(64, 64), original_size=(80, 96), crop_top_left=(4, 8))
+    turned = PromptOptions(size=(64, 64), original_size=(80, 96), crop_top_left=(4, 8))
     assert toy.relative_error(run(pipe, None, 5.0, turned), GOLDEN["sdxl.sizes.latents"]) > 1e-4
 
 
-def test_the_refiner_continues_the_base(load: Load) -> None:
-    latents = run(load("sdxl_base"), None, 5.0, Reading(), later=load("sdxl_refiner"))
+def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
+    latents = run(load("sdxl_base"), None, 5.0, PromptOptions(), later=load("sdxl_refiner"))
     assert toy.relative_error(latents, GOLDEN["sdxl.refined.latents"]) < 1e-5
     assert toy.relative_error(latents, GOLDEN["sdxl.none.latents"]) > 1e-2
 
@@ -144,12 +148,12 @@ def test_the_refiner_continues_the_base(load: Load) -> None:
 def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Height first, and the scores are the refiner's alone."""
     monkeypatch.setattr(generate, "seeded_noise", lambda seeds, shape: lambda: NOISE)
-    options = txt2img.Options(PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64)
+    options = Txt2imgOptions(PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64)
 
-    def last(options: txt2img.Options, refiner: Pipeline | None = None) -> torch.Tensor:
+    def last(options: Txt2imgOptions, refiner: Pipeline | None = None) -> torch.Tensor:
         latents: list[torch.Tensor] = []
         list(
-            txt2img.txt2img(
+            txt2img_task.txt2img(
                 load("sdxl_base"), options, refiner=refiner, on_step=lambda step, num, x: latents.append(x.clone())
             )
         )
@@ -210,7 +214,7 @@ def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: P
 
 
 def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
-    reading = Reading(image_embedding=toy.normal(10, 1, 24), noise_level=300)
+    reading = PromptOptions(image_embedding=toy.normal(10, 1, 24), noise_level=300)
     pipe = load("sd2_unclip_h")
     assert toy.relative_error(encode_prompts(pipe, ["a", "b"], reading).y[1:], GOLDEN["unclip.y"]) < 1e-5
     assert not encode_prompts(pipe, [""], replace(reading, negative=True)).y.any()
@@ -358,18 +362,18 @@ def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load,
     assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
     image = Image.open(tmp_path / "out.png")
     assert "Refiner: sdxl_refiner, Refiner from step: 2" in image.info["parameters"]
-    options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
+    options = Txt2imgOptions(PROMPT, steps=2, height=64, width=64)
     pixels = {
         start: next(
-            txt2img.txt2img(load("sdxl_base"), replace(options, refiner_start=start), refiner=load("sdxl_refiner"))
+            txt2img_task.txt2img(load("sdxl_base"), replace(options, refiner_start=start), refiner=load("sdxl_refiner"))
         )
         for start in (0.0, 0.5, 1.0)
     }
     assert np.array_equal(pixels[0.5].array, np.asarray(image))
     assert not np.array_equal(pixels[0.5].array, pixels[1.0].array)
-    alone = next(txt2img.txt2img(load("sdxl_base"), options))
+    alone = next(txt2img_task.txt2img(load("sdxl_base"), options))
     assert torch.equal(pixels[1.0].pixels, alone.pixels)
-    last = next(txt2img.txt2img(load("sdxl_refiner"), options))
+    last = next(txt2img_task.txt2img(load("sdxl_refiner"), options))
     assert torch.equal(pixels[0.0].pixels, last.pixels)
 
 
@@ -380,7 +384,7 @@ def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogC
     latents: list[torch.Tensor] = []
     given = {"pictures": [Image.fromarray(toy.waves())], "refiner": load("sdxl_refiner")}
     given["on_step"] = lambda step, num_steps, x: latents.append(x.clone())
-    list(img2img.img2img(load("sdxl_base"), img2img.Options(PROMPT, **settings), **given))
+    list(img2img_task.img2img(load("sdxl_base"), Img2imgOptions(PROMPT, **settings), **given))
     assert toy.relative_error(latents[-1], GOLDEN["sdxl.img2img.latents"]) < 1e-5
     assert "sdxl_refiner: the last 4 of 6 steps are its" in caplog.text
 
@@ -390,13 +394,13 @@ def test_inpainting_with_a_refiner(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
     mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
     given = {"pictures": [Image.fromarray(toy.waves())], "masks": [mask]}
-    options = inpaint.Options(PROMPT, steps=4, sampler="ddim")
+    options = InpaintOptions(PROMPT, steps=4, sampler="ddim")
     halved = replace(options, refiner_start=0.5)
     pixels = {
-        refiner: next(inpaint.inpaint(load(name), halved, refiner=load(refiner), **given)).pixels
+        refiner: next(inpaint_task.inpaint(load(name), halved, refiner=load(refiner), **given)).pixels
         for refiner in (name, "sdxl_refiner")
     }
-    pixels[None] = next(inpaint.inpaint(load(name), options, **given)).pixels
+    pixels[None] = next(inpaint_task.inpaint(load(name), options, **given)).pixels
     assert torch.equal(pixels[None], pixels[name])
     changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
     assert changed[16:48, 16:48].float().mean() > 0.9
@@ -434,9 +438,9 @@ def test_options_without_a_refiner_or_embedding_are_one_line(
 
 def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
     for name, differ in (("sdxl_base", True), ("sdxl_refiner", False), ("sd2", False)):
-        options = txt2img.Options(PROMPT, steps=2, height=64, width=64)
+        options = Txt2imgOptions(PROMPT, steps=2, height=64, width=64)
         none, empty = (
-            next(txt2img.txt2img(load(name), replace(options, negative_prompt=negative))).pixels
+            next(txt2img_task.txt2img(load(name), replace(options, negative_prompt=negative))).pixels
             for negative in (None, "")
         )
         assert torch.equal(none, empty) != differ
@@ -557,9 +561,9 @@ def test_a_long_prompt_warns_once_with_two_encoders(load: Load, caplog: pytest.L
 
 def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
     pipe = load("sdxl_base")
-    long = encode_prompts(pipe, ["a cat, " * 30], Reading(syntax="a1111"))
+    long = encode_prompts(pipe, ["a cat, " * 30], PromptOptions(syntax="a1111"))
     assert long.context.shape == (1, 2 * 77, 160)
-    first = encode_prompts(pipe, ["a cat, " * 25], Reading(syntax="a1111"))
+    first = encode_prompts(pipe, ["a cat, " * 25], PromptOptions(syntax="a1111"))
     assert torch.allclose(long.context[:, :77], first.context, atol=1e-5)
     assert torch.allclose(long.y, first.y, atol=1e-5)  # the pooled output is the first chunk's
 
@@ -584,7 +588,7 @@ def test_a_unet_with_an_autoencoder_of_other_latents_is_refused(files: Callable[
     with pytest.raises(
         ValueError, match=rf"{small_path}: is a UNet of .*SD1, and {xl} a checkpoint of .*XL.*other latents"
     ):
-        ldm_lite.load(xl, parts={"unet": small_path}, device="cpu")
-    swapped = ldm_lite.load(xl, parts={"unet": small_path, "vae": small_path}, device="cpu")
+        ldm_lite.load(xl, unet=small_path, device="cpu")
+    swapped = ldm_lite.load(xl, unet=small_path, vae=small_path, device="cpu")
     assert swapped.family.scale_factor == 0.18215
-    assert ldm_lite.load(xl, parts={"unet": xl}, device="cpu").family.scale_factor == 0.13025
+    assert ldm_lite.load(xl, unet=xl, device="cpu").family.scale_factor == 0.13025

@@ -19,14 +19,16 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import generate, img2img, inpaint, txt2img
-from ldm_lite.checkpoint.model import Pipeline
-from ldm_lite.conditioning.prompts import Reading, count_chunks, encode_prompts
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import watched
 from ldm_lite.image import mask_latent, to_array
 from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.tasks.job import previewed
 from ldm_lite.zoo.detection import describe
 from ldm_lite.zoo.families import FAMILIES, ZOO
@@ -80,7 +82,7 @@ def conditionings(pipe: Pipeline, name: str, folder: Path) -> tuple[Conditioning
         np.save(folder / "embeddings.npy", toy_zoo.neighbours()[0].numpy())
         prompts[name] = str(folder / "embeddings.npy")
     prompt = prompts.get(name, "")
-    reading = Reading(num_chunks=count_chunks(pipe, [prompt]), size=(height, width))
+    reading = PromptOptions(num_chunks=count_chunks(pipe, [prompt]), size=(height, width))
     cond = encode_prompts(pipe, [prompt], reading)
     return cond, encode_prompts(pipe, [""], reading) if toy_zoo.RUNS[name].scale != 1 else None
 
@@ -94,7 +96,7 @@ def test_a_run_equals_the_originals(name: str, load: Load, tmp_path: Path) -> No
     pipe, run = load(name), toy_zoo.RUNS[name]
     cond, uncond = conditionings(pipe, name, tmp_path)
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
-    *_, latents = generate.denoise(pipe, toy_zoo.noise(name), classifier_free(cond, uncond, run.scale), plan)
+    latents = generate.denoise(pipe, toy_zoo.noise(name), classifier_free(cond, uncond, run.scale), plan)
     assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
     if run.decoded:
         pixels = next(generate.decode(pipe, latents))
@@ -275,7 +277,7 @@ def test_inpainting_equals_the_original(load: Load) -> None:
     concat = inpaint.LOOKS[pipe.family.task](pipe, toy_zoo.picture(name)[0], hole, mask_latent(hole, 4))
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
     branches = classifier_free(Conditioning(concat=concat), None, run.scale)
-    *_, latents = generate.denoise(pipe, toy_zoo.noise(name), branches, plan)
+    latents = generate.denoise(pipe, toy_zoo.noise(name), branches, plan)
     assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
     pixels = next(generate.decode(pipe, latents))
     assert toy.relative_error(pixels, GOLDEN[f"run.{name}.pixels"][0].clip(-1, 1)) < 1e-5
@@ -322,8 +324,8 @@ def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, t
     assert len(list((tmp_path / "samples").glob("*.png"))) == 3
     # The last one is of the results, through TAESD.
     pipe, latents = ldm_lite.load(small_path, device="cpu"), []
-    options = txt2img.Options(prompt="a red apple", steps=2)
-    list(txt2img.txt2img(pipe, options, on_step=lambda step, num_steps, x: latents.append(x)))
+    options = Txt2imgOptions(prompt="a red apple", steps=2)
+    list(txt2img_task.txt2img(pipe, options, on_step=lambda step, num_steps, x: latents.append(x)))
     first = np.asarray(Image.open(tmp_path / "preview.png").crop((2, 2, 66, 66)), dtype=int)
     assert np.abs(first - to_array(taesd.decode(latents[-1])[0])).max() <= 1
 
@@ -339,7 +341,7 @@ def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_
     pipe, on_step = previewed(
         pipe, str(tmp_path / "taesd.safetensors"), shown.append, lambda step, num_steps, x: latents.append(x)
     )
-    list(txt2img.txt2img(pipe, txt2img.Options(prompt="a red apple", steps=3, sampler="ddim"), on_step=on_step))
+    list(txt2img_task.txt2img(pipe, Txt2imgOptions(prompt="a red apple", steps=3, sampler="ddim"), on_step=on_step))
     assert len(shown) == len(foreseen) == len(latents) == 3
     for image, wanted in zip(shown, [*foreseen[:2], latents[2]], strict=True):
         pixels = np.asarray(image.crop((2, 2, 66, 66)), dtype=int)  # of a grid of one

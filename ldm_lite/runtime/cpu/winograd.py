@@ -12,11 +12,11 @@ Shape letters: B batch, C channels in, K channels out, T tiles.  Source: Lavin a
 the choice of points: Barabasz et al. 2018.
 """
 
-from types import MethodType
-
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ldm_lite.runtime.patching import kernel, patch
 
 # Where polynomials are evaluated beside infinity, by m.  For m = 4 the usual 0, 1, -1, 2, -2 err 1.7 times as much; of
 # 700 sets of eighths and sixteenths none errs less than these by more than a hundredth.  The second must be 1.
@@ -92,6 +92,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
     return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)
 
 
+@kernel
 def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return conv._conv_forward(x, conv.weight, conv.bias)
@@ -113,5 +114,5 @@ def use(network: nn.Module) -> int:
         and min(module.weight.shape[:2]) >= MIN_CHANNELS
     ]
     for conv in found:
-        conv.forward = MethodType(_forward, conv)  # type: ignore[method-assign]
+        patch(conv, _forward)
     return len(found)

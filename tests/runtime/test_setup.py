@@ -8,9 +8,10 @@ import torch
 
 import ldm_lite
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
-from ldm_lite.txt2img import Options, txt2img
+from ldm_lite.tasks.txt2img import txt2img
 
 
 def functions(network: torch.nn.Module) -> set[object]:
@@ -22,11 +23,11 @@ def test_the_attention_is_that_of_the_flag(small_path: Path, caplog: pytest.LogC
     pipe = ldm_lite.load(**arguments)
     assert functions(pipe.unet) == functions(pipe.vae) == {vanilla}
     with caplog.at_level(logging.INFO, "ldm_lite"):
-        pipe = ldm_lite.load(small_path, device="cpu", tuning={"attention": "mha"})
+        pipe = ldm_lite.load(small_path, device="cpu", attention="mha")
     assert "vae keeps attention sdpa: attention 'mha' needs" in caplog.text
     for name, message in (("cudnn", "not available on cpu in fp32"), ("fast", "unknown attention")):
         with pytest.raises(ValueError, match=message):
-            ldm_lite.load(small_path, device="cpu", tuning={"attention": name})
+            ldm_lite.load(small_path, device="cpu", attention=name)
 
 
 def test_without_the_flag_load_has_its_own_default() -> None:
@@ -37,7 +38,7 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    for has_units, auto, asked in ((True, "--dtype bf16 is faster", ""), (False, "", "bf16 is emulated")):
+    for has_units, auto, asked in ((True, '`dtype="bf16"` is faster', ""), (False, "", "bf16 is emulated")):
         monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
         for unit in ("amx_tile", "avx512_bf16"):
             monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has_units=has_units: has_units)
@@ -79,7 +80,7 @@ def test_networks_may_compute_in_dtypes_of_their_own() -> None:
 
 @pytest.mark.parametrize("tuning", [{}, {"storage": "int8"}, {"offload": "model"}], ids=str)
 def test_a_pipeline_of_two_dtypes_makes_pictures(tuning: dict[str, str]) -> None:
-    pipe = ldm_lite.load(device="cpu", dtype="bf16,vae=fp32,text_encoder=fp32", tuning=tuning)
+    pipe = ldm_lite.load(device="cpu", dtype="bf16,vae=fp32,text_encoder=fp32", **tuning)
     assert pipe.dtype == torch.bfloat16
     assert next(pipe.vae.parameters()).dtype == torch.float32
     assert "bf16 (vae fp32, text_encoder fp32) on cpu" in pipe.description

@@ -6,7 +6,8 @@ import toy
 from torch import Tensor, nn
 
 from ldm_lite.models.ops import channels_last
-from ldm_lite.runtime import group_norm
+from ldm_lite.runtime import fused_norm
+from ldm_lite.runtime.cpu import group_norm
 
 
 def large(batch: int, h: int, w: int) -> Tensor:
@@ -57,7 +58,7 @@ def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "contiguous"])
 def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
     x = large(2, 17, 24).contiguous(memory_format=layout)
-    found = group_norm.written_out(x, norm())
+    found = fused_norm.written_out(x, norm())
     assert found.is_contiguous(memory_format=layout)
     assert error(found, norm(), x) < 5e-7
 
@@ -65,6 +66,6 @@ def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
 def test_written_out_it_computes_in_float32() -> None:
     """Also where all values are far from zero: the error is that of rounding the result."""
     x, half = (large(2, 16, 16) + 20).half(), norm().half()
-    found = group_norm.written_out(x, half)
+    found = fused_norm.written_out(x, half)
     assert found.dtype == torch.float16
     assert error(found, norm().half().float(), x.float()) < 5e-4

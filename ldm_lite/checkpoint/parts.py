@@ -1,0 +1,70 @@
+"""Networks loaded on their own: an autoencoder, or a T5 text encoder."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ldm_lite.checkpoint.diffusers_folder import open_source
+from ldm_lite.checkpoint.reader import Component, join, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.models.t5 import T5Encoder
+from ldm_lite.models.taesd import TAESDSpec
+from ldm_lite.models.vae_kl import VAESpec
+from ldm_lite.models.vae_vq import VQSpec
+from ldm_lite.runtime.precision import pick_device, pick_dtype
+from ldm_lite.runtime.setup import prepare
+from ldm_lite.zoo.inference import infer_t5, infer_vae
+from ldm_lite.zoo.networks import Autoencoder, build
+
+
+def load_autoencoder(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Autoencoder:
+    """Load the autoencoder of a checkpoint, or one in a file of its own: KL, VQ or TAESD.
+
+    Raises FileNotFoundError or ValueError, one line that says what to do.
+    """
+    torch_device, component = pick_device(device), open_autoencoder(source)
+    with on_meta():
+        network: Any = build(autoencoder_spec(component))
+    load_weights(network, component, "vae", torch_device, pick_dtype(dtype, torch_device))
+    # The precision of matmuls belongs to the process: leave it as it is.
+    prepare({"vae": network}, RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision()), torch_device)
+    return network
+
+
+def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
+    """Open the weights of that autoencoder.  Raises as load_autoencoder does."""
+    checkpoint = open_source(source)
+    components = split(checkpoint)
+    if "vae" not in components:
+        raise ValueError(f"{checkpoint.path}: holds no autoencoder, only {', '.join(components)}")
+    return components["vae"]
+
+
+def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
+    """The spec of an autoencoder, from its shapes.  Raises ValueError if a tensor that all of them have is missing."""
+    try:
+        return infer_vae(component.shapes)
+    except KeyError as error:
+        path, key = component.checkpoint.path, error.args[0]
+        raise ValueError(f"{path}: holds an unknown kind of autoencoder: it has no {key}") from error
+
+
+def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
+    """Load a T5 v1.1 encoder from one or several files.  Raises ValueError if they do not hold one."""
+    checkpoint = join([open_checkpoint(path) for path in paths])
+    probe = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    if not {probe, "shared.weight"} <= checkpoint.shapes.keys():
+        raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
+    component = split(checkpoint)["text_encoder"]
+    with on_meta():
+        encoder = T5Encoder(infer_t5(component.shapes))
+    load_weights(encoder, component, "T5", device, dtype)
+    return encoder

@@ -1,0 +1,344 @@
+"""The options of the tasks that make images, for Python and for the command line.  Nothing here imports torch.
+
+None means: the default of the checkpoint's family.  In Python some options take objects too: images as PIL, numpy or
+tensors, a list of prompts or seeds, a `Control`, a loaded refiner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, argument, option, pair
+
+
+@dataclass(frozen=True)
+class ConditioningOptions(CheckedOptions):
+    """What some families read beside the prompt."""
+
+    original_size: tuple[int, int] | None = option(
+        None,
+        "SDXL: size of the image that this one should look scaled from; small looks blurred (default: its own)",
+        metavar="HxW",
+        parse=pair,
+        png="Original size",
+        used_by=("sdxl", "refiner"),
+    )
+    crop_top_left: tuple[int, int] | None = option(
+        None,
+        "SDXL: where in that image this one should look cut from (default: 0,0)",
+        metavar="Y,X",
+        parse=pair,
+        png="Crop top left",
+        used_by=("sdxl", "refiner"),
+    )
+    target_size: tuple[int, int] | None = option(
+        None,
+        "SDXL: the size that the image should look made for (default: its own)",
+        metavar="HxW",
+        parse=pair,
+        png="Target size",
+        used_by=("sdxl",),
+    )
+    aesthetic_score: float | None = option(
+        None,
+        "SDXL refiner: aesthetic score, 1 to 10 (default: 6)",
+        within=FINITE,
+        png="Aesthetic score",
+        used_by=("refiner",),
+    )
+    negative_aesthetic_score: float | None = option(
+        None,
+        "SDXL refiner: aesthetic score of the negative prompt (default: 2.5)",
+        within=FINITE,
+        png="Negative aesthetic score",
+        used_by=("refiner",),
+    )
+    image_embedding: Any = option(
+        None, "unCLIP: CLIP embedding of an image to follow (.npy or .safetensors)", used_by=("unclip", "unclip_l")
+    )
+    noise_level: int = option(
+        0, "unCLIP: noise added to that embedding, 0 to 999; higher follows it less closely", within=(0, 999)
+    )
+    image_statistics: Any = option(
+        None,
+        "unCLIP L: mean and deviation of such embeddings: karlo's ViT-L-14_stats.th, or diffusers' file",
+        used_by=("unclip_l",),
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions(CheckedOptions):
+    """How to sample."""
+
+    sampler: str | None = option(
+        None,
+        "by any of its usual names, e.g. 'DPM++ 2M Karras'; an unknown name lists all (default: ddim for most)",
+        common=True,
+    )
+    spacing: str | None = option(
+        None,
+        "timestep spacing: leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm "
+        "(default: the sampler's own)",
+        "--scheduler",
+        png="Schedule type",
+    )
+    steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps", within=(1, 1000), common=True)
+    scale: float | None = option(
+        None, "classifier-free guidance scale; 1 is none, and twice as fast", within=FINITE, common=True
+    )
+    eta: float | None = option(
+        None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta", within=(0, 1), png="Eta"
+    )
+    churn: float | None = option(
+        None,
+        "noise added and removed again over all steps, for euler, heun and dpm2",
+        within=(0, 1000),
+        png="Sigma churn",
+    )
+    guidance_rescale: float = option(
+        0.0, "share of guidance's excess contrast to take back, 0 to 1", within=(0, 1), png="Guidance rescale"
+    )
+    dynamic_threshold: float | None = option(
+        None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
+    )
+    plan: Any = argument("a Plan of your own, in place of sampler, spacing, steps, eta and churn")
+    guidance: Any = argument("a number, a function step -> number, or a function (cond, uncond) -> guided output")
+
+
+@dataclass(frozen=True)
+class Txt2imgOptions(ConditioningOptions, SamplingOptions):
+    """What to make.  None = the default of the checkpoint's family."""
+
+    original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
+
+    prompt: str | Sequence[str] | None = option(
+        None,
+        "what to make; for models that read no text: a class, or a file of boxes, labels or embeddings",
+        *("--class", "--boxes", "--label-map", "--embeddings"),
+        positional=True,
+        common=True,
+    )
+    negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
+    from_file: str | None = option(None, "read prompts from a text file, one per line", common=True)
+    prompt_syntax: str = option(
+        "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
+    )
+    embedding: tuple[str, ...] = option(
+        (), "textual inversion file, which prompts then call by its name; repeatable", metavar="FILE"
+    )
+    clip_skip: int = option(
+        1, "which of the text encoder's last layers to use; 1 is the usual one", within=(1, 100), png="Clip skip"
+    )
+    control: tuple[Any, ...] = option(
+        (),
+        "ControlNet or T2I-Adapter with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; START and END are "
+        "shares of the steps; guess: without the negative prompt; pool: for the shuffle network; repeatable",
+        common=True,
+        metavar="FILE:IMAGE",
+    )
+    preprocess: str | None = option(
+        None,
+        "make --control's images first: canny, canny:LOW:HIGH or inpaint; one for all, or one each: canny,none",
+        png="Control preprocess",
+    )
+    clip_vision: str | None = option(
+        None, "CLIP ViT-L/14 image encoder in Hugging Face's format, for style adapters", metavar="FILE"
+    )
+    refiner: Any = option(None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind")
+    refiner_start: float | None = option(
+        None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
+    )
+    depth: Any = option(None, "depth map, lighter = nearer, for models that read one")
+    seed: int | Sequence[int] = option(
+        42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
+    )
+    height: int | None = option(None, "pixels, a multiple of 8", "--H", within=(1, MOST_PX), common=True)
+    width: int | None = option(None, "pixels, a multiple of 8", "--W", within=(1, MOST_PX), common=True)
+    batch_size: int | None = option(
+        None,
+        "images at a time; with --from-file: prompts at a time (default: 1)",
+        "--n_samples",
+        within=(1, 4096),
+        common=True,
+    )
+    n_iter: int | None = option(None, "repeat the whole job with new seeds (default: 1)", within=(1, MOST), common=True)
+    fixed_code: bool = option(False, "start every batch from the same noise")
+    compat: bool = option(False, "noise, timesteps and defaults (2 x 3 images) exactly as the original script")
+    cond: Any = argument("ready conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
+    uncond: Any = argument("the same of the negative prompt, of N or one")
+    noise: Any = argument("first noise (N,C,h,w) of unit variance, in place of the seeds'")
+
+    @property
+    def images_at_a_time(self) -> int:
+        """The batch size, with its default filled in."""
+        return (self.original_counts[0] if self.compat else 1) if self.batch_size is None else self.batch_size
+
+    @property
+    def repeats(self) -> int:
+        """How often the job is done."""
+        return (self.original_counts[1] if self.compat else 1) if self.n_iter is None else self.n_iter
+
+
+@dataclass(frozen=True)
+class ImageOptions(Txt2imgOptions):
+    """What to start from, and how much of it may change."""
+
+    init_img: tuple[Any, ...] = option(
+        (), "image to start from; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True
+    )
+    exact_steps: bool = option(False, "run all steps within the strength's noise, not the strength's share of them")
+    resize: str = option("crop", "how an image is brought to the height and width", choices=("crop", "fit", "stretch"))
+    height: int | None = option(
+        None, "pixels (default: the image's own, or by the width)", "--H", within=(1, MOST_PX), common=True
+    )
+    width: int | None = option(
+        None, "pixels (default: the image's own, or by the height)", "--W", within=(1, MOST_PX), common=True
+    )
+    sample_posterior: bool = option(False, "sample the autoencoder's latents instead of taking their mean")
+
+
+@dataclass(frozen=True)
+class Img2imgOptions(ImageOptions):
+    """How to go from image to image.  None = the default of the checkpoint's family."""
+
+    original_counts: ClassVar[tuple[int, int]] = (2, 1)
+
+    strength: float | None = option(
+        None,
+        "how much noise to start with: 0 keeps the image, 1 forgets it (default: 0.75; 1 for InstructPix2Pix)",
+        within=(0, 1),
+        common=True,
+    )
+    image_scale: float | None = option(
+        None,
+        "guidance by the image, for InstructPix2Pix; higher stays closer to it (default: 1.5)",
+        "--cfg-image",
+        within=FINITE,
+    )
+    resolution: int | None = option(
+        None,
+        "size as in InstructPix2Pix's edit_cli.py: about so many pixels on the long side, multiples of 64",
+        within=(64, MOST_PX),
+    )
+    compat: bool = option(False, "noise, timesteps and defaults (2 images) exactly as the original script")
+
+
+@dataclass(frozen=True)
+class InpaintOptions(ImageOptions):
+    """What to repaint.  None = the default of the checkpoint's family."""
+
+    original_counts: ClassVar[tuple[int, int]] = (1, 1)
+
+    mask: tuple[Any, ...] = option(
+        (), "white is repainted; one for all images or, repeated, one for each", metavar="PATH", common=True
+    )
+    invert_mask: bool = option(False, "repaint what is black")
+    extend: str | None = option(None, "paint beyond the edges: left=128,top=64, and right, bottom", metavar="PIXELS")
+    indir: str | None = option(None, "folder of images NAME.png, each with its NAME_mask.png", metavar="PATH")
+    feather: float = option(
+        0.0, "pixels around the mask over which the new image blends into the old", within=(0, 1000), png="Mask blur"
+    )
+    no_paste: bool = option(False, "keep what the autoencoder made of the rest, instead of the original pixels")
+    strength: float | None = option(
+        None,
+        "how much noise to start with where the image is repainted; below 1 builds on what is there (default: 1)",
+        within=(0, 1),
+        common=True,
+    )
+
+
+MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level
+
+
+@dataclass(frozen=True)
+class UpscaleOptions(Txt2imgOptions):
+    """What to enlarge.  None = the default of the checkpoint's family."""
+
+    init_img: tuple[Any, ...] = option(
+        (), "image to enlarge; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True
+    )
+    height: int | None = option(None, "not used: the result is four times the image's size", "--H")
+    width: int | None = option(None, "not used", "--W")
+    noise_level: int = option(
+        20, "noise added to the image, 0 to 350; more lets the upscaler invent more", within=(0, MOST_NOISE)
+    )
+    tile: int = option(128, "side in pixels of the tiles that larger images are denoised in", within=(8, MOST_PX))
+
+
+@dataclass(frozen=True)
+class CascadeOptions(CheckedOptions):
+    """What to make.  None = the stage's default; a value like "7,4,9" gives one to each stage."""
+
+    prompt: str | None = option(None, "what to make", positional=True, common=True)
+    negative_prompt: str = option("", "what to avoid", common=True)
+    sampler: str | None = option(None, "of the first two stages, or of each", common=True)
+    steps: str | None = option(None, "denoising steps, of the first two stages or of each", common=True)
+    scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each", common=True)
+    noise_level: float = option(
+        0.25,
+        "noise added to the small image, below 1; higher lets the second stage follow it less closely",
+        within=(0, 0.999),
+    )
+    noise_level_3: int = option(100, "the same for the third stage, 0 to 350", within=(0, MOST_NOISE))
+    tile: int = option(
+        256, "side in pixels of the tiles in which the third stage takes larger images", within=(8, MOST_PX)
+    )
+    seed: int = option(
+        42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
+    )
+    height: int = option(64, "pixels of the first stage, a multiple of 8", "--H", within=(8, MOST_PX))
+    width: int = option(64, "pixels of the first stage, a multiple of 8", "--W", within=(8, MOST_PX))
+    batch_size: int = option(1, "images at a time", "--n_samples", within=(1, 4096), common=True)
+    n_iter: int = option(1, "repeat the whole job with new seeds", within=(1, MOST), common=True)
+
+
+@dataclass(frozen=True)
+class StageOptions(CheckedOptions):
+    """What to load, and onto what."""
+
+    stage_1: str | None = option(
+        None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", common=True
+    )
+    stage_2: str | None = option(None, "its second stage; without it images have 64 pixels", common=True)
+    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True)
+    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable, for a file in parts", common=True)
+    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
+    prompt_embeds: str | None = option(
+        None, "ready embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
+    )
+    negative_embeds: str | None = option(None, "those of the negative prompt")
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
+    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)", common=True)
+    attention: str | None = option(None, "attention kernel of the stages; an unknown name lists all")
+
+
+@dataclass(frozen=True)
+class CompareOptions(CheckedOptions):
+    """What to compare."""
+
+    prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
+    samplers: str | None = option(None, "comma-separated names (default: all)", common=True)
+    steps: str = option("5,10,20,40,80", "comma-separated step counts", common=True)
+    spacing: str = option(
+        "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
+    )
+    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated, to be drawn")
+    reference: int = option(400, "steps of the reference run", within=(1, 1000))
+    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
+    seed: int = option(42, "seed of the noise", within=SEEDS)
+    out: str = option("samplers.png", "name of the chart", common=True)
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class ExportOptions(CheckedOptions):
+    """For what to compile."""
+
+    sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
+    batches: str = option("1", "comma-separated numbers of images at a time")
+    branches: int = option(
+        2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
+    )
+    chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
+    out: str = option("unet.pt2", "name of the package")
+    debug: bool = option(False, "show the traceback of an error")

@@ -1,0 +1,242 @@
+"""Pipeline: a loaded model with the tasks as its methods; load() makes it.
+
+Each method takes the options of its task by name, those that the command of that name has as flags; docs/tour.md shows
+them at work.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ldm_lite import generate
+from ldm_lite.checkpoint import lora
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import (
+    ConditioningOptions,
+    Img2imgOptions,
+    InpaintOptions,
+    Txt2imgOptions,
+    UpscaleOptions,
+)
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.generate import DenoisingState, Draw, SeededNoise
+from ldm_lite.image import pad, to_array, to_pil, to_pixels
+from ldm_lite.runtime import attention
+from ldm_lite.runtime.precision import short_name
+from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
+from ldm_lite.tasks.batching import results, run
+from ldm_lite.tasks.image_inputs import open_source
+from ldm_lite.tasks.job import Job
+
+Options = TypeVar("Options")
+
+OUTPUTS = ("pil", "numpy", "tensor", "result")
+
+
+def load(
+    source: Any = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    **options: Any,
+) -> "Pipeline":
+    """Load a checkpoint: a file, a diffusers folder, owner/repository[/file] on the hub, or None: the bundled model.
+
+    dtype is "fp32", "fp16" or "bf16", or by network "fp16,vae=fp32".  options are the fields of LoadOptions: files for
+    single networks (vae=, unet=, text_encoder=), lora=["FILE:WEIGHT"], ema=, prediction=, zero_snr=, metadata={...};
+    and how it runs: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
+    Raises FileNotFoundError or ValueError, one line that says what to do.
+    """
+    if isinstance(options.get("metadata"), Mapping):
+        options["metadata"] = tuple(f"{key}={value}" for key, value in options["metadata"].items())
+    for name in ("vae", "unet", "text_encoder"):
+        if isinstance(options.get(name), os.PathLike):
+            options[name] = os.fspath(options[name])
+    place = {"device": None if device is None else str(device)}
+    place["dtype"] = short_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    return load_model(_options(LoadOptions, "load", {"ckpt": source, **place, **options}), Pipeline)
+
+
+class Pipeline(Model):
+    """A loaded model whose methods are the tasks.  Immutable: threads may share it."""
+
+    # ---- tasks ------------------------------------------------------------------------------------------------------
+
+    def txt2img(self, prompt: str | Sequence[str] | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
+        """Text to image: one image for each prompt, or batch_size of a single prompt.
+
+        options are the fields of Txt2imgOptions: steps=, sampler=, scale=, seed= (one, or one for each image),
+        negative_prompt=, width=, height=, batch_size=, control=[Control(...)], ...  output is "pil" (RGB, with
+        .info["parameters"]), "numpy" ((H,W,3) uint8), "tensor" ((3,H,W) float32 in [-1,1]) or "result" (all of it, with
+        prompt and seed).  Raises ValueError for options that do not fit.
+        """
+        made = txt2img.prepare(self, _options(Txt2imgOptions, "txt2img", {"prompt": prompt, **options}))
+        return _outputs(*made, output)
+
+    def img2img(
+        self, prompt: str | Sequence[str] | None, image: Any, *, output: str = "pil", **options: Any
+    ) -> list[Any]:
+        """Image to image: every prompt on every image (a path, PIL, numpy or tensor, or a list of them).
+
+        options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as there.
+        """
+        given = {"prompt": prompt, "init_img": image, **options}
+        return _outputs(*img2img.prepare(self, _options(Img2imgOptions, "img2img", given)), output)
+
+    def inpaint(
+        self,
+        prompt: str | Sequence[str] | None,
+        image: Any,
+        mask: Any = None,
+        *,
+        output: str = "pil",
+        **options: Any,
+    ) -> list[Any]:
+        """Repaint where the mask is white; images and masks as img2img's images.  extend= paints beyond the edges.
+
+        options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as there.
+        """
+        given = {"prompt": prompt, "init_img": image, "mask": mask, **options}
+        return _outputs(*inpaint.prepare(self, _options(InpaintOptions, "inpaint", given)), output)
+
+    def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
+        """Images four times as large, with an upscaler's checkpoint.
+
+        options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as there.
+        """
+        given = {"prompt": prompt, "init_img": image, **options}
+        return _outputs(*upscale.prepare(self, _options(UpscaleOptions, "upscale", given)), output)
+
+    def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[DenoisingState]:
+        """txt2img, step by step: yields the state after each step, with its latents and the predicted x0.
+
+        decode() turns either into images.  Leaving the loop stops the job.
+        """
+        job, inputs = txt2img.prepare(self, _options(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
+        for event in run(job, inputs):
+            if isinstance(event, DenoisingState):
+                yield event
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def encode_prompt(self, prompt: str | Sequence[str], *, negative: bool = False, **options: Any) -> Conditioning:
+        """What the UNet reads of a prompt, or of B of them.
+
+        options are prompt_syntax=, clip_skip=, size=(height, width), and the fields of ConditioningOptions.
+        """
+        names = {each.name for each in dataclasses.fields(ConditioningOptions)}
+        extra = {name: value for name, value in options.items() if name in names}
+        others = {name: value for name, value in options.items() if name not in names}
+        others["syntax"] = others.pop("prompt_syntax", "plain")
+        made = _options(PromptOptions, "encode_prompt", {**others, "negative": negative})
+        made = dataclasses.replace(made, extra=ConditioningOptions(**extra))
+        return encode_prompts(self, [prompt] if isinstance(prompt, str) else prompt, made)
+
+    def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
+        """Unit noise (B,C,h,w) float32 on the CPU, as the tasks draw it, for one seed or B of them."""
+        return self.noise_source(seed, height, width)()
+
+    def noise_source(
+        self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None
+    ) -> SeededNoise:
+        """A function that draws noise(...), and at each further call the later noise of stochastic samplers."""
+        side = self.family.resolution
+        shape = self.latent_shape(side if height is None else height, side if width is None else width)
+        return SeededNoise([seed] if isinstance(seed, int) else seed, shape)
+
+    def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
+        """The plan of a sampler's steps, by default the family's; options are spacing=, eta=, churn= and last=."""
+        sampler = self.family.sampler if sampler is None else sampler
+        return make_plan(sampler, self.schedule, self.family.steps if steps is None else steps, **options)
+
+    def denoise(
+        self,
+        noise: Tensor,
+        cond: Conditioning,
+        uncond: Conditioning | None,
+        plan: Plan,
+        guidance: float | Callable[..., Any] = 7.5,
+        draw: Draw | None = None,
+    ) -> Tensor:
+        """Run a plan from noise (B,C,h,w) and return the latents (B,C,h,w); one conditioning serves all B.
+
+        guidance is a scale, a function step -> scale, or a function (cond, uncond) -> output of the network's raw
+        outputs (B,C,h,w).  draw gives the later noise of stochastic samplers: see noise_source.
+        """
+        count = len(noise)
+        cond = cond.rows(slice(None), count)
+        uncond = None if uncond is None else uncond.rows(slice(None), count)
+        return generate.denoise(self, noise, guided(self, cond, uncond, guidance), plan, draw=draw)
+
+    def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
+        """Latents (B,C,h,w) in the UNet's scale -> B images; output is "pil", "numpy" or "tensor"."""
+        return [_output(pixels, output) for pixels in generate.decode(self, latents)]
+
+    def encode(self, image: Any) -> Tensor:
+        """An image, or images of one size -> the mean of their latents (B,C,h,w), in the UNet's scale.
+
+        An image is a path, PIL, numpy (H,W,3) or a tensor (3,H,W) in [-1,1].
+        """
+        images = image if isinstance(image, (list, tuple)) else [image]
+        factor = self.vae.spec.factor
+        pixels = [pad(to_pixels(open_source(each).image), factor) for each in images]
+        return generate.encode(self, torch.stack(pixels))[0]
+
+    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
+        """Merge a LoRA (a file, or one that open_lora has read) into the weights: `with pipe.lora(FILE, 0.8): ...`.
+
+        At the end of the block, or by remove(), the very weights of before are put back.  It changes the networks in
+        place, for all threads.
+        """
+        opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
+        return lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
+
+    def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
+        """In this block the UNet's attention maps (B,H,N,M) are collected by layer name, one for each call.
+
+        pattern is a layer's name, or has wildcards: "*attn2" is every cross-attention.
+        """
+        return attention.record(self.unet, pattern)
+
+    def use_attention(self, name: str | Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """Set the UNet's attention: a registered name, or a function of q, k, v (B,H,N,D) -> (B,H,N,D)."""
+        attention.use(self.unet, name)
+
+
+# ---- arguments and results ------------------------------------------------------------------------------------------
+
+
+def _options(kind: type[Options], function: str, given: Mapping[str, Any]) -> Options:
+    """Options from keyword arguments.  Raises TypeError, with the nearest name, for an argument that does not exist."""
+    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise TypeError(f"{function}() has no argument {name!r}: {hint}it takes {', '.join(names)}")
+    return kind(**given)
+
+
+def _outputs(job: Job, inputs: Any, output: str) -> list[Any]:
+    if output not in OUTPUTS:
+        raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS)}")
+    made: Iterator[Any] = results(job, inputs)
+    if output == "pil":
+        return [result.image for result in made]
+    return [result if output == "result" else _output(result.pixels, output) for result in made]
+
+
+def _output(pixels: Tensor, output: str) -> Any:
+    if output not in OUTPUTS[:3]:
+        raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS[:3])}")
+    return pixels if output == "tensor" else to_array(pixels) if output == "numpy" else to_pil(pixels)

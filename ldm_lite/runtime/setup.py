@@ -1,0 +1,103 @@
+"""Set up loaded networks to run as the options say, in one call."""
+
+import ctypes
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.runtime import aot, fused_norm
+from ldm_lite.runtime import attention as attention_backends
+from ldm_lite.runtime.compile import Step, compiled_step
+from ldm_lite.runtime.cpu import group_norm, winograd
+from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.precision import set_matmul_precision
+from ldm_lite.runtime.tiling import tile
+
+log = logging.getLogger("ldm_lite")
+
+
+def prepare(
+    networks: Mapping[str, nn.Module], options: RuntimeOptions, device: torch.device
+) -> tuple[Step, Offloader | None]:
+    """Set up networks, by role, in place and before their first use; they lie on load_device(options, device).
+
+    Returns how a step of the UNet runs, and what moves or dequantises the weights, if anything does.  On a GPU, and on
+    a CPU in half precision, weights become channels last.  On a CPU in float32 convolutions and norms get kernels of
+    our own, and freed memory is kept for the next tensor.  `matmul_precision` is set for the whole process.
+    Raises ValueError for options that are unknown, exclude each other, or do not fit the UNet.  Other networks that
+    cannot run the attention keep PyTorch's, and the log names them.
+    """
+    compile = options.compile or "off"
+    if options.compiled is not None and compile != "off":
+        raise ValueError(f"got compile {compile!r} and a compiled package: leave out `compile` or `compiled`")
+    if (options.compiled is not None or compile != "off") and (options.offload or options.storage):
+        raise ValueError(
+            "compiled code needs its weights in place: leave out `compile` and `compiled`, or `offload` and `storage`"
+        )
+    if options.vae_tiling and "vae" in networks:
+        tile(networks["vae"])
+    for role, network in networks.items():
+        _set_attention(role, network, options.attention or "sdpa")
+        if next(network.parameters()).is_cuda:
+            set_matmul_precision(options.matmul_precision or "highest")
+        _use_kernels(network)
+    if options.compiled is not None:
+        aot.use(networks["unet"], Path(options.compiled))
+    step = compiled_step(compile, networks["unet"]) if "unet" in networks else denoise_step
+    if options.offload is None and options.storage is None:
+        return step, None
+    return step, Offloader(networks, device, offload=options.offload, storage=options.storage)
+
+
+def prepare_like(network: nn.Module, other: nn.Module) -> None:
+    """Set up a network like another one that has layers of the same names: a ControlNet like its UNet."""
+    attention_backends.follow(network, other)
+    _use_kernels(network)
+
+
+def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
+    """Return where to load weights: the CPU if they are offloaded or quantised, which may not fit on the device."""
+    return torch.device("cpu") if options.offload or options.storage else device
+
+
+def _use_kernels(network: nn.Module) -> None:
+    first = next(network.parameters())
+    on_cpu, in_float32 = first.device.type == "cpu", first.dtype == torch.float32
+    if first.is_cuda or (on_cpu and not in_float32):
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if first.is_cuda:
+        fused_norm.use(network)
+    if on_cpu and in_float32:
+        winograd.use(network)
+        group_norm.use(network)
+    if on_cpu:
+        keep_freed_memory()
+
+
+def _set_attention(role: str, network: nn.Module, name: str) -> None:
+    if not attention_backends.layers(network):
+        return
+    try:
+        attention_backends.use(network, name)
+    except ValueError as error:
+        if role == "unet":
+            raise
+        log.info("%s keeps attention sdpa: %s", role.replace("_", " "), error)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 2 GiB of freed memory; without glibc this does nothing.
+
+    By default it returns large blocks to the system and gets them back zeroed, page by page: a twelfth of the
+    decoder's time on a CPU.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)

@@ -1,0 +1,279 @@
+"""DeepFloyd IF: text to image in stages.
+
+A prompt goes through T5, a stage that makes 64 pixels of it, one that makes those 256, and Stable Diffusion's upscaler,
+which makes those 1024.  Each is loaded when it is its turn, and freed before the next, so that the largest is all that
+must fit into memory.
+"""
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ldm_lite import generate
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.parts import load_t5
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import CascadeOptions, StageOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.conditioning.inputs import read_tensor
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import make_plan, resolve, table_steps
+from ldm_lite.diffusion.schedule import Level
+from ldm_lite.diffusion.step import Network
+from ldm_lite.generate import DenoisingState, Draw, Extras, SeededNoise
+from ldm_lite.runtime.precision import pick_device, pick_dtype
+from ldm_lite.tasks.batching import OnStep, results
+from ldm_lite.tasks.upscale import enlarge
+from ldm_lite.text.caption import clean
+from ldm_lite.text.tokenizer import T5Tokenizer
+
+log = logging.getLogger("ldm_lite")
+
+
+class CascadeImage(NamedTuple):
+    """An image of the last stage, with its seed."""
+
+    pixels: Tensor  # (3,H,W) in [-1,1], on the CPU
+    seed: int
+
+
+def cascade(
+    stages: Sequence[Model | LoadOptions],
+    options: CascadeOptions,
+    context: Tensor,
+    uncond: Tensor,
+    on_step: OnStep | None = None,
+) -> Iterator[CascadeImage]:
+    """The images that the last stage makes, from T5's embeddings of the prompts.
+
+    stages are models, or how to load them when it is their turn (they are freed then): the first makes images, the
+    others enlarge them, and the last may be the x4 upscaler, which reads options.prompt.  context (N,T,D) makes
+    batch_size images each; uncond is (1,T,D).  Raises ValueError, one line, for options and stages that do not fit.
+    """
+    check(options, len(stages))
+    count = len(context) * options.batch_size * options.n_iter
+    seeds = list(range(options.seed, options.seed + count))
+    rows = [row for _ in range(options.n_iter) for row in range(len(context)) for _ in range(options.batch_size)]
+    images: list[Tensor] = []
+    for number, stage in enumerate(stages):
+        model = load_model(stage, Model) if isinstance(stage, LoadOptions) else stage
+        _check_place(model, number, len(stages))
+        if model.family.task == "upscale":
+            made = _enlarged(model, options, images, on_step)
+        else:
+            made = _Stage(model, options, number).run(Conditioning(context[rows]), uncond, seeds, images, on_step)
+        if number == len(stages) - 1:
+            yield from map(CascadeImage, made, seeds)
+        else:
+            images = list(made)
+        del model, made
+        _free()
+
+
+def _check_place(model: Model, number: int, num_stages: int) -> None:
+    """Raises ValueError for a stage, counted from 0, that cannot stand there."""
+    family = model.family
+    fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
+    if not fits and not (family.task == "upscale" and 0 < number == num_stages - 1):
+        raise ValueError(f"{model.name} is {family.title}, which cannot be number {number + 1} of a cascade")
+
+
+def check(options: CascadeOptions, num_stages: int) -> None:
+    """Raises ValueError for options that are wrong whatever the models."""
+    for name in ("sampler", "steps", "scale"):
+        value = getattr(options, name)
+        parts = [] if value is None else value.split(",")
+        if len(parts) > max(2, num_stages):
+            raise ValueError(f"got `{name}` {value!r}, wanted one value, or one for each of {num_stages} stages")
+        if name == "sampler":
+            for part in parts:
+                resolve(part)
+            continue
+        try:
+            numbers = [int(part) if name == "steps" else float(part) for part in parts]
+        except ValueError as error:
+            raise ValueError(f"got `{name}` {value!r}, wanted numbers with commas between") from error
+        for number in numbers:
+            values: dict[str, Any] = {name: number}
+            Txt2imgOptions(**values)  # raises what is out of range
+    if options.height % 8 or options.width % 8:
+        raise ValueError(f"got H {options.height} and W {options.width}, wanted multiples of 8")
+
+
+def _free() -> None:
+    """Give back the memory of networks that are no longer used."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def _own(value: str | None, number: int) -> str | None:
+    """A stage's part of an option "first,second,third"; a single value is for the first two.  None: the default."""
+    parts = [] if value is None else value.split(",")
+    parts = 2 * parts if len(parts) == 1 else parts
+    return parts[number] if number < len(parts) else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """One of the two stages of DeepFloyd IF, counted from 0."""
+
+    model: Model
+    options: CascadeOptions
+    number: int
+
+    def run(
+        self,
+        cond: Conditioning,
+        uncond: Tensor,
+        seeds: Sequence[int],
+        small: Sequence[Tensor],
+        on_step: OnStep | None,
+    ) -> Iterator[Tensor]:
+        """Batch by batch: the images of the stage before -> its own, (3,H,W) in [-1,1], on the CPU."""
+        model, options, number = self.model, self.options, self.number
+        family = model.family
+        sampler, steps, scale = (_own(each, number) for each in (options.sampler, options.steps, options.scale))
+        sampler = family.sampler if sampler is None else sampler
+        plan = make_plan(
+            sampler, model.schedule, (table_steps(sampler) or family.steps) if steps is None else int(steps)
+        )
+        shape = (3, 4**number * options.height, 4**number * options.width)
+        assert cond.context is not None
+        for first in range(0, len(seeds), options.batch_size):
+            some = slice(first, first + options.batch_size)
+            draw, extras = SeededNoise(seeds[some], shape), Extras()
+            one, other = Conditioning(cond.context[some]), Conditioning(uncond.expand(len(seeds[some]), -1, -1))
+            noise = draw()
+            if number > 0:
+                larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
+                level = model.schedule.at(int(options.noise_level * 1000))
+                y = torch.full((len(noise),), level.t, dtype=torch.float32, device="cpu")
+                one, other = (each._replace(y=y, concat=larger) for each in (one, other))
+                extras = Extras(control=FreshNoise(model, level, draw))
+            branches = classifier_free(one, other, family.scale if scale is None else float(scale))
+            branches = dataclasses.replace(branches, threshold=family.threshold)
+            latents = noise
+            for state in generate.stream(model, noise, branches, plan, draw=draw, extras=extras):
+                latents = state.latents
+                _report(on_step, state)
+            yield from generate.decode(model, latents)
+
+
+def _report(on_step: OnStep | None, state: DenoisingState) -> None:
+    if on_step is not None:
+        on_step(state)
+
+
+@dataclass(frozen=True, eq=False)
+class FreshNoise:
+    """A generate.StepControl: each step sees the smaller image under new noise, as the original does."""
+
+    model: Model
+    level: Level
+    draw: Draw
+
+    def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
+        """The UNet, and the conditioning with noise on its channels."""
+        small, fresh = conditioning.concat, self.draw()
+        assert small is not None
+        noise = fresh.to(small).repeat(len(small) // len(fresh), 1, 1, 1)
+        return self.model.unet, conditioning._replace(concat=self.level.a * small + self.level.s * noise)
+
+
+def _enlarged(
+    model: Model, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep | None
+) -> Iterator[Tensor]:
+    """The third stage: images (3,H,W) in [-1,1] -> those four times as large, on the CPU."""
+    sampler, steps, scale = (_own(each, 2) for each in (options.sampler, options.steps, options.scale))
+    upscale = UpscaleOptions(
+        prompt=options.prompt,
+        negative_prompt=options.negative_prompt,
+        sampler=sampler,
+        steps=None if steps is None else int(steps),
+        scale=None if scale is None else float(scale),
+        seed=options.seed,
+        noise_level=options.noise_level_3,
+        tile=options.tile,
+    )
+    for result in results(*enlarge(model, upscale, small, len(small)), on_step):
+        yield result.pixels
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
+    """T5's embeddings of the prompts (N,77,D), on the CPU; T5 is loaded for that, and freed.
+
+    Raises FileNotFoundError or ValueError, one line, for files that do not hold it.
+    """
+    if not options.t5:
+        raise ValueError(
+            "no T5 for the prompt: name its file with `t5=FILE`, or give `prompt_embeds` and `negative_embeds`"
+        )
+    paths, device = [hub.resolve(source) for source in options.t5], pick_device(options.device)
+    beside = [paths[0].with_name(name) for name in ("spiece.model", "tokenizer.json")]
+    vocab = hub.resolve(options.t5_vocab) if options.t5_vocab else next((p for p in beside if p.exists()), None)
+    if vocab is None:
+        raise ValueError(f"no spiece.model or tokenizer.json beside {paths[0]}: name it with `t5_vocab=FILE`")
+    tokenizer = T5Tokenizer(77, path=vocab)
+    texts = [clean(prompt) for prompt in prompts]
+    for text in texts:
+        if dropped := tokenizer.dropped(text):
+            log.warning("prompt is too long, dropped from it: %s", dropped)
+    dtype = pick_dtype(options.dtype, device)
+    # In float16 T5's activations overflow.
+    encoder = load_t5(paths, device, torch.bfloat16 if dtype == torch.float16 else dtype)
+    ids = tokenizer(texts).to(device)
+    with torch.no_grad():
+        context: Tensor = encoder(ids, ids != tokenizer.pad_id).float().cpu()
+    del encoder
+    _free()
+    return context
+
+
+def read_embeds(path: str) -> Tensor:
+    """Embeddings (N,T,D) of a .npy, .safetensors or torch file that holds one tensor, (T,D) or (N,T,D).
+
+    Raises ValueError, one line, for other files.
+    """
+    values = read_tensor(Path(path))
+    if values.ndim not in (2, 3):
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (T, D) or (N, T, D)")
+    return values if values.ndim == 3 else values[None]
+
+
+def embeddings(options: CascadeOptions, stages: StageOptions) -> tuple[Tensor, Tensor]:
+    """The embeddings of the prompt and the negative one, ready or by T5.  Raises ValueError for too little."""
+    if stages.prompt_embeds is not None:
+        if stages.negative_embeds is None:
+            raise ValueError(
+                "got `prompt_embeds` without `negative_embeds`, which guidance needs: T5's of an empty text"
+            )
+        return read_embeds(stages.prompt_embeds), read_embeds(stages.negative_embeds)
+    if options.prompt is None:
+        raise ValueError('no prompt: give one, for instance "a red apple on a blue background", or `prompt_embeds`')
+    both = encode_t5([options.prompt, options.negative_prompt], stages)
+    return both[:1], both[1:]
+
+
+def stages_of(options: StageOptions) -> list[LoadOptions]:
+    """How to load each stage.  Raises ValueError if one is missing."""
+    if options.stage_1 is None:
+        raise ValueError("no first stage: name its file with `stage_1=FILE`")
+    if options.stage_3 is not None and options.stage_2 is None:
+        raise ValueError("got `stage_3` without `stage_2`, whose images it enlarges")
+    return [
+        LoadOptions(ckpt=source, device=options.device, dtype=options.dtype, attention=options.attention)
+        for source in (options.stage_1, options.stage_2, options.stage_3)
+        if source is not None
+    ]

@@ -1,0 +1,128 @@
+"""Compare samplers: the error of the last latents on a model, against a long run of Heun's method from the same noise.
+
+Only samplers that add no noise have one; all must run with the same spacing to solve the same equation.
+"""
+
+import importlib.util
+import inspect
+import io
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
+from ldm_lite.cli.output import Saver
+from ldm_lite.cli.task_options import CompareOptions
+from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.diffusion.guidance import Branches
+from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
+from ldm_lite.diffusion.schedule import SPACINGS
+from ldm_lite.generate import SeededNoise
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One sampler's row of the table."""
+
+    name: str
+    calls: int  # model calls of a run of 20 steps
+    noise: bool
+    spacing: str  # its own
+    about: str  # the first line of its docstring
+    errors: dict[int, float]  # by the number of steps; empty where there is no single solution
+
+
+def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = lambda: None) -> list[Comparison]:
+    """Run every sampler at every number of steps; on_run is called after each.  Raises ValueError for unknown names."""
+    names = list(SAMPLERS) if options.samplers is None else [resolve(name)[0] for name in options.samplers.split(",")]
+    side = model.family.resolution
+    noise = SeededNoise([options.seed], model.latent_shape(side, side))()
+    scale = model.family.scale if options.scale is None else options.scale
+    branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
+    truth, rows = _last_latents(model, branches, noise, "heun", options.reference, options.spacing), []
+    on_run()
+    for name in names:
+        plan = make_plan(name, model.schedule, 20)
+        # With noise there is no single solution; an LCM's answers are not this equation's.
+        errors = {}
+        for steps in [] if plan.draws.any() else numbers(options.steps, "--steps"):
+            latents = _last_latents(model, branches, noise, name, steps, options.spacing)
+            errors[steps] = float((latents - truth).norm() / truth.norm())
+            on_run()
+        spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
+        about = (SAMPLERS[name].__doc__ or "").splitlines()[0]
+        rows.append(Comparison(name, len(plan.t), bool(plan.draws.any()), spacing, about, errors))
+    return rows
+
+
+def _last_latents(model: Model, branches: Branches, noise: Tensor, sampler: str, steps: int, spacing: str) -> Tensor:
+    plan = make_plan(sampler, model.schedule, steps, spacing=spacing)
+    # DDIM and PLMS start from unit noise, the others from as much as belongs to their first level.
+    start = noise / plan.initial * plan.level[0, 1]
+    return generate.denoise(model, start, branches, plan).double()
+
+
+def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
+    """The rows as text, with the relative error at each number of steps."""
+    heads = ["sampler", "calls/20", "noise", "spacing", *(f"err@{count}" for count in steps), ""]
+    lines = [heads]
+    for row in rows:
+        errors = [f"{row.errors[count]:.1e}" if count in row.errors else "-" for count in steps]
+        lines.append([row.name, str(row.calls), "yes" if row.noise else "no", row.spacing, *errors, row.about])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> Image.Image:
+    """Noise level over steps for each spacing, and error against steps for each sampler.  Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in options.spacings.split(","):
+        levels = [level for level in SPACINGS[name](model.schedule, 20) if level.s > 0]
+        left.semilogy([level.sigma for level in levels], marker=".", label=name)
+    left.set(title="Spacings, 20 steps", xlabel="step", ylabel="sigma = sqrt((1 - alpha_bar) / alpha_bar)")
+    drawn = [row for row in rows if row.errors]
+    for i, row in enumerate(drawn):
+        right.loglog(
+            *zip(*row.errors.items(), strict=True), marker=".", linestyle="-" if i < 10 else "--", label=row.name
+        )
+    title = f"{model.name}, {options.spacing} spacing"
+    right.set(title=title, xlabel="steps", ylabel="relative error of the last latents")
+    counts = numbers(options.steps, "--steps")
+    right.set_xticks(counts, labels=map(str, counts))
+    right.minorticks_off()
+    for axes in (left, right) if drawn else (left,):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return Image.open(file).convert("RGB")
+
+
+def run(options: CompareOptions, load: LoadOptions) -> None:
+    """Load, compare, print the table, save the chart."""
+    for name in options.spacings.split(","):
+        if name not in SPACINGS:
+            raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
+    for name in () if options.samplers is None else options.samplers.split(","):
+        resolve(name)
+    steps, saver = numbers(options.steps, "--steps"), Saver(SaveOptions(out=options.out), "samplers")
+    model = load_model(load, Model)
+    for count in (*steps, options.reference):
+        make_plan("heun", model.schedule, count, spacing=options.spacing)
+    rows = compare(model, options)
+    print(table(rows, steps))
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no chart without matplotlib: pip install matplotlib")
+        return
+    print(saver.sample(chart(model, rows, options), options.prompt))

@@ -1,0 +1,73 @@
+"""Compile the UNet ahead of time, into a package for given sizes."""
+
+import copy
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.options import LoadOptions, numbers
+from ldm_lite.cli.task_options import ExportOptions
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided
+from ldm_lite.runtime import aot
+from ldm_lite.runtime.aot import Inputs
+
+log = logging.getLogger("ldm_lite")
+
+
+def export(model: Model, options: ExportOptions) -> list[Inputs]:
+    """Write the package, and return the inputs that it was compiled with.
+
+    Raises ValueError for sizes that the model cannot make, and if this machine cannot compile.
+    """
+    batches = numbers(options.batches, "--batches")
+    examples = [
+        _example(model, width, height, batch * options.branches, options.chunks)
+        for width, height in _sizes(model, options.sizes)
+        for batch in batches
+    ]
+    aot.export(model.unet, examples, Path(os.path.expanduser(options.out)))
+    return examples
+
+
+def _sizes(model: Model, text: str | None) -> list[tuple[int, int]]:
+    """Widths and heights in pixels.  Raises ValueError for what is none."""
+    if text is None:
+        return [(model.family.resolution, model.family.resolution)]
+    try:
+        return [(int(width), int(height)) for width, height in (size.split("x") for size in text.split(","))]
+    except ValueError as error:
+        raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT with commas between, as 512x512,768x512") from error
+
+
+def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> Inputs:
+    """Inputs of the UNet as the denoising loop gives them: latents, timesteps, context, vectors or classes."""
+    _, h, w = model.latent_shape(height, width)
+    prompts = encode_prompts(model, [""] * batch, PromptOptions(num_chunks=chunks))
+    text = guided(model, prompts, None, 1.0).conditionings[0]
+    x = torch.randn(batch, model.family.unet.in_channels, h, w, device=model.device, dtype=model.dtype)
+    t = torch.full((batch,), 500.0, device=model.device)
+    return (x, t, text.context) if text.y is None else (x, t, text.context, text.y)
+
+
+def run(options: ExportOptions, load: LoadOptions) -> None:
+    """Load, compile, and compare the package with the network it was made from."""
+    path = Path(os.path.expanduser(options.out))
+    if path.is_dir() or not os.access(path.parent, os.W_OK):  # known before minutes of compiling
+        raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
+    model = load_model(load, Model)
+    start = time.perf_counter()
+    examples = export(model, options)
+    log.info("compiled in %.0f s", time.perf_counter() - start)
+    unet = copy.copy(model.unet)
+    aot.use(unet, path)
+    for inputs in examples:
+        with torch.no_grad():
+            ours, plain = unet(*inputs).float(), model.unet(*inputs).float()
+        error = float((ours - plain).norm() / plain.norm())
+        shape = "x".join(map(str, inputs[0].shape if inputs[0] is not None else ()))
+        print(f"latents {shape}: differs from the network by {error:.1e}, relative")
+    print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB")

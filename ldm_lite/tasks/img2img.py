@@ -1,0 +1,82 @@
+"""Image to image, by strength or by instruction (InstructPix2Pix)."""
+
+import math
+from collections.abc import Iterator
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Img2imgOptions
+from ldm_lite.generate import encode
+from ldm_lite.image import resize
+from ldm_lite.tasks.batching import ImageInputs, OnStep, results
+from ldm_lite.tasks.image_inputs import Source, as_original, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
+from ldm_lite.tasks.job import check as check_job
+
+
+def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+    """All prompts of the options on each image: results, each as soon as it is decoded; stop by leaving the loop.
+
+    A result is as large as the image is resized to, whatever multiples of pixels the model takes.  At strength 0 it is
+    the image through the autoencoder, at 1 it is txt2img's.  Raises ValueError, one line, for options that do not fit.
+    """
+    return results(*prepare(model, options), on_step)
+
+
+def count(options: Img2imgOptions) -> int:
+    """The number of images.  Raises ValueError for options that are wrong whatever the model."""
+    check(options)
+    return len(sources(options.init_img, "init_img")) * len(read_prompts(options)) * options.repeats
+
+
+def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageInputs]]:
+    """The job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
+    check(options)
+    check_task(model, "img2img")
+    options = as_original(options, "ddim", scale=5.0)
+    instructed = model.family.task == "instruct"
+    if options.image_scale is not None and not instructed:
+        raise ValueError(f"got `image_scale`, but {model.name} is no InstructPix2Pix: leave it out")
+    if options.compat and instructed:
+        raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
+    images = sources(options.init_img, "init_img")
+    strength = (1.0 if instructed else 0.75) if options.strength is None else options.strength
+    plan, level, skipped = begin(model, options, strength)
+    image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None
+    job = resolve(model, options, plan, start=level, skipped=skipped, image_scale=image_scale, num_images=len(images))
+    return job, (_inputs(model, options, source, strength) for source in images)
+
+
+def check(options: Img2imgOptions) -> None:
+    """Raises ValueError for options that are wrong whatever the model."""
+    check_job(options)
+    if options.resolution is None:
+        return
+    if options.height is not None or options.width is not None or options.compat:
+        raise ValueError("`resolution` sets both sides: leave out `height`, `width` and `compat`, or it")
+
+
+def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
+    """The (width, height) that InstructPix2Pix's edit_cli.py crops an image of another (width, height) to."""
+    factor = resolution / max(size)
+    factor = math.ceil(min(size) * factor / 64) * 64 / min(size)
+    width, height = (max(64, int(side * factor // 64) * 64) for side in size)
+    return width, height
+
+
+def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: float) -> ImageInputs:
+    """What the results for one image start from."""
+    name, image = named = open_source(source)
+    resolution = options.resolution
+    size = size_of(model, options, named) if resolution is None else edit_size(image.size, resolution)
+    image = resize(image, size, "stretch" if options.compat else options.resize)
+    pixels = padded(model, image)
+    mean, deviation = encode(model, pixels[None])
+    return ImageInputs(
+        latent_shape=model.latent_shape(*pixels.shape[1:]),
+        init=mean,
+        deviation=deviation if options.sample_posterior or options.compat else None,
+        # InstructPix2Pix was trained on the mean without the scale factor.
+        concat=mean / model.family.scale_factor if model.family.task == "instruct" else None,
+        size=(image.height, image.width),
+        settings={"Denoising strength": strength, "Init image": name},
+    )

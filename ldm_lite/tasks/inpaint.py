@@ -1,0 +1,153 @@
+"""Inpainting and outpainting, with models made for it, which see the masked image, and with ordinary ones."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageChops, ImageOps
+from torch import Tensor
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.options import MOST_PX
+from ldm_lite.cli.task_options import InpaintOptions
+from ldm_lite.generate import encode
+from ldm_lite.image import extend, list_images, mask_latent, mask_weights, open_mask, pad, resize, to_image, to_mask
+from ldm_lite.tasks.batching import ImageInputs, OnStep, results
+from ldm_lite.tasks.image_inputs import Source, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
+from ldm_lite.tasks.job import check as check_job
+
+log = logging.getLogger("ldm_lite")
+
+Pair = tuple[Source, Source | None]  # an image and its mask, which `extend` may do without
+
+
+def inpaint(model: Model, options: InpaintOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+    """All prompts of the options on each image: results, each as soon as it is decoded; stop by leaving the loop.
+
+    White parts of a mask, above middle grey, are repainted.  Raises ValueError, one line, for options that do not fit.
+    """
+    return results(*prepare(model, options), on_step)
+
+
+def count(options: InpaintOptions) -> int:
+    """The number of images.  Raises ValueError for options that are wrong whatever the model."""
+    check(options)
+    return len(pairs(options)) * len(read_prompts(options)) * options.repeats
+
+
+def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[ImageInputs]]:
+    """The job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
+    check(options)
+    check_task(model, "inpaint")
+    found = pairs(options)
+    strength = 1.0 if options.strength is None else options.strength
+    plan, level, skipped = begin(model, options, strength)
+    job = resolve(model, options, plan, start=level, skipped=skipped, num_images=len(found))
+    return job, (_inputs(model, options, pair, strength) for pair in found)
+
+
+def check(options: InpaintOptions) -> None:
+    """Raises ValueError for options that are wrong whatever the model."""
+    check_job(options)
+    _sides(options)
+
+
+def pairs(options: InpaintOptions) -> list[Pair]:
+    """The images of a job, each with its mask.  Raises ValueError if one lacks one, OSError for a missing file."""
+    if options.indir is None:
+        return _paired(options, sources(options.init_img, "init_img"), sources(options.mask, "mask", least=0))
+    if options.init_img or options.mask:
+        raise ValueError("got `indir` beside `init_img` or `mask`: give one of them")
+    masks = [path for path in list_images(Path(options.indir)) if path.name.endswith("_mask.png")]
+    if not masks:
+        raise ValueError(f"{options.indir}: holds no NAME_mask.png beside a NAME.png")
+    names = [str(mask.with_name(mask.name.replace("_mask.png", ".png"))) for mask in masks]
+    return list(zip(sources(names, "indir"), masks, strict=True))
+
+
+def _paired(options: InpaintOptions, images: Sequence[Source], masks: Sequence[Source]) -> list[Pair]:
+    if not masks and options.extend is None:
+        raise ValueError("no mask: give one with `mask=FILE`, white where to repaint, or `extend=left=128`")
+    if len(masks) not in (0, 1, len(images)):
+        raise ValueError(f"got {len(masks)} masks for {len(images)} images, wanted one, or one for each")
+    all_masks: Sequence[Source | None] = masks if len(masks) > 1 else [*masks, None][:1] * len(images)
+    return list(zip(images, all_masks, strict=True))
+
+
+def _sides(options: InpaintOptions) -> dict[str, int]:
+    """The pixels of `extend` by side."""
+    sides = {}
+    for item in options.extend.split(",") if options.extend is not None else ():
+        side, _, pixels = item.strip().partition("=")
+        known = side in ("left", "top", "right", "bottom") and side not in sides and pixels.strip().isdecimal()
+        if not known or not 1 <= int(pixels) <= MOST_PX:
+            raise ValueError(f"got `extend` {options.extend!r}, wanted left=128,top=64, or right, bottom")
+        sides[side] = int(pixels)
+    return sides
+
+
+def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Tensor) -> Tensor | None:
+    """What a network made for inpainting reads beside the latents (1,C',h,w); None for an ordinary one.
+
+    pixels (3,H,W), hole (1,H,W) and latent_mask (1,1,h,w) of 1 where to repaint.  Stable Diffusion's has the mask, then
+    the latents of the image with a grey hole; latent diffusion's those of a black hole, then the mask as 1 or -1.
+    """
+    if model.family.task == "inpaint":
+        return torch.cat([latent_mask, encode(model, (pixels * (1 - hole))[None])[0]], dim=1)
+    if model.family.task == "inpaint_ldm":
+        return torch.cat([encode(model, (pixels * (1 - hole) - hole)[None])[0], 2 * latent_mask - 1], dim=1)
+    return None
+
+
+def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) -> ImageInputs:
+    """What the results for one image start from."""
+    name, image, mask = _resized(model, options, *pair)
+    weights = mask_weights(mask)  # (1, H, W)
+    log.info("%s: %.3g %% of it is repainted", name, 100 * float(weights.mean()))
+    pixels, hole = padded(model, image), pad(weights, model.vae.spec.factor)
+    latent_mask = mask_latent(hole, model.vae.spec.factor)
+    concat = _masked_channels(model, pixels, hole, latent_mask.to(model.device))
+    init = deviation = None
+    if concat is None or strength < 1:
+        init, deviation = encode(model, pixels[None])
+    kept = pixels[:, : mask.height, : mask.width], mask_weights(mask, options.feather)
+    return ImageInputs(
+        latent_shape=model.latent_shape(*pixels.shape[1:]),
+        init=init,
+        deviation=deviation if options.sample_posterior or options.compat else None,
+        mask=latent_mask if concat is None else None,
+        concat=concat,
+        size=(mask.height, mask.width),
+        paste=None if options.no_paste else kept,
+        settings={"Denoising strength": strength, "Init image": name},
+    )
+
+
+def _resized(
+    model: Model, options: InpaintOptions, source: Source, mask_source: Source | None
+) -> tuple[str, Image.Image, Image.Image]:
+    """An image's name, the image and its mask, extended and of their final size.  Raises ValueError."""
+    named = open_source(source)
+    name, image = named
+    mask = Image.new("L", image.size)
+    if mask_source is not None:
+        given = open_mask(mask_source) if isinstance(mask_source, (str, Path)) else to_mask(to_image(mask_source))
+        if abs(given.width / given.height * image.height / image.width - 1) > 0.01:
+            raise ValueError(
+                f"{name} has {image.width} x {image.height} pixels, but its mask {given.width} x {given.height}: "
+                "make a mask of the image's proportions"
+            )
+        given = resize(given, image.size, "stretch")
+        mask = ImageOps.invert(given) if options.invert_mask else given
+    if sides := _sides(options):
+        image, new = extend(image, sides)
+        old = Image.new("L", image.size)
+        old.paste(mask, (sides.get("left", 0), sides.get("top", 0)))
+        mask = ImageChops.lighter(new, old)
+    size = size_of(model, options, named._replace(image=image))
+    image, mask = resize(image, size, options.resize), resize(mask, size, options.resize)
+    if mask.getbbox() is None:
+        raise ValueError(f"{name}: nothing to repaint, its mask is black: white is repainted (or `invert_mask`)")
+    return name, image, mask

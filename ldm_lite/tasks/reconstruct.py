@@ -1,0 +1,37 @@
+"""What an autoencoder keeps of an image."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ldm_lite.image import pad, to_array, to_pil, to_pixels, to_rgb
+from ldm_lite.runtime.tiling import tiled_on_cpu
+from ldm_lite.zoo.networks import Autoencoder
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """An image from an autoencoder."""
+
+    image: Image.Image  # as large as the original
+    psnr: float  # in decibels, of 8-bit values against the original's; infinite if they are equal
+
+
+def reconstruct(vae: Autoencoder, image: Image.Image) -> Reconstruction:
+    """An image of any size, through the autoencoder's mean latent (or codes) and back.
+
+    Sides that are no multiple of the autoencoder's factor are padded with their edges meanwhile.  Raises ValueError if
+    the result is not finite, or the autoencoder is TAESD's decoder alone.
+    """
+    image = to_rgb(image)
+    weight = next(vae.parameters())
+    pixels = pad(to_pixels(image), vae.spec.factor).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        result = tiled_on_cpu(vae)(pixels[None])[0, :, : image.height, : image.width].float().cpu()
+    if not torch.isfinite(result).all():
+        raise ValueError(f"the result is not finite in {weight.dtype}: try `dtype=fp32`")
+    error = np.square(to_array(result).astype(np.float64) - np.asarray(image, dtype=np.float64)).mean()
+    return Reconstruction(to_pil(result), 10 * math.log10(255**2 / error) if error else math.inf)

@@ -1,0 +1,121 @@
+"""The main part of the commands that make images: load, make them, save each when it is ready, say where it is."""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.output import Saver
+from ldm_lite.cli.progress import Progress, memory
+from ldm_lite.cli.task_options import CascadeOptions, StageOptions
+from ldm_lite.cli.version import __version__
+from ldm_lite.generate import DenoisingState
+from ldm_lite.image import grid, parameters, to_pil
+from ldm_lite.tasks.batching import ImageInputs, results
+from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
+from ldm_lite.tasks.job import Job
+from ldm_lite.zoo.detection import with_vae
+
+log = logging.getLogger("ldm_lite")
+
+MOST_IN_GRID = 100  # a grid needs all of its images in memory
+
+
+class Preview:
+    """Shows what a batch will look like, after each step: the predicted x0, by a small autoencoder."""
+
+    def __init__(self, model: Model, source: str, show: Callable[[Image.Image], None]) -> None:
+        """source is the autoencoder's file.  Raises ValueError if its latents are not the model's."""
+        vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
+        self.model = dataclasses.replace(model, vae=vae, family=with_vae(model.family, vae.spec, source))
+        self.show = show
+
+    def __call__(self, state: DenoisingState) -> None:
+        """Show the state after a step; the last step's latents as they are."""
+        latents = state.x0 if state.step < state.num_steps else state.latents
+        images = [to_pil(pixels) for pixels in generate.decode(self.model, latents)]
+        self.show(grid(images, columns=math.ceil(len(images) ** 0.5)))
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """What a command does after every step: the preview, then the progress bar."""
+
+    progress: Progress
+    preview: Preview | None = None
+
+    def __call__(self, state: DenoisingState) -> None:
+        """After a step."""
+        if self.preview is not None:
+            self.preview(state)
+        self.progress(state.step, state.num_steps, len(state.latents))
+
+
+def serve(
+    prepare: Callable[[Model, Any], tuple[Job, Iterable[ImageInputs]]],
+    options: Any,
+    count: int,
+    load: LoadOptions,
+    saver: Saver,
+    original: dict[str, Any],
+) -> None:
+    """Load a model, run a task's `prepare(model, options)`, and save its `count` images and a grid of them.
+
+    original are the values of the original scripts' own flags.
+    """
+    model, save = load_model(_load_options(original, load), Model), saver.options
+    for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
+        if original.get(name, value) != value:
+            raise ValueError(f"got `{name}` {original[name]}, but this checkpoint has {value}: leave it out")
+    with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
+    start, in_grid, text = time.perf_counter(), [], ""
+    preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
+    for result in results(*prepare(model, options), Steps(Progress(), preview)):
+        text = result.parameters
+        if not save.skip_save:
+            print(saver.sample(result.image, text), flush=True)
+        if with_grid:
+            in_grid.append(result.image)
+    if len({image.size for image in in_grid}) == 1:
+        columns = save.n_rows or options.images_at_a_time
+        print(saver.grid(grid(in_grid, columns=columns), text), flush=True)
+    log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, memory())
+
+
+def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
+    """What the original's own flags change in what is loaded."""
+    if "config" in original:
+        log.info("--config is not needed: the checkpoint says what it is")
+    if "laion400m" in original:
+        load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
+    if original.get("precision") == "full" and load.dtype is None:
+        return dataclasses.replace(load, dtype="fp32")
+    return load
+
+
+def serve_cascade(options: CascadeOptions, stages: StageOptions, saver: Saver) -> None:
+    """Encode the prompt, run the stages, save each image when it is ready and a grid of them."""
+    save, start = saver.options, time.perf_counter()
+    loads = stages_of(stages)
+    check(options, len(loads))
+    context, uncond = embeddings(options, stages)
+    made, text = [], ""
+    for pixels, seed in cascade(loads, options, context, uncond, Steps(Progress())):
+        about = {"Seed": seed, "Size": f"{pixels.shape[2]}x{pixels.shape[1]}"}
+        about |= {"Model": " + ".join(str(load.ckpt) for load in loads), "Version": f"ldm_lite {__version__}"}
+        text = parameters(options.prompt or "", options.negative_prompt, about)
+        made.append(to_pil(pixels))
+        if not save.skip_save:
+            print(saver.sample(made[-1], text), flush=True)
+    if not save.skip_grid and len(made) > 1:
+        print(saver.grid(grid(made, columns=save.n_rows or math.ceil(len(made) ** 0.5)), text), flush=True)
+    log.info("%d image%s in %.1f s; %s", len(made), "s" * (len(made) > 1), time.perf_counter() - start, memory())

@@ -1,0 +1,37 @@
+"""Text to image."""
+
+from collections.abc import Iterator
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.control.control import natural_size
+from ldm_lite.tasks.batching import ImageInputs, OnStep, results
+from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
+
+
+def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+    """Make the images that the options ask for, each as soon as it is decoded; stop by leaving the loop.
+
+    on_step gets the state after every denoising step.  Raises ValueError, one line, for options that do not fit.
+    """
+    return results(*prepare(model, options), on_step)
+
+
+def count(options: Txt2imgOptions) -> int:
+    """The number of images.  Raises ValueError for options that are wrong whatever the model."""
+    check(options)
+    return len(read_prompts(options)) * options.repeats
+
+
+def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInputs]]:
+    """The job and its single set of inputs.  Raises ValueError as txt2img does."""
+    check(options)
+    check_task(model, "txt2img")
+    width, height = model.family.resolution, model.family.resolution
+    controls = controls_of(options)
+    if controls and options.height is None and options.width is None:
+        width, height = natural_size(controls[0], model.family.resolution)
+    height = height if options.height is None else options.height
+    width = width if options.width is None else options.width
+    job = resolve(model, options, plan_of(model, options))
+    return job, [ImageInputs(model.latent_shape(height, width))]

@@ -1,0 +1,287 @@
+"""Samplers and spacings of one's own: registered as a user would, they work like the built-in ones."""
+
+import functools
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from ldm_lite import generate
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
+from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X, to_kept
+from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
+from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Level, Schedule, Spacing, levels_of, linear_betas, linspace
+from ldm_lite.pipeline import Pipeline
+
+SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+
+
+@pytest.fixture(autouse=True)
+def _registries_are_left_as_they_were() -> Iterator[None]:
+    with mock.patch.dict(SAMPLERS), mock.patch.dict(LABELS), mock.patch.dict(ALIASES), mock.patch.dict(SPACINGS):
+        yield
+
+
+def half_step(schedule: Schedule, steps: int, spacing: str | Spacing = "karras", eta: float = 0.0) -> Plan:
+    """Euler with noise, as a user would write it."""
+    rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        eps = (X - now.a * H) / now.s
+        noise = np.sqrt(1 - eta**2) * eps + eta * NOISE if after.s > 0 else eps
+        rows.add(i, now, after.a * H + after.s * noise)
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def test_register_returns_the_function_and_gives_it_names() -> None:
+    assert register(half_step) is half_step
+    assert SAMPLERS["half_step"] is half_step
+    assert list(SAMPLERS)[-1] == "half_step"
+    for name in ("half_step", "Half step", "half-step", "k_half_step", "Half_StepScheduler"):
+        assert resolve(name) == ("half_step", None)
+    assert resolve("half step exponential") == ("half_step", "exponential")
+    assert label("half_step") == "Half step"
+    assert label("half_step_exponential") == "Half step Exponential"
+    with pytest.raises(ValueError, match="unknown sampler 'half_stp': did you mean half_step"):
+        make_plan("half_stp", SD, 5)
+
+
+def test_register_as_a_decorator_with_a_label_and_aliases() -> None:
+    @register(label="Mine 2M", aliases=["my-sampler", "MySampler"])
+    def mine_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+        return half_step(schedule, steps, spacing)
+
+    @register
+    def plain(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+        return half_step(schedule, steps, spacing)
+
+    assert mine_2m(SD, 3).num_steps == plain(SD, 3).num_steps == 3
+    for name in ("mine_2m", "Mine 2M", "my sampler", "mysampler"):
+        assert resolve(name) == ("mine_2m", None)
+        assert label(name + " Karras") == "Mine 2M Karras"
+    assert resolve("plain") == ("plain", None)
+
+
+def test_a_label_unlike_the_name_is_a_name_too() -> None:
+    register(half_step, label="Half of Euler")
+    assert resolve(label("half_step karras")) == ("half_step", "karras")
+
+
+def test_an_entry_put_in_by_hand_works_too() -> None:
+    SAMPLERS["mine"] = half_step
+    SAMPLERS["Other-One"] = functools.partial(half_step, spacing="trailing")
+    assert (label("mine"), label("other_one karras")) == ("Mine", "Other-One Karras")
+    assert np.array_equal(make_plan("Mine", SD, 5).mix, half_step(SD, 5).mix)
+    assert np.array_equal(make_plan("other one", SD, 5).t, half_step(SD, 5, "trailing").t)
+    with pytest.raises(ValueError, match="did you mean mine"):
+        resolve("mime")
+
+
+def test_make_plan_gives_it_every_option() -> None:
+    register(half_step)
+    assert np.array_equal(make_plan("half_step", SD, 6).t, make_plan("euler karras", SD, 6).t)
+    assert np.array_equal(make_plan("half step beta", SD, 6).t, make_plan("euler beta", SD, 6).t)
+    assert make_plan("half_step", SD, 6, eta=0.5).draws.sum() == 5
+    assert make_plan("half_step", SD, 6, last=2).num_steps == 2
+    assert np.array_equal(make_plan("half_step", SD, 6, last=2).t, make_plan("half_step", SD, 6).t[-2:])
+    with pytest.raises(ValueError, match=r"got churn 1\.0, but half_step has none"):
+        make_plan("half_step", SD, 6, churn=1.0)
+    with pytest.raises(ValueError, match=r"plms has none: leave it out, or take one of ddim, .*half_step"):
+        make_plan("plms", SD, 6, eta=1.0)
+
+
+def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
+    def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -> Plan:
+        return half_step(schedule, steps, spacing)
+
+    def pndm(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -> Plan:
+        return half_step(schedule, steps, spacing)
+
+    original, order = SAMPLERS["heun"], list(SAMPLERS)
+    with pytest.raises(
+        ValueError, match="cannot register heun: the name 'heun' is taken by heun; replace=True replaces it"
+    ):
+        register(heun)
+    assert SAMPLERS["heun"] is original
+    register(heun, replace=True)
+    assert SAMPLERS["heun"] is heun
+    assert list(SAMPLERS) == order
+    assert label("heundiscrete") == "Heun"  # its other names stay
+    register(heun, label="Heun", aliases=["heundiscrete"], replace=True)
+    with pytest.raises(ValueError, match="cannot register pndm: the name 'pndm' is taken by plms; replace=True"):
+        register(pndm)
+    register(pndm, replace=True)
+    assert resolve("pndm") == ("pndm", None)
+    assert resolve("plms") == ("plms", None)
+    with pytest.raises(
+        ValueError, match="cannot register half_step: the name 'euler' is taken by euler; choose another"
+    ):
+        register(half_step, aliases=["Euler"])
+    with pytest.raises(
+        ValueError, match="cannot register half_step: the name 'euler_a' is taken by euler_a; choose another"
+    ):
+        register(half_step, label="Euler a", replace=True)
+    assert "half_step" not in SAMPLERS
+
+
+def no_spacing(schedule: Schedule, steps: int) -> Plan:
+    return euler(schedule, steps)
+
+
+def required_spacing(schedule: Schedule, steps: int, spacing: str) -> Plan:
+    return euler(schedule, steps, spacing)
+
+
+def more(schedule: Schedule, steps: int, order: int, spacing: str = "karras") -> Plan:
+    return euler(schedule, steps, spacing)
+
+
+def anything(*args: Any, **kwargs: Any) -> Plan:
+    return euler(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (no_spacing, r"sampler no_spacing\(schedule, steps\): got an unexpected keyword argument 'spacing'; wanted \("),
+        (required_spacing, r"sampler required_spacing\(schedule, steps, spacing\): `spacing` has no default; wanted"),
+        (more, r"sampler more\(schedule, steps, order, spacing\): missing a required argument: 'order'; wanted"),
+        (anything, r"sampler anything\(args, kwargs\): `spacing` has no default; wanted"),
+    ],
+)
+def test_a_function_that_is_no_sampler_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(function)
+    assert function.__name__ not in SAMPLERS
+    SAMPLERS["mine"] = function
+    with pytest.raises(ValueError, match=message.replace(function.__name__, "mine", 1)):
+        make_plan("mine", SD, 5)
+
+
+def test_a_function_without_a_name_is_refused() -> None:
+    for nameless in (
+        lambda schedule, steps, spacing="karras": half_step(schedule, steps),
+        functools.partial(half_step),
+    ):
+        with pytest.raises(ValueError, match="this sampler has no name: write it with def"):
+            register(nameless)
+
+
+def test_parameters_of_its_own_keep_their_defaults() -> None:
+    @register
+    def thresholded(schedule: Schedule, steps: int, spacing: str | Spacing = "karras", power: float = 2.0) -> Plan:
+        return half_step(schedule, steps, spacing, eta=1 / power)
+
+    assert np.array_equal(make_plan("thresholded", SD, 5).mix, half_step(SD, 5, eta=0.5).mix)
+
+
+# ---- spacings -------------------------------------------------------------------------------------------------------
+
+
+def quadratic(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps evenly spaced in their square roots."""
+    ts = np.linspace(np.sqrt(999), 0, steps, endpoint=False) ** 2
+    return [*(schedule.between(float(t)) for t in ts), CLEAN]
+
+
+def test_a_spacing_of_ones_own() -> None:
+    wanted = [level.t for level in quadratic(SD, 7)[:-1]]
+    assert make_plan("heun", SD, 7, spacing=quadratic).t[::2].tolist() == wanted
+    with pytest.raises(ValueError, match="unknown spacing 'quadratic': wanted one of leading"):
+        make_plan("heun", SD, 7, spacing="quadratic")
+    SPACINGS["quadratic"] = quadratic
+    assert make_plan("heun", SD, 7, spacing="quadratic").t[::2].tolist() == wanted
+    assert make_plan("Heun Quadratic", SD, 7).t[::2].tolist() == wanted
+    assert make_plan("ddim", SD, 7, spacing="quadratic", last=3).t.tolist() == wanted[-3:]
+    assert label("heun_quadratic") == "Heun Quadratic"
+    SPACINGS["Even-ly"] = linspace
+    assert resolve("dpmpp_2m even ly") == ("dpmpp_2m", "Even-ly")
+    with pytest.raises(ValueError, match=r"wanted one of leading, .*quadratic, Even-ly"):
+        make_plan("heun", SD, 7, spacing="cubic")
+
+
+def test_a_spacing_as_a_samplers_default() -> None:
+    @register
+    def squared(schedule: Schedule, steps: int, spacing: str | Spacing = quadratic) -> Plan:
+        return half_step(schedule, steps, spacing)
+
+    wanted = [level.t for level in quadratic(SD, 7)[:-1]]
+    assert make_plan("squared", SD, 7).t.tolist() == wanted
+    assert make_plan("squared", SD, 7, last=2).t.tolist() == wanted[-2:]
+
+
+# ---- from end to end ------------------------------------------------------------------------------------------------
+
+
+def sample(pipe: Pipeline, sampler: str, **options: Any) -> tuple[np.ndarray[Any, Any], str]:
+    """The pixels and the PNG text of an image with three steps."""
+    from ldm_lite.cli.task_options import Txt2imgOptions as Options
+    from ldm_lite.tasks.txt2img import txt2img
+
+    [result] = txt2img(pipe, Options(prompt="a red apple", steps=3, seed=1, sampler=sampler, **options))
+    return np.asarray(result.image), result.parameters
+
+
+def test_images_with_a_sampler_of_ones_own(bundled: Pipeline) -> None:
+    register(half_step, label="Half Step")
+    SAMPLERS["mine"] = half_step
+    SPACINGS["quadratic"] = quadratic
+    pixels, text = sample(bundled, "Half Step Karras")
+    wanted, _ = sample(bundled, "euler karras")  # the same update with eta 0
+    assert abs(pixels.astype(int) - wanted).max() <= 1
+    assert "Sampler: Half Step Karras," in text
+    pixels, text = sample(bundled, "mine")
+    assert abs(pixels.astype(int) - wanted).max() <= 1
+    assert "Sampler: Mine," in text
+    pixels, text = sample(bundled, "mine", spacing="quadratic")
+    assert abs(pixels.astype(int) - wanted).max() > 1
+    assert "Schedule type: quadratic" in text
+
+
+def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
+    """The last latents of a plan, without a prompt."""
+    noise = generate.SeededNoise([3], pipe.latent_shape(64, 64))()
+    nothing = classifier_free(Conditioning(torch.zeros(1, 77, pipe.family.unet.context_dim or 0)), None, 1.0)
+    latents = generate.denoise(pipe, noise, nothing, plan)
+    return latents
+
+
+def test_the_plan_of_the_docstring(bundled: Pipeline) -> None:
+    """It runs, is Euler's method (DDIM's update), and denoise takes it like any other plan."""
+    code = (Plan.__doc__ or "").split("timesteps:\n", 1)[1]
+    schedule = bundled.schedule
+    scope: dict[str, Any] = {"schedule": schedule, "Rows": Rows, "H": H, "X": X, "CLEAN": CLEAN, "pairwise": pairwise}
+    exec(textwrap.dedent(code), scope)
+    levels = [*(schedule.at(t) for t in (999, 750, 500, 250)), CLEAN]
+    wanted = make_plan("ddim", schedule, 4, spacing=lambda schedule, steps: levels)
+    assert np.array_equal(scope["plan"].t, wanted.t)
+    assert torch.allclose(run(bundled, scope["plan"]), run(bundled, wanted), atol=1e-4)
+
+
+def test_a_plan_without_rows(bundled: Pipeline) -> None:
+    """Every field of the table filled in by hand, for DDIM's update: x' = s'/s x + (a' - a s'/s) x0."""
+    levels = [*(bundled.schedule.at(t) for t in (999, 600, 200)), CLEAN]
+    to_x0 = np.array([to_kept(bundled.schedule.prediction, "x0", level) for level in levels[:-1]])
+    mix = np.zeros((3, NUM_REGISTERS, NUM_REGISTERS + 2))
+    for i, (now, after) in enumerate(pairwise(levels)):
+        mix[i, 0, 0] = after.s / now.s
+        mix[i, 0, NUM_REGISTERS] = after.a - now.a * after.s / now.s
+    plan = Plan(
+        t=np.array([999.0, 600.0, 200.0]),
+        level=np.array([(level.a, level.s) for level in levels[:-1]]),
+        to_prediction=to_x0,
+        to_x0=to_x0,
+        mix=mix,
+        step=np.arange(3),
+        draws=np.zeros(3, dtype=bool),
+        stretch=np.zeros(3),
+        initial=1.0,
+        end=CLEAN,
+    )
+    wanted = make_plan("ddim", bundled.schedule, 3, spacing=lambda schedule, steps: levels)
+    assert torch.allclose(run(bundled, plan), run(bundled, wanted), atol=1e-4)
