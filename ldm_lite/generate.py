@@ -19,6 +19,7 @@ from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.step import Network, denoise_step, rows
+from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.unet import TextCache, UNet
 from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
@@ -194,8 +195,8 @@ class _Stage:
         conditioning = self.conditioning
         if control is not None:
             network, conditioning = control(step, conditioning)
-        own = network is self.model.unet or getattr(network, "unet", None) is self.model.unet
-        if own and conditioning.context is self.conditioning.context:
+        own = network.unet if isinstance(network, ControlledUNet) else network  # other wrappers may take no cache
+        if own is self.model.unet and conditioning.context is self.conditioning.context:
             conditioning = conditioning._replace(cache=self._cache)
         return network, conditioning
 

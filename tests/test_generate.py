@@ -4,7 +4,6 @@ import contextlib
 import gc
 import resource
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import SeededNoise, decode, denoise
+from ldm_lite.generate import Extras, SeededNoise, decode, denoise, stream
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
-from ldm_lite.tasks import batching as paint
+from ldm_lite.runtime.patching import kernel, patch, unpatch
+from ldm_lite.tasks import batching
 from ldm_lite.tasks.txt2img import txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
@@ -77,14 +77,15 @@ def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -
     draw = SeededNoise([0], SHAPE)
     rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
     plan = make_plan(sampler, bundled.schedule, 3)
-    assert len(list(denoise(bundled, draw(), rocket, plan, draw=draw))) == 3
+    states = list(stream(bundled, draw(), rocket, plan, draw=draw))
+    assert [(state.step, state.num_steps) for state in states] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_the_loop_can_be_left(bundled: Pipeline) -> None:
     rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
     plan = make_plan("ddim", bundled.schedule, 1000)
-    steps = denoise(bundled, SeededNoise([0], SHAPE)(), rocket, plan)
-    assert next(steps).shape == (1, *SHAPE)
+    steps = stream(bundled, SeededNoise([0], SHAPE)(), rocket, plan)
+    assert next(steps).latents.shape == (1, *SHAPE)
     steps.close()
 
 
@@ -114,11 +115,13 @@ def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tu
         for what, name in layers.items():
             layer = pipe.unet.get_submodule(name)
 
-            def counted(x: Tensor, what: str = what, forward: Callable[[Tensor], Tensor] = layer.forward) -> Tensor:
+            @kernel
+            def counted(layer: nn.Linear, x: Tensor, what: str = what) -> Tensor:
                 calls[what] += 1
-                return forward(x)
+                return nn.Linear.forward(layer, x)
 
-            stack.enter_context(mock.patch.object(layer, "forward", counted))
+            patch(layer, counted)
+            stack.callback(unpatch, layer)
         return run(pipe, "ddim", ["a red apple"], [1], steps), calls
 
 
@@ -183,8 +186,8 @@ def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipelin
             return self.unet(x, t, context, y)
 
     plan, noise, other = make_plan("ddim", bundled.schedule, 3), torch.zeros(1, *SHAPE), Other()
-    list(denoise(bundled, noise, NOTHING, plan, steer=lambda step, conditioning: (other, conditioning)))
-    list(denoise(replace(bundled, unet=other), noise, NOTHING, plan))  # type: ignore[arg-type]
+    denoise(bundled, noise, NOTHING, plan, extras=Extras(control=lambda step, conditioning: (other, conditioning)))
+    denoise(replace(bundled, unet=other), noise, NOTHING, plan)  # type: ignore[arg-type]
     assert seen == [((1,), (1, 77, 128))] * 6
 
 
@@ -193,14 +196,14 @@ def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) ->
     plan, noise = make_plan("ddim", bundled.schedule, 3), SeededNoise([1], SHAPE)()
     longer = Conditioning(torch.cat([NOTHING.conditionings[0].context, torch.ones(1, 4, 128)], dim=1))  # type: ignore[list-item]
 
-    def steer(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
+    def control(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
         return bundled.unet, longer if step == 1 else conditioning
 
     def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
-        return lambda *inputs: bundled.unet(*inputs), steer(step, conditioning)[1]
+        return lambda *inputs: bundled.unet(*inputs), control(step, conditioning)[1]
 
-    found = denoise(bundled, noise, NOTHING, plan, steer=steer)
-    wanted = denoise(bundled, noise, NOTHING, plan, steer=plain)
+    found = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=control))
+    wanted = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=plain))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -229,8 +232,8 @@ def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipel
 def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:
     conditionings = tuple(encode_prompts(bundled, [prompt]) for prompt in ("", "rocket", "cat"))
     plan, noise = make_plan("ddim", bundled.schedule, 1), SeededNoise([0], SHAPE)()
-    [guided] = denoise(bundled, noise, Branches(conditionings, (-1.5, 0.5, 2.0)), plan)
-    alone = [next(denoise(bundled, noise, Branches((each,), (1.0,)), plan)) for each in conditionings]
+    guided = denoise(bundled, noise, Branches(conditionings, (-1.5, 0.5, 2.0)), plan)
+    alone = [denoise(bundled, noise, Branches((each,), (1.0,)), plan) for each in conditionings]
     # one DDIM step is linear in the prediction
     torch.testing.assert_close(guided, -1.5 * alone[0] + 0.5 * alone[1] + 2.0 * alone[2], rtol=1e-4, atol=1e-3)
 
@@ -256,7 +259,7 @@ def test_shapes_that_do_not_fit(
     empty = None if uncond is None else Conditioning(torch.zeros(uncond))
     branches = classifier_free(Conditioning(torch.zeros(context)), empty, 2.0)
     with pytest.raises(ValueError, match=message):
-        next(denoise(bundled, torch.zeros(noise), branches, plan))
+        denoise(bundled, torch.zeros(noise), branches, plan)
 
 
 def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
@@ -267,13 +270,13 @@ def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
         (Conditioning(context, concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            next(denoise(bundled, torch.zeros(1, *SHAPE), Branches((conditioning,), (1.0,)), plan))
+            denoise(bundled, torch.zeros(1, *SHAPE), Branches((conditioning,), (1.0,)), plan)
 
 
 def test_a_stochastic_sampler_needs_noise(bundled: Pipeline) -> None:
     plan = make_plan("euler_a", bundled.schedule, 2)
-    with pytest.raises(ValueError, match="this sampler adds noise at every step: pass draw"):
-        next(denoise(bundled, torch.zeros(1, *SHAPE), NOTHING, plan))
+    with pytest.raises(ValueError, match="this sampler adds noise at every step: pass `draw`"):
+        denoise(bundled, torch.zeros(1, *SHAPE), NOTHING, plan)
 
 
 def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
@@ -281,7 +284,7 @@ def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
     pipe = replace(bundled, family=replace(family, task="inpaint", unet=replace(family.unet, in_channels=33)))
     plan = make_plan("ddim", pipe.schedule, 2)
     with pytest.raises(ValueError, match="reads an image beside the text"):
-        next(denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan))
+        denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan)
 
 
 def test_latents_that_are_not_finite_are_an_error(bundled: Pipeline) -> None:
@@ -323,7 +326,7 @@ def test_decoding_goes_on_in_tiles_when_memory_runs_out(
     got = list(decode(bundled, latents))
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(got, wanted, strict=True))
     assert [record.getMessage() for record in caplog.records] == [
-        "out of memory: decoding in tiles, which --vae-tiling does from the start"
+        "out of memory: decoding in tiles, which `vae_tiling` does from the start"
     ]
 
 
@@ -341,7 +344,7 @@ def test_memory_stays_flat_over_many_prompts(
     bundled: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is kept of a picture: not its embeddings, beyond the last few, nor its latents."""
-    monkeypatch.setattr(paint, "AHEAD", 2)  # 4 embeddings are kept
+    monkeypatch.setattr(batching, "AHEAD", 2)  # 4 embeddings are kept
     (tmp_path / "prompts.txt").write_text("".join(f"a cat and {i} dogs\n" for i in range(12)))
     options = Options(from_file=str(tmp_path / "prompts.txt"), steps=1, scale=1.0, height=16, width=16)
     tensors, sizes = [], []

@@ -69,7 +69,7 @@ def test_imports_go_one_way(path: Path) -> None:
         assert below, f"{name} must not import {other}"
     if name.startswith("models."):
         # a network may be made of another's blocks
-        assert imports(path) <= {"models.ops", *BLOCKS.get(name, set())}
+        assert imports(path) <= {"models.ops", "models.shapes", *BLOCKS.get(name, set())}
 
 
 def test_every_folder_has_a_layer() -> None:

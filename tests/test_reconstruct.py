@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import generate, img2img
-from ldm_lite.checkpoint.model import load_autoencoder
+from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli import console
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.models.taesd import TAESD
-from ldm_lite.reconstruct import main, reconstruct
+from ldm_lite.reconstruct import main
+from ldm_lite.tasks.reconstruct import reconstruct
 from ldm_lite.zoo.networks import AutoencoderSpec, build
 
 SPECS: dict[str, AutoencoderSpec] = {"kl": toy.KL_F16, "vq": toy.VQ_F16, "noattn": toy.VQS["noattn"], "taesd": toy.TINY}
@@ -143,11 +144,11 @@ def test_the_command(tmp_path: Path, picture: Image.Image, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no picture: name one"),
+        ([], "no image: name one"),
         (["missing.png"], "missing.png: No such file"),
         ([__file__], "is not an image"),
         (["{in}", "--ckpt", "{unet}"], "holds no autoencoder, only unet"),
-        (["{in}", "--ckpt", "{decoder}"], "is a decoder alone"),
+        (["{in}", "--ckpt", "{decoder}"], "this TAESD has no encoder"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -194,7 +195,7 @@ def test_img2img_wants_taesds_encoder_too(
         else:
             assert status == 2
             assert errors == [
-                "error: this TAESD is a decoder alone, and a picture must be encoded: take a file of both, or put "
+                "error: this TAESD has no encoder, which is needed to encode an image: take a file with both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             ]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ldm_lite import samplers as command
+from ldm_lite.cli.task_options import CompareOptions as Options
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.samplers import Options, compare, table
+from ldm_lite.tasks.compare import compare, table
 
 FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=100)
 
@@ -34,12 +35,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert command.main([*arguments, "--out", os.fspath(tmp_path / "s.png")]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[1].startswith("ddim")
-    assert "no picture without matplotlib: pip install matplotlib" in captured.err
+    assert "no chart without matplotlib: pip install matplotlib" in captured.err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.extra
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--samplers", "ddim", "--steps", "2,3", "--reference", "5", "--device", "cpu"]
     assert command.main([*arguments, "--out", os.fspath(tmp_path / "s.png")]) == 0

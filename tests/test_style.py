@@ -12,17 +12,17 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.control.control import load_controls, parse
+from ldm_lite.control.control import parse
+from ldm_lite.control.loading import load_controls
+from ldm_lite.generate import DenoisingState
 from ldm_lite.image import clip_crop, to_pixels
-from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.style_adapter import StyleAdapter, styled
+from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
+from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec, styled
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.txt2img import main
-from ldm_lite.zoo.inference import infer_style, infer_vision
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")
 NOISE = toy.normal(9, 1, 4, 8, 8)
@@ -56,7 +56,7 @@ def test_what_clip_sees_is_what_transformers_has() -> None:
     """Its middle, scaled with the bicubic filter of PIL, and normalised; hidden states before the last norm."""
     encoder = CLIPVisionEncoder(toy.VISION)
     encoder.load_state_dict(toy.vision())
-    assert infer_vision({key: tuple(value.shape) for key, value in toy.vision().items()}) == toy.VISION
+    assert CLIPVisionSpec.from_shapes({key: tuple(value.shape) for key, value in toy.vision().items()}) == toy.VISION
     picture = (to_pixels(clip_crop(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
     with torch.no_grad():
         seen = encoder(picture)
@@ -68,21 +68,19 @@ def test_its_tokens_are_the_originals(pipe: Pipeline, folder: Path) -> None:
     assert toy.relative_error(control.network, 0.5 * GOLDEN["tokens"]) < 1e-5
 
 
-def test_runs_that_it_steers_end_as_the_originals(
-    pipe: Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_it_steers_end_as_the_originals(pipe: Pipeline, folder: Path) -> None:
     """In the first half of the steps, in the branch of the prompt; the other's context is made as long."""
-    monkeypatch.setattr(generate, "seeded_noise", lambda seeds, shape: lambda: NOISE)
     context, uncond = toy.embeddings()
     latents: dict[str, torch.Tensor] = {}
     for rest in (":0.8:0-0.5", ":0.8", ""):
         given = {"control": (asked(folder, rest),), "clip_vision": str(folder / "clip.safetensors")} if rest else {}
+        given |= {"cond": context, "uncond": uncond, "noise": NOISE}
         options = Options(steps=4, sampler="ddim", scale=5.0, height=64, width=64, **given)
 
-        def keep(step: int, num_steps: int, x: torch.Tensor, rest: str = rest) -> None:
-            latents[rest] = x.clone()
+        def keep(state: DenoisingState, rest: str = rest) -> None:
+            latents[rest] = state.latents.clone()
 
-        list(txt2img(pipe, options, context=context, uncond=uncond, on_step=keep))
+        list(txt2img(pipe, options, on_step=keep))
     assert toy.relative_error(latents[":0.8:0-0.5"], GOLDEN["latents"]) < 1e-5
     assert toy.relative_error(latents[":0.8"], GOLDEN["latents"]) > 1e-3
     assert toy.relative_error(latents[""], GOLDEN["latents"]) > 1e-3
@@ -102,7 +100,7 @@ def test_the_released_file_is_this_network() -> None:
     manifests = json.loads(gzip.decompress((Path(__file__).parent / "data" / "manifests.json.gz").read_bytes()))
     shapes = {key: tuple(shape) for key, shape in manifests["t2i_adapter_style"]["shapes"].items()}
     with on_meta():
-        network = StyleAdapter(infer_style(shapes))
+        network = StyleAdapter(StyleAdapterSpec.from_shapes(shapes))
     assert {key: tuple(value.shape) for key, value in network.state_dict().items()} == shapes
 
 
@@ -120,10 +118,10 @@ def test_the_command_and_its_mistakes(
             ["--control", asked(folder)],
             "give its file with --clip-vision FILE, for instance openai/clip-vit-large-patch",
         ),
-        (clip, "got --clip-vision, but no --control of a style adapter, which alone looks through it: leave it out"),
+        (clip, "got --clip-vision, which only a --control with a style adapter uses: leave it out"),
         (
             ["--control", asked(folder), "--clip-vision", str(folder / "style.pth")],
-            "style.pth: holds no image encoder of CLIP by Hugging Face's names, only style",
+            "style.pth: holds no CLIP image encoder in Hugging Face's format, only style",
         ),
         (["--control", asked(folder, net="narrow.pth"), *clip], "is for UNets with context 32 "),
     ):

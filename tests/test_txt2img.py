@@ -19,6 +19,7 @@ from ldm_lite import txt2img as command
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.job import read_prompts
 from ldm_lite.tasks.txt2img import txt2img
 
 APPLE = "a red apple on a blue background"
@@ -100,8 +101,8 @@ def test_image_k_has_seed_plus_k_in_any_batch(bundled: Pipeline) -> None:
 
 def test_ready_embeddings(bundled: Pipeline) -> None:
     context, uncond = (encode_prompts(bundled, texts).context for texts in ([APPLE, "rocket"], [""]))
-    options = Options(steps=3, batch_size=2)
-    from_embeddings = list(txt2img(bundled, options, context=context, uncond=uncond))
+    options = Options(steps=3, batch_size=2, cond=context, uncond=uncond)
+    from_embeddings = list(txt2img(bundled, options))
     for result, prompt, seed in zip(from_embeddings, [APPLE, "rocket"], [42, 43], strict=True):
         [single] = txt2img(bundled, Options(prompt=prompt, steps=3, seed=seed))
         assert (single.pixels - result.pixels).abs().max() < 1e-3
@@ -182,12 +183,12 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
     [
         ({}, "no prompt: give one"),
         ({"prompt": "a", "sampler": "dpm3"}, "unknown sampler 'dpm3': did you mean"),
-        ({"prompt": "a", "steps": 0}, "got steps 0, wanted 1 to 1000"),
-        ({"prompt": "a", "steps": 1001}, "got steps 1001, wanted 1 to 1000"),
-        ({"prompt": "a", "n_samples": 0}, "got n_samples 0, wanted 1 to 4096"),
-        ({"prompt": "a", "n_iter": -1}, "got n_iter -1, wanted 1 to"),
-        ({"prompt": "a", "seed": -1}, "got seed -1, wanted 0 to"),
-        ({"prompt": "a", "eta": 1.5}, "got eta 1.5, wanted 0 to 1"),
+        ({"prompt": "a", "steps": 0}, "got `steps` 0, wanted 1 to 1000"),
+        ({"prompt": "a", "steps": 1001}, "got `steps` 1001, wanted 1 to 1000"),
+        ({"prompt": "a", "batch_size": 0}, "got `batch_size` 0, wanted 1 to 4096"),
+        ({"prompt": "a", "n_iter": -1}, "got `n_iter` -1, wanted 1 to"),
+        ({"prompt": "a", "seed": -1}, "got `seed` -1, wanted 0 to"),
+        ({"prompt": "a", "eta": 1.5}, "got `eta` 1.5, wanted 0 to 1"),
         (
             {"prompt": "a", "eta": 0.5, "sampler": "plms"},
             "got eta 0.5, but plms has none: leave it out, or take one of ddim",
@@ -197,12 +198,12 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
             "got churn 1.0, but ddim has none: leave it out, or take one of euler, heun, dpm2",
         ),
         ({"prompt": "a", "spacing": "x"}, "unknown spacing 'x': wanted one of leading"),
-        ({"prompt": "a", "guidance_rescale": 2.0}, "got guidance_rescale 2.0, wanted 0 to 1"),
-        ({"prompt": "a", "dynamic_threshold": -1.0}, "got dynamic_threshold -1.0, wanted 0 to 1"),
-        ({"prompt": "a", "compat": True, "sampler": "euler"}, "--compat knows the samplers of the original script"),
+        ({"prompt": "a", "guidance_rescale": 2.0}, "got `guidance_rescale` 2.0, wanted 0 to 1"),
+        ({"prompt": "a", "dynamic_threshold": -1.0}, "got `dynamic_threshold` -1.0, wanted 0 to 1"),
+        ({"prompt": "a", "compat": True, "sampler": "euler"}, "`compat` knows the samplers of the original script"),
         ({"prompt": "a", "compat": True, "steps": 3}, "the original scripts fail with 3 steps"),
-        ({"prompt": "a", "from_file": "x.txt"}, "got a prompt and --from-file"),
-        ({"prompt": "a", "scale": float("nan")}, "got scale nan, wanted a finite number"),
+        ({"prompt": "a", "from_file": "x.txt"}, "got a prompt and `from_file`"),
+        ({"prompt": "a", "scale": float("nan")}, "got `scale` nan, wanted a finite number"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, options: dict[str, Any], message: str) -> None:
@@ -233,7 +234,7 @@ def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str
 def test_compat_has_the_original_s_counts(bundled: Pipeline) -> None:
     steps: list[int] = []
     options = Options(prompt=APPLE, steps=30, compat=True)
-    count = sum(1 for _ in txt2img(bundled, options, on_step=lambda step, num_steps, latents: steps.append(num_steps)))
+    count = sum(1 for _ in txt2img(bundled, options, on_step=lambda state: steps.append(state.num_steps)))
     assert count == 6
     assert set(steps) == {31}
     assert len(list(txt2img(bundled, Options(prompt=APPLE, steps=30)))) == 1
@@ -294,7 +295,7 @@ def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert prompts == ["a red apple", "rocket", "a cat"]
     capsys.readouterr()
     compat = Options(from_file=os.fspath(tmp_path / "prompts.txt"), compat=True)
-    assert command.read_prompts(compat) == ["a red apple", "", "rocket", "a cat"]
+    assert read_prompts(compat) == ["a red apple", "", "rocket", "a cat"]
     for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not UTF-8 text")):
         (tmp_path / "bad.txt").write_bytes(content)
         assert run(["--from-file", os.fspath(tmp_path / "bad.txt")], tmp_path / "bad") == 2
@@ -348,7 +349,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "interrupted: what is finished is saved" in errors
+    assert "interrupted: finished images are saved" in errors
     assert "Traceback" not in errors
     saved = sorted((tmp_path / "samples").iterdir())
     assert len(saved) >= 2

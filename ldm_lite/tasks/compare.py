@@ -52,7 +52,7 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
         plan = make_plan(name, model.schedule, 20)
         # With noise there is no single solution; an LCM's answers are not this equation's.
         errors = {}
-        for steps in [] if plan.draws.any() else numbers(options.steps, "--steps"):
+        for steps in [] if plan.draws.any() else numbers(options.steps, "`steps`"):
             latents = _last_latents(model, branches, noise, name, steps, options.spacing)
             errors[steps] = float((latents - truth).norm() / truth.norm())
             on_run()
@@ -98,7 +98,7 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
         )
     title = f"{model.name}, {options.spacing} spacing"
     right.set(title=title, xlabel="steps", ylabel="relative error of the last latents")
-    counts = numbers(options.steps, "--steps")
+    counts = numbers(options.steps, "`steps`")
     right.set_xticks(counts, labels=map(str, counts))
     right.minorticks_off()
     for axes in (left, right) if drawn else (left,):
@@ -116,7 +116,7 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
     for name in () if options.samplers is None else options.samplers.split(","):
         resolve(name)
-    steps, saver = numbers(options.steps, "--steps"), Saver(SaveOptions(out=options.out), "samplers")
+    steps, saver = numbers(options.steps, "`steps`"), Saver(SaveOptions(out=options.out), "samplers")
     model = load_model(load, Model)
     for count in (*steps, options.reference):
         make_plan("heun", model.schedule, count, spacing=options.spacing)

@@ -23,7 +23,7 @@ def export(model: Model, options: ExportOptions) -> list[Inputs]:
 
     Raises ValueError for sizes that the model cannot make, and if this machine cannot compile.
     """
-    batches = numbers(options.batches, "--batches")
+    batches = numbers(options.batches, "`batches`")
     examples = [
         _example(model, width, height, batch * options.branches, options.chunks)
         for width, height in _sizes(model, options.sizes)

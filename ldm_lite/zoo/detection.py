@@ -1,7 +1,7 @@
 """Detect a checkpoint's family from the keys and shapes of its networks, never from its file name.
 
-inference.py infers the architecture, which is looked up in the rows of families.py.  What shapes cannot tell (head
-counts, prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
+The specs in models/ read the architecture from the shapes, and families.py has a row for it.  What shapes cannot tell
+(head counts, prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
 import math
@@ -14,11 +14,12 @@ import torch
 from ldm_lite.diffusion.schedule import Prediction
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet_if import IFSpec
 from ldm_lite.zoo.families import FAMILIES, IN_THE_FILE, SD1, Cosine, Family, ScaledLinear, text_roles
-from ldm_lite.zoo.inference import Shapes, infer_if, infer_text, infer_unet, infer_vae
-from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec
+from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
 
 # Scheduler and timestep spacing of the Turbo models' diffusers folders: shapes do not tell them apart.
 TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
@@ -37,9 +38,9 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         check_complete(shapes, SD1.networks)
     try:
         if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
-            stage = infer_if(shapes["unet"])
+            stage = IFSpec.from_shapes(shapes["unet"])
             return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
-        spec = infer_unet(shapes["unet"])
+        spec = UNetSpec.from_shapes(shapes["unet"])
         rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
         named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
         if rows:
@@ -62,8 +63,7 @@ def _fit_text(family: Family, shapes: Mapping[str, Shapes]) -> Family:
     """Fit a row to a file whose OpenCLIP lacks the layers and the projection that the family does not use."""
     text = shapes.get("text_encoder", {})
     if family.conditioner == "clip" and isinstance(family.text, OpenCLIPTextSpec) and "ln_final.weight" in text:
-        found = infer_text(text, family.text)
-        assert isinstance(found, OpenCLIPTextSpec)
+        found = family.text.fitted(text)
         if found.layers - found.skip == family.text.layers - family.text.skip:
             fitted = replace(family.text, layers=found.layers, skip=found.skip, projection=found.projection)
             return replace(family, text_encoders=(fitted, *family.text_encoders[1:]))
@@ -248,7 +248,7 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
 def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
     heads = int(metadata[f"{name}_num_heads"]) if f"{name}_num_heads" in metadata else None
-    spec = infer_text(shapes[name.replace("text", "text_encoder")], like, heads)
+    spec = like.fitted(shapes[name.replace("text", "text_encoder")], heads)
     if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
         return replace(spec, activation=metadata[f"{name}_activation"])
     return spec

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ldm_lite
-from ldm_lite.bench.__main__ import Options as Bench
+from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import CascadeOptions as Cascade
@@ -25,7 +25,7 @@ from ldm_lite.export import Options as Export
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.samplers import Options as Samplers
-from ldm_lite.train.__main__ import Options as Train
+from ldm_lite.train.options import TrainOptions as Train
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:

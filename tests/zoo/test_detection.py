@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, on_meta, split
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.inference import Shapes, infer_vae
-from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, Spec, build
+from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, Spec, build, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (

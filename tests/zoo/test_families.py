@@ -17,14 +17,14 @@ from random_checkpoint import small, state_dict, write
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, img2img, inpaint, txt2img
+from ldm_lite import img2img, inpaint, txt2img
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.cli.task_options import ConditioningOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.guidance import Branches, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import Handover, decode, denoise
+from ldm_lite.generate import DenoisingState, Extras, RefinerSwitch, decode, denoise
 from ldm_lite.image import depth_latent, open_depth
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import img2img as img2img_task
@@ -70,16 +70,15 @@ def load(files: Callable[[str], Path]) -> Load:
 
 
 def run(
-    pipe: Pipeline, negative: str | None, scale: float, reading: PromptOptions, later: Pipeline | None = None
+    pipe: Pipeline, negative: str | None, scale: float, options: PromptOptions, refiner: Pipeline | None = None
 ) -> torch.Tensor:
-    def branches(pipe: Pipeline) -> "ldm_lite.diffusion.guidance.Branches":
-        cond = encode_prompts(pipe, [PROMPT], reading)
-        return classifier_free(cond, encode_prompts(pipe, [negative], replace(reading, negative=True)), scale)
+    def branches(pipe: Pipeline) -> Branches:
+        cond = encode_prompts(pipe, [PROMPT], options)
+        return classifier_free(cond, encode_prompts(pipe, [negative], replace(options, negative=True)), scale)
 
     plan = make_plan("ddim", pipe.schedule, 4)
-    handover = None if later is None else Handover(later, branches(later), 2)
-    latents = denoise(pipe, NOISE, branches(pipe), plan, later=handover)
-    return latents
+    switch = None if refiner is None else RefinerSwitch(refiner, branches(refiner), 2)
+    return denoise(pipe, NOISE, branches(pipe), plan, extras=Extras(refiner=switch))
 
 
 # ---- against diffusers ----------------------------------------------------------------------------------------------
@@ -133,38 +132,33 @@ def test_runs_of_sdxl_equal_diffusers(load: Load) -> None:
     assert toy.relative_error(none, GOLDEN["sdxl.none.latents"]) < 1e-5
     assert toy.relative_error(empty, GOLDEN["sdxl.empty.latents"]) < 1e-5
     assert toy.relative_error(none, GOLDEN["sdxl.empty.latents"]) > 1e-3
-    sizes = PromptOptions(size=(64, 64), original_size=(96, 80), crop_top_left=(8, 4))
+    sizes = PromptOptions(size=(64, 64), extra=ConditioningOptions(original_size=(96, 80), crop_top_left=(8, 4)))
     assert toy.relative_error(run(pipe, None, 5.0, sizes), GOLDEN["sdxl.sizes.latents"]) < 1e-5
-    turned = PromptOptions(size=(64, 64), original_size=(80, 96), crop_top_left=(4, 8))
+    turned = PromptOptions(size=(64, 64), extra=ConditioningOptions(original_size=(80, 96), crop_top_left=(4, 8)))
     assert toy.relative_error(run(pipe, None, 5.0, turned), GOLDEN["sdxl.sizes.latents"]) > 1e-4
 
 
 def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
-    latents = run(load("sdxl_base"), None, 5.0, PromptOptions(), later=load("sdxl_refiner"))
+    latents = run(load("sdxl_base"), None, 5.0, PromptOptions(), refiner=load("sdxl_refiner"))
     assert toy.relative_error(latents, GOLDEN["sdxl.refined.latents"]) < 1e-5
     assert toy.relative_error(latents, GOLDEN["sdxl.none.latents"]) > 1e-2
 
 
-def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load) -> None:
     """Height first, and the scores are the refiner's alone."""
-    monkeypatch.setattr(generate, "seeded_noise", lambda seeds, shape: lambda: NOISE)
-    options = Txt2imgOptions(PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64)
+    options = Txt2imgOptions(prompt=PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64, noise=NOISE)
 
-    def last(options: Txt2imgOptions, refiner: Pipeline | None = None) -> torch.Tensor:
-        latents: list[torch.Tensor] = []
-        list(
-            txt2img_task.txt2img(
-                load("sdxl_base"), options, refiner=refiner, on_step=lambda step, num, x: latents.append(x.clone())
-            )
-        )
-        return latents[-1]
+    def last(options: Txt2imgOptions) -> torch.Tensor:
+        states: list[DenoisingState] = []
+        list(txt2img_task.txt2img(load("sdxl_base"), options, states.append))
+        return states[-1].latents
 
     assert toy.relative_error(last(options), GOLDEN["sdxl.none.latents"]) < 1e-5
     sized = replace(options, original_size="96x80", crop_top_left="8,4", target_size="64x64")
     assert toy.relative_error(last(sized), GOLDEN["sdxl.sizes.latents"]) < 1e-5
     assert toy.relative_error(last(replace(sized, target_size="80x64")), GOLDEN["sdxl.sizes.latents"]) > 1e-4
     scored = replace(options, refiner_start=0.5, aesthetic_score=8.0, negative_aesthetic_score=1.5)
-    assert toy.relative_error(last(scored, load("sdxl_refiner")), GOLDEN["sdxl.scored.latents"]) < 1e-5
+    assert toy.relative_error(last(replace(scored, refiner=load("sdxl_refiner"))), GOLDEN["sdxl.scored.latents"]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -214,12 +208,14 @@ def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: P
 
 
 def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
-    reading = PromptOptions(image_embedding=toy.normal(10, 1, 24), noise_level=300)
+    extra = ConditioningOptions(image_embedding=toy.normal(10, 1, 24), noise_level=300)
+    options = PromptOptions(extra=extra)
     pipe = load("sd2_unclip_h")
-    assert toy.relative_error(encode_prompts(pipe, ["a", "b"], reading).y[1:], GOLDEN["unclip.y"]) < 1e-5
-    assert not encode_prompts(pipe, [""], replace(reading, negative=True)).y.any()
+    assert toy.relative_error(encode_prompts(pipe, ["a", "b"], options).y[1:], GOLDEN["unclip.y"]) < 1e-5
+    assert not encode_prompts(pipe, [""], replace(options, negative=True)).y.any()
     statistics = torch.cat([toy.normal(11, 1, 24), toy.normal(12, 1, 24).exp()])
-    y = encode_prompts(load("sd2_unclip_l"), ["a"], replace(reading, image_statistics=statistics)).y
+    options = PromptOptions(extra=replace(extra, image_statistics=statistics))
+    y = encode_prompts(load("sd2_unclip_l"), ["a"], options).y
     assert toy.relative_error(y, GOLDEN["unclip_l.y"]) < 1e-5
 
 
@@ -362,11 +358,10 @@ def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load,
     assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
     image = Image.open(tmp_path / "out.png")
     assert "Refiner: sdxl_refiner, Refiner from step: 2" in image.info["parameters"]
-    options = Txt2imgOptions(PROMPT, steps=2, height=64, width=64)
+    options = Txt2imgOptions(prompt=PROMPT, steps=2, height=64, width=64)
+    refined = replace(options, refiner=load("sdxl_refiner"))
     pixels = {
-        start: next(
-            txt2img_task.txt2img(load("sdxl_base"), replace(options, refiner_start=start), refiner=load("sdxl_refiner"))
-        )
+        start: next(txt2img_task.txt2img(load("sdxl_base"), replace(refined, refiner_start=start)))
         for start in (0.0, 0.5, 1.0)
     }
     assert np.array_equal(pixels[0.5].array, np.asarray(image))
@@ -381,11 +376,11 @@ def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogC
     """The share of the steps is of all from pure noise on: of 8, 2 are left out, 2 the base's, 4 the refiner's."""
     caplog.set_level("INFO", "ldm_lite")
     settings = {"steps": 8, "scale": 5.0, "sampler": "ddim", "strength": 0.75, "refiner_start": 0.5}
-    latents: list[torch.Tensor] = []
-    given = {"pictures": [Image.fromarray(toy.waves())], "refiner": load("sdxl_refiner")}
-    given["on_step"] = lambda step, num_steps, x: latents.append(x.clone())
-    list(img2img_task.img2img(load("sdxl_base"), Img2imgOptions(PROMPT, **settings), **given))
-    assert toy.relative_error(latents[-1], GOLDEN["sdxl.img2img.latents"]) < 1e-5
+    states: list[DenoisingState] = []
+    given = {"init_img": [Image.fromarray(toy.waves())], "refiner": load("sdxl_refiner")}
+    options = Img2imgOptions(prompt=PROMPT, **settings, **given)
+    list(img2img_task.img2img(load("sdxl_base"), options, states.append))
+    assert toy.relative_error(states[-1].latents, GOLDEN["sdxl.img2img.latents"]) < 1e-5
     assert "sdxl_refiner: the last 4 of 6 steps are its" in caplog.text
 
 
@@ -393,14 +388,15 @@ def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogC
 def test_inpainting_with_a_refiner(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
     mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
-    given = {"pictures": [Image.fromarray(toy.waves())], "masks": [mask]}
-    options = InpaintOptions(PROMPT, steps=4, sampler="ddim")
+    options = InpaintOptions(
+        prompt=PROMPT, steps=4, sampler="ddim", init_img=[Image.fromarray(toy.waves())], mask=[mask]
+    )
     halved = replace(options, refiner_start=0.5)
     pixels = {
-        refiner: next(inpaint_task.inpaint(load(name), halved, refiner=load(refiner), **given)).pixels
+        refiner: next(inpaint_task.inpaint(load(name), replace(halved, refiner=load(refiner)))).pixels
         for refiner in (name, "sdxl_refiner")
     }
-    pixels[None] = next(inpaint_task.inpaint(load(name), options, **given)).pixels
+    pixels[None] = next(inpaint_task.inpaint(load(name), options)).pixels
     assert torch.equal(pixels[None], pixels[name])
     changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
     assert changed[16:48, 16:48].float().mean() > 0.9
@@ -438,7 +434,7 @@ def test_options_without_a_refiner_or_embedding_are_one_line(
 
 def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
     for name, differ in (("sdxl_base", True), ("sdxl_refiner", False), ("sd2", False)):
-        options = Txt2imgOptions(PROMPT, steps=2, height=64, width=64)
+        options = Txt2imgOptions(prompt=PROMPT, steps=2, height=64, width=64)
         none, empty = (
             next(txt2img_task.txt2img(load(name), replace(options, negative_prompt=negative))).pixels
             for negative in (None, "")
@@ -570,16 +566,17 @@ def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
 
 def test_unsupported_options_are_one_line(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
     from ldm_lite.bench import __main__ as bench
-    from ldm_lite.train import __main__ as train
+    from ldm_lite.train.options import TrainOptions
+    from ldm_lite.train.run import train
 
     data = tmp_path / "data"
     data.mkdir()
     Image.new("RGB", (64, 64)).save(data / "a.png")
     (data / "a.txt").write_text("a")
     for name in ("sd2", "sdxl_base"):
-        options = train.Options(data=str(data), out=str(tmp_path / "run"), steps=1)
-        with pytest.raises(ValueError, match="only models of text alone, read by one CLIP-L, are trained here"):
-            train.train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
+        options = TrainOptions(data=str(data), out=str(tmp_path / "run"), steps=1)
+        with pytest.raises(ValueError, match="one CLIP-L text encoder can be trained here"):
+            train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
     assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
 
 

@@ -3,7 +3,6 @@
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,13 @@ from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_pr
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import Schedule
-from ldm_lite.diffusion.step import watched
+from ldm_lite.generate import DenoisingState
 from ldm_lite.image import mask_latent, to_array
 from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.tasks.job import previewed
+from ldm_lite.tasks.serve import Preview
 from ldm_lite.zoo.detection import describe
 from ldm_lite.zoo.families import FAMILIES, ZOO
 from ldm_lite.zoo.networks import build
@@ -82,9 +82,9 @@ def conditionings(pipe: Pipeline, name: str, folder: Path) -> tuple[Conditioning
         np.save(folder / "embeddings.npy", toy_zoo.neighbours()[0].numpy())
         prompts[name] = str(folder / "embeddings.npy")
     prompt = prompts.get(name, "")
-    reading = PromptOptions(num_chunks=count_chunks(pipe, [prompt]), size=(height, width))
-    cond = encode_prompts(pipe, [prompt], reading)
-    return cond, encode_prompts(pipe, [""], reading) if toy_zoo.RUNS[name].scale != 1 else None
+    options = PromptOptions(num_chunks=count_chunks(pipe, [prompt]), size=(height, width))
+    cond = encode_prompts(pipe, [prompt], options)
+    return cond, encode_prompts(pipe, [""], options) if toy_zoo.RUNS[name].scale != 1 else None
 
 
 FROM_PROMPTS = [name for name in toy_zoo.RUNS if name not in ("ldm_inpainting_big", "ldm_bsr_sr", "x4")]
@@ -274,7 +274,7 @@ def test_inpainting_equals_the_original(load: Load) -> None:
     name = "ldm_inpainting_big"
     pipe, run = load(name), toy_zoo.RUNS[name]
     hole = toy_zoo.hole()[0]
-    concat = inpaint.LOOKS[pipe.family.task](pipe, toy_zoo.picture(name)[0], hole, mask_latent(hole, 4))
+    concat = inpaint_task._masked_channels(pipe, toy_zoo.picture(name)[0], hole, mask_latent(hole, 4))
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
     branches = classifier_free(Conditioning(concat=concat), None, run.scale)
     latents = generate.denoise(pipe, toy_zoo.noise(name), branches, plan)
@@ -307,7 +307,7 @@ def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[
     for other in (spec, VAESpec(**fields)):
         weights = toy.fill(build(other), "another").state_dict()
         save_file(dict(weights), tmp_path / "other.safetensors")
-        pipe = ldm_lite.load(path_of(name), device="cpu", parts={"vae": tmp_path / "other.safetensors"})
+        pipe = ldm_lite.load(path_of(name), device="cpu", vae=tmp_path / "other.safetensors")
         assert pipe.vae.spec == pipe.family.vae == other
         assert torch.equal(pipe.vae.decoder.conv_in.weight, weights["decoder.conv_in.weight"])
         scale = random_checkpoint.SCALE_FACTOR if name == "ldm_lsun_churches256" else toy_zoo.small(name).scale_factor
@@ -323,27 +323,28 @@ def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, t
     assert Image.open(tmp_path / "preview.png").size == (134, 134)  # of a grid
     assert len(list((tmp_path / "samples").glob("*.png"))) == 3
     # The last one is of the results, through TAESD.
-    pipe, latents = ldm_lite.load(small_path, device="cpu"), []
+    pipe, states = ldm_lite.load(small_path, device="cpu"), list[DenoisingState]()
     options = Txt2imgOptions(prompt="a red apple", steps=2)
-    list(txt2img_task.txt2img(pipe, options, on_step=lambda step, num_steps, x: latents.append(x)))
+    list(txt2img_task.txt2img(pipe, options, states.append))
     first = np.asarray(Image.open(tmp_path / "preview.png").crop((2, 2, 66, 66)), dtype=int)
-    assert np.abs(first - to_array(taesd.decode(latents[-1])[0])).max() <= 1
+    assert np.abs(first - to_array(taesd.decode(states[-1].latents)[0])).max() <= 1
 
 
 def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_path: Path) -> None:
     taesd: Any = toy.fill(build(toy.TINY))
     save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
-    foreseen: list[torch.Tensor] = []
-    latents: list[torch.Tensor] = []
+    states: list[DenoisingState] = []
     shown: list[Image.Image] = []
     pipe = ldm_lite.load(small_path, device="cpu")
-    pipe = replace(pipe, step=watched(pipe.step, foreseen.append))
-    pipe, on_step = previewed(
-        pipe, str(tmp_path / "taesd.safetensors"), shown.append, lambda step, num_steps, x: latents.append(x)
-    )
-    list(txt2img_task.txt2img(pipe, Txt2imgOptions(prompt="a red apple", steps=3, sampler="ddim"), on_step=on_step))
-    assert len(shown) == len(foreseen) == len(latents) == 3
-    for image, wanted in zip(shown, [*foreseen[:2], latents[2]], strict=True):
+    preview = Preview(pipe, str(tmp_path / "taesd.safetensors"), shown.append)
+
+    def on_step(state: DenoisingState) -> None:
+        preview(state)
+        states.append(state)
+
+    list(txt2img_task.txt2img(pipe, Txt2imgOptions(prompt="a red apple", steps=3, sampler="ddim"), on_step))
+    assert len(shown) == len(states) == 3
+    for image, wanted in zip(shown, [states[0].x0, states[1].x0, states[2].latents], strict=True):
         pixels = np.asarray(image.crop((2, 2, 66, 66)), dtype=int)  # of a grid of one
         assert np.abs(pixels - to_array(taesd.decode(wanted)[0])).max() <= 1
 
