@@ -283,7 +283,7 @@ def test_a_turbo_file_name_gives_a_hint(
         (tmp_path / name).symlink_to(small_path)
         caplog.clear()
         ldm_lite.load(tmp_path / name, device="cpu")
-        assert ("if it is, add --metadata family=sdxl_turbo" in caplog.text) == ("turbo" in name)
+        assert ("if it is, add `metadata=family=sdxl_turbo`" in caplog.text) == ("turbo" in name)
 
 
 def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
