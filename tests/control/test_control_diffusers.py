@@ -274,5 +274,5 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
 
 
 def test_a_net_given_as_the_checkpoint_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match="is a ControlNet, to be added to a checkpoint: --control FILE:IMAGE"):
+    with pytest.raises(ValueError, match="is a ControlNet, to be used with a checkpoint: `control=FILE:IMAGE`"):
         ldm_lite.load(folder / "sdxl", device="cpu")
