@@ -40,7 +40,7 @@ def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Re
     device, dtypes = pick_device(options.device), chosen_dtypes(options)
     table: Mapping[str, Configuration | TrainConfiguration] = TRAIN_CONFIGURATIONS if options.train else CONFIGURATIONS
     if options.max_batch and device.type != "cuda":  # elsewhere the system ends a process that takes too much memory
-        raise ValueError(f"the largest batch can be found on CUDA only, not on {device}: leave out --max-batch")
+        raise ValueError(f"the largest batch can be found on CUDA only, not on {device}: leave out `max_batch`")
     configs = list(table) if options.configs is None else names("configs", options.configs, table)
     cells, peers = _cells(options, dtypes), names("peer", options.peer, PEERS)
     threads, size = set_threads(options), model_size(options)
@@ -125,7 +125,7 @@ def _cells(options: Options, dtypes: Sequence[str]) -> list[Cell]:
     tasks = [IMAGE_SECTIONS[task] for task in names("task", options.task, IMAGE_SECTIONS)]
     sections = names("sections", options.sections, SECTIONS)
     sections = [each for section in sections for each in (tasks if section == "image" else [section])]
-    batches = sorted({*numbers(options.batches, "--batches"), *([16] if options.full else [])})
+    batches = sorted({*numbers(options.batches, "`batches`"), *([16] if options.full else [])})
     return [
         Cell(section, dtype, batch)
         for dtype in dtypes

@@ -29,7 +29,7 @@ def run(options: Options) -> None:
 def _run_benchmark(options: Options) -> None:
     folder = options.folder
     if not options.resume and (folder / report.RESULTS).exists():
-        raise ValueError(f"{folder}: holds results already: go on with --resume, or take another --out")
+        raise ValueError(f"{folder}: holds results already: go on with `resume`, or take another `out`")
     folder.mkdir(parents=True, exist_ok=True)  # now, so that minutes of measuring are not lost if it fails
     made = benchmark(options, lambda partial: report.write(partial, folder))
     print(report.markdown(made))

@@ -140,7 +140,8 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         f"parameters, {_words(dtypes)} on {device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    if "turbo" in title.lower() and "family" not in metadata and (turbo := turbo_variant(family)) is not None:
+    turbo = turbo_variant(family)
+    if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
     return kind(
         name=title if path.is_dir() else path.stem,

@@ -25,13 +25,24 @@ class _Help(argparse.HelpFormatter):
         return ", ".join(shown) + value
 
 
+class _ShowHelp(argparse.Action):
+    """Prints a help and exits, even beside flags that are wrong."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, _Parser)
+        parser.exit(0, parser.format_help() if self.dest == "help_all" else parser.short_help())
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser with two helps: --help shows the common flags, --help-all every one in its group."""
 
-    def __init__(self, command: str, about: str, has_prompt: bool) -> None:
+    def __init__(self, command: str, about: str, positional: str) -> None:
         super().__init__(
             prog=f"python -m ldm_lite.{command}",
-            usage=f"%(prog)s {'[PROMPT] ' * has_prompt}[--flag VALUE ...]",
+            usage=f"%(prog)s {positional}[--flag VALUE ...]",
             description=about,
             allow_abbrev=False,
             add_help=False,
@@ -40,17 +51,8 @@ class _Parser(argparse.ArgumentParser):
         )
         self.common: list[argparse.Action] = []
         section = self.add_argument_group("help")
-        section.add_argument("-h", "--help", action="store_true", help="show the common options and exit")
-        section.add_argument("--help-all", action="store_true", help="show all options and exit")
-
-    def parse(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        """The values of the flags that are given; shows help and exits where that is asked for."""
-        given = vars(self.parse_args(argv))
-        if given.pop("help", False):
-            self.exit(0, self.short_help())
-        if given.pop("help_all", False):
-            self.exit(0, self.format_help())
-        return given
+        section.add_argument("-h", "--help", action=_ShowHelp, help="show the common options and exit")
+        section.add_argument("--help-all", action=_ShowHelp, help="show all options and exit")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print help to stdout, errors to stderr, and leave."""
@@ -61,9 +63,7 @@ class _Parser(argparse.ArgumentParser):
         raise AssertionError  # not reached: SystemExit
 
     def short_help(self) -> str:
-        """The common flags, one spelling each; all flags for a command that marks none as common."""
-        if not self.common:
-            return self.format_help()
+        """The common flags, one spelling each."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -96,23 +96,28 @@ def parse(
     command: str,
     about: str,
     groups: Sequence[type],
-    extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Flags to one instance of each dataclass in `groups`, and what was given to the flags that `extend` adds.
 
-    A flag that is not given keeps the dataclass's default, the only one there is.
+    A flag that is not given keeps the dataclass's default, the only one there is.  --help shows the flags that are
+    marked as common, and all flags of a dataclass that marks none.
     """
     fields = [each for group in groups for each in dataclasses.fields(group)]
-    parser = _Parser(command, about, any(each.metadata.get("positional") for each in fields))
+    positional = "".join(f"[{each.name.upper()}] " for each in fields if each.metadata.get("positional"))
+    parser = _Parser(command, about, positional)
     for group in groups:
         hints = typing.get_type_hints(group)
+        marks = any(each.metadata.get("common") for each in dataclasses.fields(group))
         for title, owned in _sections(group):
             section = parser.add_argument_group(title)
             for each in owned:
                 if each.metadata["flag"]:
-                    _add(parser, section, each, hints[each.name])
+                    action = _add(section, each, hints[each.name])
+                    if each.metadata["common"] or not marks:
+                        parser.common.append(action)
     extend(parser)
-    given = parser.parse(argv)
+    given = vars(parser.parse_args(argv))
     for key in [key for key in given if key.endswith("_argument")]:
         name, value = key.removesuffix("_argument"), given.pop(key)
         if value is not None and name in given:
@@ -135,10 +140,11 @@ def _sections(group: type) -> list[tuple[str, list[Field]]]:
     owned: dict[type, list[Field]] = {each: [] for each in group.__mro__}
     for each in dataclasses.fields(group):
         owned[next(owner for owner in owned if each.name in inspect.get_annotations(owner))].append(each)
-    return [((owner.__doc__ or "").split(".")[0].lower(), fields) for owner, fields in owned.items() if fields]
+    titles = {owner: (owner.__doc__ or "").split(".  ")[0].rstrip(".").lower() for owner in owned}
+    return [(titles[owner], fields) for owner, fields in owned.items() if fields]
 
 
-def _add(parser: _Parser, section: Any, each: Field, hint: Any) -> None:
+def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
     """One dataclass field as a flag.  Each spelling is accepted with - and with _; help shows the declared ones."""
     if isinstance(hint, types.UnionType):
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
@@ -160,10 +166,9 @@ def _add(parser: _Parser, section: Any, each: Field, hint: Any) -> None:
             kwargs["metavar"] = about["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
     if about["positional"]:
         section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
-    action = section.add_argument(*names, **kwargs)
-    action.shown = shown
-    if about["common"]:
-        parser.common.append(action)
+    action: argparse.Action = section.add_argument(*names, **kwargs)
+    action.shown = shown  # type: ignore[attr-defined]
+    return action
 
 
 def _spelled(flag: str, joint: str) -> str:
@@ -177,8 +182,8 @@ def _text(value: str) -> str:
     return value
 
 
-def original_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the original scripts that have other names here."""
+def original_flags(parser: argparse.ArgumentParser) -> Any:
+    """Add the flags of the original scripts that have other names here; return their section of the help."""
     section = parser.add_argument_group("flags of the original scripts that have other names here")
     section.add_argument("--plms", dest="sampler", action="store_const", const="plms", help="--sampler plms")
     section.add_argument(
@@ -188,12 +193,13 @@ def original_flags(parser: argparse.ArgumentParser) -> None:
     section.add_argument("--config", help="not needed: the checkpoint says what it is")
     section.add_argument("--C", type=int, help="latent channels: checked against the checkpoint")
     section.add_argument("--f", type=int, help="pixels per latent position: checked against the checkpoint")
+    return section
 
 
 def txt2img_flags(parser: argparse.ArgumentParser) -> None:
     """original_flags, and those of the original txt2img alone."""
-    original_flags(parser)
-    parser.add_argument("--laion400m", action="store_true", help="--ckpt models/ldm/text2img-large/model.ckpt")
+    section = original_flags(parser)
+    section.add_argument("--laion400m", action="store_true", help="--ckpt models/ldm/text2img-large/model.ckpt")
 
 
 def edit_flags(parser: argparse.ArgumentParser) -> None:

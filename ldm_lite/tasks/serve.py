@@ -94,7 +94,7 @@ def serve(
 def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
     """What the original's own flags change in what is loaded."""
     if "config" in original:
-        log.info("--config is not needed: the checkpoint says what it is")
+        log.info("`config` is not needed: the checkpoint says what it is")
     if "laion400m" in original:
         load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
     if original.get("precision") == "full" and load.dtype is None:

@@ -1,7 +1,11 @@
-"""What all commands share: an unknown flag, and the line when memory runs out, which names what to try next."""
+"""What all commands share: their flags, their help, and their messages, in which options are flags."""
 
+import ast
 import dataclasses
+import importlib
+import logging
 import math
+import re
 import subprocess
 import sys
 import typing
@@ -12,8 +16,10 @@ import pytest
 import torch
 
 import ldm_lite
+from ldm_lite.__main__ import COMMANDS
 from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cli import console, flags
+from ldm_lite.cli.console import as_flags
 from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import CascadeOptions as Cascade
 from ldm_lite.cli.task_options import CompareOptions as Samplers
@@ -29,7 +35,7 @@ from ldm_lite.train.options import TrainOptions as Train
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """Following the advice leads through all options, each once, to a smaller picture."""
+    """Following the advice leads through all options, each once, to a smaller image."""
 
     def advice(*options: object) -> str:
         def fails() -> None:
@@ -42,22 +48,22 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
     taken = {"--vae-tiling": {"vae_tiling": True}, "--offload model": {"offload": "model"}}
     taken |= {"--offload sequential": {"offload": "sequential"}, "--storage int8": {"storage": "int8"}}
     taken |= {"--dtype fp16": {"dtype": "fp16"}}
-    while (step := advice(options, load)) != "a smaller picture":
+    while (step := advice(options, load)) != "a smaller image":
         assert step not in seen
         seen.append(step)
         if step in taken:
             load = replace(load, **taken[step])
         else:
             options = replace(options, batch_size=1)
-    assert seen == ["--n-samples 1", *[step for step in seen if step in taken]]
+    assert seen == ["--batch-size 1", *[step for step in seen if step in taken]]
     assert set(taken) <= set(seen)
     assert seen.index("--offload model") < seen.index("--storage int8") < seen.index("--offload sequential")
     assert advice(Upscale(batch_size=3), LoadOptions(vae_tiling=True)) == "--tile 64"
-    assert advice(Cascade(batch_size=2), StageOptions(dtype="fp32"), SaveOptions()) == "--n-samples 1"
+    assert advice(Cascade(batch_size=2), StageOptions(dtype="fp32"), SaveOptions()) == "--batch-size 1"
     assert advice(Cascade(), StageOptions(stage_3="x4.ckpt"), SaveOptions()) == "--tile 64"
     assert advice(Cascade(), StageOptions(dtype="fp32"), SaveOptions()) == "--dtype fp16"
     assert advice(Bench()) == advice(Export(batches="1,2")) == "--batches 1"
-    assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller picture"
+    assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller image"
     assert advice(Train(), LoadOptions()) == "--checkpointing"
     assert advice(Train(checkpointing=True), LoadOptions()) == "a smaller --batch, with --accumulate"
 
@@ -104,24 +110,24 @@ def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.Ca
     numbers = [each for each in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[each.name])}]
     numbers += [each for each in dataclasses.fields(group) if hints[each.name] in (int, float)]
     assert numbers
-    numbers = [each for each in numbers if not each.metadata["help"].startswith("not here")]
+    numbers = [each for each in numbers if not each.metadata["help"].startswith("not used")]
     for each in numbers:
         least, most = each.metadata["within"]
         for value in (least - 1, most + 1, math.nan, math.inf, -math.inf, 10**400):
             if not (value == 10**400 and most == math.inf):
-                with pytest.raises(ValueError, match=rf"^got {each.name} .*, wanted "):
+                with pytest.raises(ValueError, match=rf"^got `{each.name}` .*, wanted "):
                     group(**{each.name: value})
     name = next(each.name for each in numbers if each.metadata["within"] != FINITE)
     with pytest.raises(SystemExit):
         flags.parse([f"--{name}=-1"], "train", "", (group,))
-    assert capsys.readouterr().err.startswith(f"error: got {name} -1")
+    assert capsys.readouterr().err.startswith(f"error: got --{name.replace('_', '-')} -1")
 
 
 def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[str]) -> None:
     """What is left of a prompt without quotes, and of a shell's variable that is not set."""
     for argv, wanted in (
         (["a", "red", "apple"], "error: got words beside the prompt, 'red apple': put it into quotes (see --help)"),
-        (["--init-img", ""], "error: argument --init_img/--init-img/--input: got an empty text: give a value, or"),
+        (["--init-img", ""], "error: argument --init-img/--init_img/--input: got an empty text: give a value, or"),
         (["--ckpt", ""], "error: argument --ckpt: got an empty text: give a value, or leave the flag out"),
     ):
         with pytest.raises(SystemExit):
@@ -133,14 +139,209 @@ def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[
     assert options.prompt == options.negative_prompt == ""
 
 
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("leave out `vae_tiling`", "leave out --vae-tiling"),
+        ("give `vae=FILE`, or `text_encoder=FILE`", "give --vae FILE, or --text-encoder FILE"),
+        ('try `dtype="fp32"`', "try --dtype fp32"),
+        ("try `prediction='v'`", "try --prediction v"),
+        ("take `vae_tiling=True`", "take --vae-tiling"),
+        ("add `metadata=family=sdxl_turbo`", "add --metadata family=sdxl_turbo"),
+        ("got `steps` 0, wanted 1 to 1000", "got --steps 0, wanted 1 to 1000"),
+        ("run `git lfs pull`; log in with `hf auth login`", "run `git lfs pull`; log in with `hf auth login`"),
+        ("run `python -m ldm_lite.export`", "run `python -m ldm_lite.export`"),
+        ("out`put and `", "out`put and `"),
+        ("nothing to translate: a_b=c", "nothing to translate: a_b=c"),
+    ],
+)
+def test_messages_of_python_become_those_of_the_command_line(message: str, wanted: str) -> None:
+    assert as_flags(message) == wanted
+
+
+def test_errors_and_log_records_of_a_command_name_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        logging.getLogger("ldm_lite").info("loaded; `prediction` overrules that")
+        logging.getLogger("ldm_lite").warning("add `metadata=family=%s`", "sd1")
+        logging.getLogger("ldm_lite").warning("add `metadata=family=%s`", "sd1")
+        raise ValueError("no mask: give one with `mask=FILE`, or `extend=left=128`")
+
+    assert console.run(body) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "loaded; --prediction overrules that",
+        "warning: add --metadata family=sd1",
+        "error: no mask: give one with --mask FILE, or --extend left=128",
+    ]
+
+
+def messages(tree: ast.AST) -> list[str]:
+    """The texts in a module that are raised or logged, with {} for what is filled in."""
+    found = []
+    for node in ast.walk(tree):
+        is_log = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        is_log = is_log and ast.unparse(node.func) in ("log.info", "log.warning")
+        if isinstance(node, ast.Raise) or is_log:
+            texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            found += [text for text in texts if isinstance(text, str)]
+    return found
+
+
+def test_an_option_that_a_message_names_exists() -> None:
+    """And below the commands no message names a flag."""
+    groups = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions, Samplers, Export)
+    names = {each.name for group in (*groups, Train, Bench, Reconstruct) for each in dataclasses.fields(group)}
+    names |= {"draw", "output", "C", "f", "config"}  # of Python alone, and of the original scripts alone
+    root, count = Path(ldm_lite.__file__).parent, 0
+    for file in sorted(root.rglob("*.py")):
+        for text in messages(ast.parse(file.read_text())):
+            for name in re.findall(r"`(\w+)(?:=[^`]*)?`", text):
+                assert name in names, f"{file}: {text}"
+                count += 1
+            if file.parent.name not in ("cli", "ldm_lite"):
+                assert not re.search(r"(?<![\w-])--[a-z]", text), f"{file}: {text}"
+    assert count > 50
+
+
+# ---- help -----------------------------------------------------------------------------------------------------------
+
+
+def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The spellings of each flag in a command's help."""
+    module = importlib.import_module(f"ldm_lite.{command}{'.__main__' * (command in ('train', 'bench'))}")
+    with pytest.raises(SystemExit) as status:
+        module.main([flag])
+    text, error = capsys.readouterr()
+    assert (status.value.code, error) == (0, "")
+    assert text.startswith(f"usage: python -m ldm_lite.{command} ")
+    assert text.endswith("\n")
+    lines = re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
+    return [re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", line) for line in lines]
+
+
+def test_help_shows_twenty_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    common, everything = (shown("txt2img", flag, capsys) for flag in ("--help", "--help-all"))
+    assert common == shown("txt2img", "-h", capsys)
+    assert len(common) <= 20
+    assert all(len(spellings) == 1 for spellings in common)
+    names = {name for [name] in common}
+    assert names >= {
+        "--prompt",
+        "--negative-prompt",
+        "--seed",
+        "--steps",
+        "--sampler",
+        "--scale",
+        "--height",
+        "--width",
+    }
+    assert names >= {"--ckpt", "--vae", "--lora", "--dtype", "--batch-size", "--out"}
+    flags_of = [spellings[0] for spellings in everything]
+    assert len(flags_of) == len(set(flags_of))
+    declared = [each for group in (Options, LoadOptions, SaveOptions) for each in dataclasses.fields(group)]
+    declared = [each for each in declared if each.metadata["flag"]]
+    originals = ["--plms", "--dpm_solver", "--precision", "--config", "--C", "--f", "--laion400m"]
+    own = {f"--{each.name.replace('_', '-')}" for each in declared}
+    assert set(flags_of) == own | {*originals, "-h", "--help-all"}
+    spelled = {name for spellings in everything for name in spellings}
+    assert spelled >= {flag for each in declared for flag in each.metadata["flags"]}
+    assert not [name for name in own if "_" in name]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_commands_help_is_short_and_its_full_help_whole(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common, everything = (shown(command, flag, capsys) for flag in ("--help", "--help-all"))
+    assert 4 <= len(common) < len(everything)
+    assert all(len(spellings) == 1 for spellings in common)
+    assert {name for [name] in common} <= {spellings[0] for spellings in everything}
+
+
+def test_a_group_without_common_flags_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """As reconstruct's own options are."""
+    own = {f"--{each.name}" for each in dataclasses.fields(Reconstruct)}
+    assert {name for [name] in shown("reconstruct", "--help", capsys)} >= own
+
+
+def test_help_is_shown_beside_flags_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        flags.parse(["an apple", "--stepz", "3", "--help"], "txt2img", "", (Options,))
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+# ---- spellings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "name"),
+    [
+        *((flag, "3", "batch_size") for flag in ("--n_samples", "--n-samples", "--batch_size", "--batch-size")),
+        *((flag, "3", "n_iter") for flag in ("--n_iter", "--n-iter")),
+        *((flag, "3", "steps") for flag in ("--ddim_steps", "--ddim-steps", "--steps")),
+        *((flag, "0.5", "eta") for flag in ("--ddim_eta", "--ddim-eta", "--eta")),
+        *((flag, "64", "height") for flag in ("--H", "--height")),
+        *((flag, "64", "width") for flag in ("--W", "--width")),
+        *((flag, "out", "out") for flag in ("--outdir", "--out")),
+        *((flag, "prompts.txt", "from_file") for flag in ("--from_file", "--from-file")),
+        *((flag, "ugly", "negative_prompt") for flag in ("--negative_prompt", "--negative-prompt")),
+        *((flag, "karras", "spacing") for flag in ("--scheduler", "--spacing")),
+        *((flag, "7", "prompt") for flag in ("--class", "--boxes", "--label_map", "--label-map", "--embeddings")),
+        *((flag, "a.png", "init_img") for flag in ("--init_img", "--init-img", "--input")),
+        *((flag, "2", "image_scale") for flag in ("--cfg_image", "--cfg-image", "--image-scale", "--image_scale")),
+        *((flag, None, "skip_grid") for flag in ("--skip_grid", "--skip-grid")),
+        *((flag, None, "skip_save") for flag in ("--skip_save", "--skip-save")),
+        *((flag, None, "fixed_code") for flag in ("--fixed_code", "--fixed-code")),
+        *((flag, "2", "n_rows") for flag in ("--n_rows", "--n-rows")),
+        *((flag, "a.safetensors", "text_encoder") for flag in ("--text_encoder", "--text-encoder")),
+        *((flag, None, "vae_tiling") for flag in ("--vae_tiling", "--vae-tiling")),
+    ],
+)
+def test_every_spelling_is_accepted(flag: str, value: str | None, name: str) -> None:
+    made, _ = flags.parse(
+        [flag, *([] if value is None else [value])], "img2img", "", (Img2img, LoadOptions, SaveOptions)
+    )
+    found = [getattr(group, name) for group in made if hasattr(group, name)]
+    wanted = True if value is None else type(found[0])([value] if isinstance(found[0], tuple) else value)
+    assert found == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("extend", "argv", "name", "value"),
+    [
+        (flags.original_flags, ["--plms"], "sampler", "plms"),
+        (flags.original_flags, ["--dpm_solver"], "sampler", "dpmpp_2m"),
+        (flags.edit_flags, ["--edit", "make it red"], "prompt", "make it red"),
+        (flags.edit_flags, ["--cfg-text", "5"], "scale", 5.0),
+        (flags.edit_flags, ["--output", "a.png"], "out", "a.png"),
+        (flags.edit_flags, ["--vae-ckpt", "a.ckpt"], "vae", "a.ckpt"),
+    ],
+)
+def test_flags_of_the_original_scripts_set_our_options(
+    extend: typing.Any, argv: list[str], name: str, value: object
+) -> None:
+    made, others = flags.parse(argv, "img2img", "", (Img2img, LoadOptions, SaveOptions), extend)
+    assert [getattr(group, name) for group in made if hasattr(group, name)] == [value]
+    assert others == {}
+
+
+def test_flags_of_the_original_scripts_that_only_inform() -> None:
+    argv = ["--C", "4", "--f", "8", "--precision", "full", "--config", "a.yaml", "--laion400m"]
+    _, others = flags.parse(argv, "txt2img", "", (Options,), flags.txt2img_flags)
+    assert others == {"C": 4, "f": 8, "precision": "full", "config": "a.yaml", "laion400m": True}
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the shell is another")
 @pytest.mark.parametrize("how", ["", "PYTHONIOENCODING=ascii", ">&-", "2>&-", ">&- 2>&-"])
 def test_any_name_is_printed_to_any_stream_even_a_closed_one(how: str) -> None:
     code = """
-import sys, tqdm
-from ldm_lite import cli
+import logging, sys, tqdm
+from ldm_lite.cli import console
 def body():
-    cli.logging.getLogger("ldm_lite").info("loaded")
+    logging.getLogger("ldm_lite").info("loaded")
     bar = tqdm.tqdm(total=2)
     print("pictures/\\udcff \\u2764.png")
     raise ValueError("wrong")
@@ -162,8 +363,8 @@ sys.exit(console.run(body))
 def test_a_command_that_nobody_reads_ends_without_a_line(flush: bool) -> None:
     """As behind `| head -1`: at the print that fails, or at the end for what is buffered."""
     code = f"""
-import sys, time
-from ldm_lite import cli
+import sys
+from ldm_lite.cli import console
 def body():
     sys.stdin.readline()  # until the other end is closed
     print("x", flush={flush})

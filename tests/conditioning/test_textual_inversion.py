@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_one_line(
             [a1111(tmp_path / "w.pt", torch.ones(2, 96))],
             "w.pt: is for another model: its vectors are 96 wide, wanted 64 ",
         ),
-        ([tmp_path / "uneven.safetensors"], "clip_l and clip_g have not as many vectors: the file is damaged"),
+        ([tmp_path / "uneven.safetensors"], "clip_l and clip_g differ in their number of vectors: the file is damaged"),
         ([tmp_path / "two.safetensors"], r"holds 2 tensors \(has a\), which are no textual inversion"),
         ([tmp_path / "conv.safetensors"], "which are no textual inversion"),
         ([kohya(tmp_path / "l.safetensors", torch.ones(76, 64))], "holds 76 vectors, wanted 1 to 75"),
@@ -160,12 +160,14 @@ def test_what_does_not_fit_is_one_line(
     with pytest.raises(ValueError, match="its vectors are 64 wide, wanted 96 for its text encoder"):
         with_embeddings(load("sdxl_base"), [kohya(tmp_path / "a.safetensors", torch.ones(1, 64))])
     unread = replace(load("sd2"), tokenizer=None)
-    with pytest.raises(ValueError, match="reads no text with CLIP, for which embeddings are: leave out --embedding"):
+    with pytest.raises(
+        ValueError, match="reads no text with CLIP, which embeddings are made for: leave out `embedding`"
+    ):
         with_embeddings(unread, [tmp_path / "xl.safetensors"])
     with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for `embedding`\), wanted a latent diff"):
         split(open_checkpoint(a1111(tmp_path / "w.pt", torch.ones(2, 96))))
     assert with_embeddings(load("sd2"), [tmp_path / "xl.safetensors"]).learned.keys() == {64}
-    assert "xl.safetensors: its vectors of width 96 are not read by this model" in caplog.text
+    assert "xl.safetensors: this model does not use its vectors of width 96" in caplog.text
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -228,8 +230,8 @@ def test_several_files_have_vectors_of_their_own(load: Callable[[str], Pipeline]
 
 def test_long_prompts_with_names_and_weights(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     pipe = with_embeddings(load("sdxl_base"), [_both(tmp_path)])
-    reading = PromptOptions("a1111")
-    long, short = (encode_prompts(pipe, [f"{'a ' * count}(both:1.2)"], reading) for count in (74, 0))
+    options = PromptOptions("a1111")
+    long, short = (encode_prompts(pipe, [f"{'a ' * count}(both:1.2)"], options) for count in (74, 0))
     assert long.context.shape == (1, 2 * 77, 160)
     assert torch.allclose(long.context[:, 77:], short.context, atol=1e-4)
 
@@ -256,6 +258,6 @@ def test_the_command_says_what_to_call_it_and_the_refiner_knows_it(
         pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
         (tmp_path / "out.png").unlink()
     assert not np.array_equal(*pictures)
-    assert re.search(r"both.safetensors: in a prompt, 'both' is 3 vectors", capsys.readouterr().err)
+    assert re.search(r"both.safetensors: in a prompt, 'both' stands for 3 vectors", capsys.readouterr().err)
     assert txt2img.main([*arguments[:-1], str(tmp_path / "none.pt")]) == 2
     assert "none.pt: no such file" in capsys.readouterr().err

@@ -314,9 +314,9 @@ def test_files_that_are_no_control_or_for_another_unet_are_refused(
 
 
 def test_a_control_given_as_the_checkpoint_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--control"):
+    with pytest.raises(ValueError, match="`control="):
         ldm_lite.load(folder / "net.safetensors", device="cpu")
-    with pytest.raises(ValueError, match="--control"):
+    with pytest.raises(ValueError, match="`control="):
         ldm_lite.load(folder / "adapter.safetensors", device="cpu")
 
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import ldm_lite
+from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.runtime.attention import layers, vanilla
+from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.runtime.attention import layers, sdpa, vanilla
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
 from ldm_lite.tasks.txt2img import txt2img
 
@@ -19,19 +21,24 @@ def functions(network: torch.nn.Module) -> set[object]:
 
 
 def test_the_attention_is_that_of_the_flag(small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    arguments = LoadOptions(ckpt=str(small_path), device="cpu", attention="vanilla").arguments()
-    pipe = ldm_lite.load(**arguments)
-    assert functions(pipe.unet) == functions(pipe.vae) == {vanilla}
+    model = load_model(LoadOptions(ckpt=str(small_path), device="cpu", attention="vanilla"), Model)
+    assert functions(model.unet) == functions(model.vae) == {vanilla}
     with caplog.at_level(logging.INFO, "ldm_lite"):
-        pipe = ldm_lite.load(small_path, device="cpu", attention="mha")
+        ldm_lite.load(small_path, device="cpu", attention="mha")
     assert "vae keeps attention sdpa: attention 'mha' needs" in caplog.text
     for name, message in (("cudnn", "not available on cpu in fp32"), ("fast", "unknown attention")):
         with pytest.raises(ValueError, match=message):
             ldm_lite.load(small_path, device="cpu", attention=name)
 
 
-def test_without_the_flag_load_has_its_own_default() -> None:
-    assert LoadOptions().arguments()["tuning"] == {}
+def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
+    for model in (
+        load_model(LoadOptions(ckpt=small_path, device="cpu"), Model),
+        ldm_lite.load(small_path, device="cpu"),
+    ):
+        assert functions(model.unet) == functions(model.vae) == {sdpa}
+        assert model.step is denoise_step
+        assert model.offloader is None
 
 
 def test_bfloat16_on_a_cpu_is_named_for_what_it_is(

@@ -151,11 +151,11 @@ def test_the_command_makes_an_image(
         ("ldm_cin256_v2", [], "no prompt: give one"),
         ("ldm_cin256_v2", ["--class", "10"], "reads a class, 0 to 9: got '10'"),
         ("ldm_cin256_v2", ["--class", "a dog"], "reads a class, 0 to 9: got 'a dog'"),
-        ("ldm_cin256", ["--class", "1", "--scale", "3"], "nothing to keep away from (leave out --scale): got 'none'"),
+        ("ldm_cin256", ["--class", "1", "--scale", "3"], "without a negative prompt (leave out --scale): got 'none'"),
         ("ldm_layout2img", ["a dog"], "a dog: no such file: small LDM layout-to-image (OpenImages) reads a JSON file"),
         ("ldm_layout2img", ["--boxes", __file__], "is not a list of boxes"),
-        ("ldm_semantic_synthesis", ["{rgb}"], "is no map of labels: has the mode RGB"),
-        ("ldm_semantic_synthesis", ["{high}"], "is no map of labels: holds the label 200, wanted 0 to 5"),
+        ("ldm_semantic_synthesis", ["{rgb}"], "is no label map: its mode is RGB"),
+        ("ldm_semantic_synthesis", ["{high}"], "is no label map: it holds the label 200, wanted 0 to 5"),
         ("ldm_semantic_synthesis", [__file__], "is not an image that can be read"),
         ("rdm768", ["{rgb}"], "is no .npy file"),
         ("rdm768", ["{wide}"], "holds floats of shape (1, 41), wanted (40,) or (T, 40)"),
@@ -193,7 +193,7 @@ def test_the_scale_factor_of_churches_is_read_from_the_file(path_of: Callable[[s
         values, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
     del values["scale_factor"]
     save_file(values, tmp_path / "without.safetensors", metadata=metadata)
-    with pytest.raises(ValueError, match="lacks `scale_factor`"):
+    with pytest.raises(ValueError, match="lacks scale_factor"):
         ldm_lite.load(tmp_path / "without.safetensors", device="cpu")
     pipe = ldm_lite.load(tmp_path / "without.safetensors", device="cpu", metadata={"scale_factor": "0.5"})
     assert pipe.family.scale_factor == 0.5
