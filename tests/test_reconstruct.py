@@ -195,7 +195,7 @@ def test_img2img_wants_taesds_encoder_too(
         else:
             assert status == 2
             assert errors == [
-                "error: this TAESD is a decoder alone, and a picture must be encoded: take a file of both, or put "
+                "error: this TAESD is a decoder alone, and an image must be encoded: take a file of both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             ]
 

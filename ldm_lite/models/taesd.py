@@ -84,7 +84,7 @@ class TAESD(nn.Module):
         """
         if not self.spec.encoder:
             raise ValueError(
-                "this TAESD is a decoder alone, and a picture must be encoded: take a file of both, or put "
+                "this TAESD is a decoder alone, and an image must be encoded: take a file of both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             )
         if x.shape[1] != 3 or x.shape[2] % 8 or x.shape[3] % 8:
