@@ -9,12 +9,13 @@ pipe.txt2img("a red apple on a blue background")[0].save("apple.png")
 import importlib
 from typing import TYPE_CHECKING
 
+from ldm_lite.cli.version import __version__
+
 if TYPE_CHECKING:
     from ldm_lite.checkpoint.lora import open_lora
     from ldm_lite.control.control import Control
     from ldm_lite.pipeline import Pipeline, load
 
-__version__ = "0.1.0"
 __all__ = ["Control", "Pipeline", "__version__", "load", "open_lora"]
 
 _HOMES = {

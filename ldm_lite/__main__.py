@@ -7,8 +7,8 @@ import platform
 import sys
 from collections.abc import Sequence
 
-import ldm_lite
 from ldm_lite.cli import console
+from ldm_lite.cli.version import __version__
 
 COMMANDS = {
     "txt2img": "text to image",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print() -> None:
-    print(f"ldm_lite {ldm_lite.__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
+    print(f"ldm_lite {__version__}: latent diffusion from scratch in PyTorch 2\n\ncommands")
     for name, about in COMMANDS.items():
         print(f"  python -m ldm_lite.{name:<11} {about} (--help)")
     print(f"\nversions\n  python {platform.python_version()}")

@@ -195,7 +195,7 @@ class _Stage:
         conditioning = self.conditioning
         if control is not None:
             network, conditioning = control(step, conditioning)
-        own = network.unet if isinstance(network, ControlledUNet) else network
+        own = network.unet if isinstance(network, ControlledUNet) else network  # other wrappers may take no cache
         if own is self.model.unet and conditioning.context is self.conditioning.context:
             conditioning = conditioning._replace(cache=self._cache)
         return network, conditioning

@@ -181,8 +181,7 @@ def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipelin
             return self.unet(x, t, context, y)
 
     plan, noise, other = make_plan("ddim", bundled.schedule, 3), torch.zeros(1, *SHAPE), Other()
-    in_its_place = Extras(control=lambda step, conditioning: (other, conditioning))
-    denoise(bundled, noise, NOTHING, plan, extras=in_its_place)
+    denoise(bundled, noise, NOTHING, plan, extras=Extras(control=lambda step, conditioning: (other, conditioning)))
     denoise(replace(bundled, unet=other), noise, NOTHING, plan)  # type: ignore[arg-type]
     assert seen == [((1,), (1, 77, 128))] * 6
 
@@ -192,13 +191,13 @@ def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) ->
     plan, noise = make_plan("ddim", bundled.schedule, 3), SeededNoise([1], SHAPE)()
     longer = Conditioning(torch.cat([NOTHING.conditionings[0].context, torch.ones(1, 4, 128)], dim=1))  # type: ignore[list-item]
 
-    def steer(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
+    def control(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
         return bundled.unet, longer if step == 1 else conditioning
 
     def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
-        return lambda *inputs: bundled.unet(*inputs), steer(step, conditioning)[1]
+        return lambda *inputs: bundled.unet(*inputs), control(step, conditioning)[1]
 
-    found = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=steer))
+    found = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=control))
     wanted = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=plain))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 

@@ -22,7 +22,7 @@ LAYERS = [
 ]
 # Within a layer.
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime")}
-PRINTING = {"tasks.serve", "tasks.compare", "tasks.export"}  # the main parts of commands
+PRINTING = {"tasks.serve", "tasks.compare", "tasks.export", "train.__main__"}  # the main parts of commands
 COMMANDS = {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "__main__"}
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
 BLOCKS |= {"models.unet": {"models.transformer"}}
@@ -69,7 +69,7 @@ def test_imports_go_one_way(path: Path) -> None:
         assert below, f"{name} must not import {other}"
     if name.startswith("models."):
         # a network may be made of another's blocks
-        assert imports(path) <= {"models.ops", *BLOCKS.get(name, set())}
+        assert imports(path) <= {"models.ops", "models.shapes", *BLOCKS.get(name, set())}
 
 
 def test_every_folder_has_a_layer() -> None:
@@ -90,7 +90,7 @@ def test_no_printing_environment_or_flags_below_the_commands(path: Path) -> None
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         assert not (isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"), f"{name} prints"
-    if name != "checkpoint.hub" and name.split(".")[0] != "runtime":
+    if name not in ("checkpoint.hub", "train.distributed") and name.split(".")[0] != "runtime":
         for forbidden in ("os.environ", "sys.argv", "torch.backends", "torch._inductor", "set_default_dtype"):
             assert forbidden not in source, f"{name} touches {forbidden}"
 
@@ -102,7 +102,7 @@ def test_files_and_functions_stay_readable(path: Path) -> None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 75, f"{node.name} is too long"
+            assert node.end_lineno - node.lineno < 65, f"{node.name} is too long"
             assert len(node.args.args) + len(node.args.kwonlyargs) <= 10, f"{node.name} has too many parameters"
 
 
@@ -152,7 +152,7 @@ ORIGINAL += " from-file config ckpt seed precision dpm_solver"
 def test_help_is_fast_and_complete(command: str, more: str) -> None:
     code = (
         f"import sys, ldm_lite.{command} as c\n"
-        "try: c.main(['--help'])\n"
+        "try: c.main(['--help-all'])\n"
         "except SystemExit as e: print(e.code, 'torch' in sys.modules)"
     )
     text = run(code)

@@ -25,7 +25,8 @@ from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.train import __main__ as train
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.run import train
 from ldm_lite.zoo.detection import describe
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import UNETS
@@ -116,10 +117,10 @@ def test_it_is_not_trained(pipe: Pipeline, folder: Path, tmp_path: Path) -> None
     (tmp_path / "data").mkdir()
     Image.new("RGB", (64, 64)).save(tmp_path / "data" / "a.png")
     (tmp_path / "data" / "a.txt").write_text("a")
-    options = train.Options(data=str(tmp_path / "data"), out=str(tmp_path / "run"), steps=1)
+    options = TrainOptions(data=str(tmp_path / "data"), out=str(tmp_path / "run"), steps=1)
     files = {name: str(folder / f"{name}.safetensors") for name in ("vae", "text_encoder")}
-    with pytest.raises(ValueError, match="small LCM: is distilled; what is trained here is the model it was distilled"):
-        train.train(options, LoadOptions(ckpt=str(folder / "unet.safetensors"), device="cpu", **files))
+    with pytest.raises(ValueError, match="small LCM: is distilled: train the model it was distilled from"):
+        train(options, LoadOptions(ckpt=str(folder / "unet.safetensors"), device="cpu", **files))
 
 
 # The layers that LCM-LoRA changes: those of the released files, and of diffusers' training script for them.

@@ -20,7 +20,7 @@ from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import CLIP_L, KL_F8, UNETS
 
@@ -93,7 +93,7 @@ def test_every_known_unet_is_named(name: str) -> None:
     with torch.device("meta"):
         unet, vae, text = UNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextEncoder(CLIP_L)
     found = {"unet": shapes(unet), "vae": shapes(vae), "text_encoder": shapes(text)}
-    assert identify(found, {}) == FAMILIES[name]
+    assert detect_family(found, {}) == FAMILIES[name]
 
 
 def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path, small_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path, picture: Image.Image, capsys: pytest.Captur
         (["missing.png"], "missing.png: No such file"),
         ([__file__], "is not an image"),
         (["{in}", "--ckpt", "{unet}"], "holds no autoencoder, only unet"),
-        (["{in}", "--ckpt", "{decoder}"], "is a decoder alone"),
+        (["{in}", "--ckpt", "{decoder}"], "this TAESD has no encoder"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -195,7 +195,7 @@ def test_img2img_wants_taesds_encoder_too(
         else:
             assert status == 2
             assert errors == [
-                "error: this TAESD is a decoder alone, and an image must be encoded: take a file of both, or put "
+                "error: this TAESD has no encoder, which is needed to encode an image: take a file with both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             ]
 

@@ -18,12 +18,11 @@ from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import clip_crop, to_pixels
-from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.style_adapter import StyleAdapter, styled
+from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
+from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec, styled
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.txt2img import main
-from ldm_lite.zoo.inference import infer_style, infer_vision
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")
 NOISE = toy.normal(9, 1, 4, 8, 8)
@@ -57,7 +56,7 @@ def test_what_clip_sees_is_what_transformers_has() -> None:
     """Its middle, scaled with the bicubic filter of PIL, and normalised; hidden states before the last norm."""
     encoder = CLIPVisionEncoder(toy.VISION)
     encoder.load_state_dict(toy.vision())
-    assert infer_vision({key: tuple(value.shape) for key, value in toy.vision().items()}) == toy.VISION
+    assert CLIPVisionSpec.from_shapes({key: tuple(value.shape) for key, value in toy.vision().items()}) == toy.VISION
     picture = (to_pixels(clip_crop(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
     with torch.no_grad():
         seen = encoder(picture)
@@ -101,7 +100,7 @@ def test_the_released_file_is_this_network() -> None:
     manifests = json.loads(gzip.decompress((Path(__file__).parent / "data" / "manifests.json.gz").read_bytes()))
     shapes = {key: tuple(shape) for key, shape in manifests["t2i_adapter_style"]["shapes"].items()}
     with on_meta():
-        network = StyleAdapter(infer_style(shapes))
+        network = StyleAdapter(StyleAdapterSpec.from_shapes(shapes))
     assert {key: tuple(value.shape) for key, value in network.state_dict().items()} == shapes
 
 

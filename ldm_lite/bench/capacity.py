@@ -1,30 +1,30 @@
 """The largest batch that fits into a GPU's memory."""
 
-from ldm_lite.bench.contender import Contender, Unable
-from ldm_lite.bench.jobs import Cell
+from ldm_lite.bench.backends import Backend, Unavailable
+from ldm_lite.bench.workload import Cell
 
-MOST = 1024
+MAX_BATCH = 1024
 
 
-def largest_batch(contender: Contender, section: str, dtype: str) -> int:
-    """The largest batch size for which a section is done, found by doubling and then by halving the gap; 0 if none is.
+def largest_batch(backend: Backend, section: str, dtype: str) -> int:
+    """Find the largest batch size that can do a section, by doubling and then halving the gap; 0 if none can.
 
-    Raises Unable where something other than the memory is at fault.
+    The answer is exact below 16 and within a sixteenth above.  Raises Unavailable for failures other than memory.
     """
 
     def fits(batch: int) -> bool:
         try:
-            contender.first(Cell(section, dtype, batch))
-        except Unable as error:
+            backend.first(Cell(section, dtype, batch))
+        except Unavailable as error:
             if "out of memory" not in str(error):
                 raise
             return False
         return True
 
     good, bad = 0, 1
-    while bad <= MOST and fits(bad):
+    while bad <= MAX_BATCH and fits(bad):
         good, bad = bad, 2 * bad
-    while bad - good > max(1, good // 16):  # to a sixteenth: the last image costs more to find than it tells
+    while bad - good > max(1, good // 16):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return min(good, MOST)
+    return min(good, MAX_BATCH)

@@ -1,22 +1,25 @@
-"""The ways to run the networks that are compared: a row each, and how a row becomes networks.
+"""The configurations that are compared, one row each, and how a row becomes networks.
 
-The first five are those of the PyTorch 2 article "Accelerated Generative Diffusion Models".  Its "original" is run here
-by our networks doing the original's arithmetic: weights in float32 that autocast casts at every call, and attention as
-softmax(q k^T) v with all of its weights in memory.  To add a row is to add a way.
+The first five are those of the PyTorch 2 article "Accelerated Generative Diffusion Models".  Its "original" is our
+networks doing the original's arithmetic: float32 weights that autocast casts at every call, and attention as
+softmax(q k^T) v with the whole attention matrix in memory.
 """
 
 import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ldm_lite.bench.contender import Here
-from ldm_lite.bench.jobs import Ours, Setting
+from ldm_lite.bench.backends import InProcessBackend
+from ldm_lite.bench.checkpoints import load
+from ldm_lite.bench.inference import OurWorkload
+from ldm_lite.bench.workload import Setting
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.pipeline import Pipeline, load
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.runtime.precision import DTYPES
@@ -27,12 +30,12 @@ N = TypeVar("N", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to run the networks."""
+    """How to run the networks."""
 
     title: str
-    attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, elsewhere PyTorch's choice
-    autocast: bool  # half precision by autocast from float32 weights, in place of weights cast once
-    tuned: bool  # as runtime.setup prepares networks, in place of plain modules
+    attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, on other devices PyTorch's choice
+    autocast: bool  # half precision by autocast from float32 weights, instead of weights cast once
+    tuned: bool  # set up by runtime.setup, instead of plain modules
     compile: str  # a tier of runtime.compile
 
 
@@ -52,57 +55,56 @@ CONFIGURATIONS = {
 
 
 class Models:
-    """A checkpoint's networks in every configuration and precision, made when first asked for."""
+    """A checkpoint's networks in every configuration and precision, loaded when first used."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self._loaded: dict[torch.dtype, Pipeline] = {}
+        self._loaded: dict[str, Model] = {}
 
-    def loaded(self, dtype: torch.dtype = torch.float32) -> Pipeline:
-        """As ldm_lite.load gives it."""
+    def loaded(self, dtype: str = "fp32") -> Model:
+        """The model as it is loaded by default, in a dtype given by its short name."""
         if dtype not in self._loaded:
-            self._loaded[dtype] = load(self.checkpoint, device=self.device, dtype=dtype)
+            self._loaded[dtype] = load(self.checkpoint, str(self.device), dtype)
         return self._loaded[dtype]
 
-    def contender(self, name: str, configuration: Configuration, setting: Setting) -> Here:
-        """A configuration that takes part under a name."""
+    def backend(self, name: str, configuration: Configuration, setting: Setting) -> InProcessBackend:
+        """A backend that runs a configuration."""
+        return InProcessBackend(name, self.device, functools.partial(self.workload, configuration, setting))
 
-        def make(dtype: str) -> Ours:
-            wanted = DTYPES[dtype]
-            casts = configuration.autocast and wanted != torch.float32
-            pipe = configured(self.loaded(torch.float32 if casts else wanted), configuration)
-            return Ours(pipe, setting, wanted if casts else None)
-
-        return Here(name, self.device, make)
+    def workload(self, configuration: Configuration, setting: Setting, dtype: str) -> OurWorkload:
+        """The networks of a configuration in a dtype, given by its short name."""
+        casts = configuration.autocast and dtype != "fp32"
+        model = configured(self.loaded("fp32" if casts else dtype), configuration)
+        return OurWorkload(model, setting, DTYPES[dtype] if casts else None)
 
 
-def configured(pipe: Pipeline, configuration: Configuration) -> Pipeline:
-    """A pipeline with networks of its own, set up as the configuration says; weights are shared with the given one.
+def configured(model: Model, configuration: Configuration) -> Model:
+    """Return a copy of the model in a configuration, with networks of its own that share the weights.
 
     Raises ValueError for an attention that the device lacks.
     """
-    networks: dict[str, Any] = {
-        role: (sharing if configuration.tuned else plain)(each) for role, each in pipe.networks.items()
-    }
-    fused = pipe.device.type != "cuda" and configuration.attention == "efficient"
+    copied = shared_copy if configuration.tuned else plain_copy
+    networks: dict[str, Any] = {role: copied(each) for role, each in model.networks.items()}
+    fused = model.device.type != "cuda" and configuration.attention == "efficient"
     name = "sdpa" if fused else configuration.attention
     if configuration.tuned:
         options = RuntimeOptions(attention=name, compile=configuration.compile)
-        return replace(pipe, **networks, step=prepare(networks, options, pipe.device)[0])
+        step, _ = prepare(networks, options, model.device)
+        return replace(model, **networks, step=step)
     for role in ("unet", "vae"):
         attention.use(networks[role], name)
-    # As in the original, whose UNet could be trained: autocast keeps the casts of such weights for as long as it is on.
+    # The original's UNet is trainable: autocast caches the casts of such weights for as long as it is on.
     networks["unet"].requires_grad_(configuration.autocast)
-    return replace(pipe, **networks, step=compiled_step(configuration.compile, networks["unet"]))
+    return replace(model, **networks, step=compiled_step(configuration.compile, networks["unet"]))
 
 
-def sharing(network: N) -> N:
-    """A copy of a network with the same weights, not copies of them."""
+def shared_copy(network: N) -> N:
+    """Copy a network without its weights, which the copy shares."""
     return copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
 
 
-def plain(network: nn.Module) -> nn.Module:
-    """A network as its class makes it, not tuned, with the same weights; a copy of those that were laid out anew."""
+def plain_copy(network: nn.Module) -> nn.Module:
+    """Build a network of the same class with the same weights, untuned; weights in another layout are copied."""
     with on_meta():
         made = type(network)(network.spec)
     made.load_state_dict({key: value.contiguous() for key, value in network.state_dict().items()}, assign=True)

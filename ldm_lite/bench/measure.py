@@ -1,4 +1,4 @@
-"""Clocks, peaks and limits: what a measurement is made of, whatever is measured.
+"""Time, memory and arithmetic: the instruments of every measurement.
 
 A sample is the time of several calls in a row, on CUDA between two events with one synchronisation at the end.
 """
@@ -15,17 +15,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 T = TypeVar("T")
-SAMPLE_S = 0.2  # a sample is of as many calls as take this long, so that the clock's grain does not count
-MOST_CALLS = 50
+SAMPLE_S = 0.2  # duration of a sample: long against the clock's resolution
+MAX_CALLS = 50
 
 
 def clock(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that work() takes on the device, waiting for it to finish."""
+    """Return the seconds that work() takes on the device until it has finished."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    with torch.cuda.device(device):  # events are of the current one
+    with torch.cuda.device(device):  # events belong to the current device
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         before.record()
         work()
@@ -35,12 +35,12 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
 
 
 def calls_in_sample(seconds: float) -> int:
-    """How many calls of a duration make one sample."""
-    return max(1, min(MOST_CALLS, round(SAMPLE_S / max(seconds, 1e-6))))
+    """The number of calls, each of this duration, in one sample."""
+    return max(1, min(MAX_CALLS, round(SAMPLE_S / max(seconds, 1e-6))))
 
 
-def there_and_back(items: Sequence[T], round_number: int) -> Sequence[T]:
-    """A B C in even rounds, C B A in odd ones: a machine that slows down slows all alike."""
+def alternating(items: Sequence[T], round_number: int) -> Sequence[T]:
+    """A B C in even rounds, C B A in odd ones, so that a machine that slows down slows all alike."""
     return items if round_number % 2 == 0 else items[::-1]
 
 
@@ -61,9 +61,9 @@ def spread(samples: Sequence[float]) -> float:
 
 
 class Peak:
-    """The most bytes in use inside a `with` block, beyond those before it: `bytes`, None where it cannot be known.
+    """Measures the peak memory inside a `with` block beyond what was in use before: `bytes`, None if unknown.
 
-    On CUDA what tensors take; on Linux's CPUs the resident set of the process.
+    On CUDA the memory of tensors, on a CPU under Linux the resident set of the process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Peak:
     def __enter__(self) -> "Peak":
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what a batch that did not fit has left must not be in the way of this one
+            torch.cuda.empty_cache()  # memory left by a batch that did not fit is free again
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before: int | None = torch.cuda.memory_allocated(self.device)
         else:
@@ -89,7 +89,7 @@ class Peak:
 
 
 def status(name: str) -> int | None:
-    """A size in bytes out of Linux's /proc/self/status; None elsewhere."""
+    """A size in bytes from Linux's /proc/self/status; None on other systems."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(name + ":"):
@@ -97,11 +97,11 @@ def status(name: str) -> int | None:
     return None
 
 
-# ---- work and its limit ---------------------------------------------------------------------------------------------
+# ---- arithmetic ---------------------------------------------------------------------------------------------
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of the best of some large square matmuls: the most that this machine does in this dtype, just now."""
+    """The best TFLOP/s of some large square matmuls: the limit of this machine in this dtype at this moment."""
     best = 0.0
     for side in (1024, 2048, 4096, 8192):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -109,15 +109,15 @@ def ceiling(device: torch.device, dtype: torch.dtype) -> float:
         count = calls_in_sample(once)
         seconds = min(clock(lambda: [a @ b for _ in range(count)], device) / count for _ in range(3))  # noqa: B023
         best = max(best, 2 * side**3 / seconds / 1e12)
-        if once > SAMPLE_S / 4:  # so that the largest is large enough, and does not take long
+        if once > SAMPLE_S / 4:  # large enough, and larger ones would take long
             break
     return best
 
 
 def flops(work: Callable[[], object]) -> int:
-    """Floating-point operations of work(), 2 to a multiply-add; on the meta device, so nothing is computed.
+    """Count the floating-point operations of work(), 2 per multiply-add; on the meta device nothing is computed.
 
-    Counted are convolutions, matmuls and attention products, which are all but a thousandth.
+    Convolutions, matmuls and attention products are counted; the rest is below a thousandth.
     """
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         work()

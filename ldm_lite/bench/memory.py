@@ -1,16 +1,15 @@
-"""The ways to need less memory: each makes one picture in a process of its own, and says what that took.
+"""Peak memory with the options that save memory; each makes one image in a process of its own.
 
-`python -m ldm_lite.benchmark.memory` is that process: a Question as JSON in, an Answer as JSON out.
+`python -m ldm_lite.bench.memory` is that process: a Request as JSON in, a Result as JSON out.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import numpy as np
 import torch
 
 from ldm_lite import generate
-from ldm_lite.bench.jobs import Setting
+from ldm_lite.bench.checkpoints import load, open_model
 from ldm_lite.bench.measure import status
-from ldm_lite.bench.subjects import subject
-from ldm_lite.checkpoint.model import load
+from ldm_lite.bench.workload import Target
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 
@@ -43,57 +41,58 @@ MODES: dict[str, dict[str, object]] = {
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """What a process is to do."""
 
-    size: str
-    ckpt: str | None
-    device: str
+    target: Target
     dtype: str
-    tuning: Mapping[str, object]
-    setting: Mapping[str, Any]  # of a Setting
-    picture: str  # the .npy that it is to write
+    runtime: Mapping[str, object]  # fields of RuntimeOptions
+    image: str  # the .npy file to write
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What it took."""
+class Result:
+    """The memory and time that one image took."""
 
-    peak: int | None  # bytes: on CUDA of all tensors, else the whole process's
-    weights: int  # bytes as they are kept
-    step_s: float  # seconds a step, the median without the first
+    peak: int | None  # bytes: on CUDA of all tensors, otherwise of the process
+    weights: int  # bytes as they are stored
+    step_s: float  # seconds per step, the median without the first
     decode_s: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """A mode, and what it took or why it could not be had."""
+    """A mode with its result or its error."""
 
     mode: str
-    answer: Answer | None
-    psnr: float | None  # of its picture against the first mode's, dB; infinite where they are the same
-    why_not: str = ""
+    result: Result | None
+    psnr: float | None  # of its image against the first mode's, dB; infinite if they are equal
+    error: str = ""
 
 
 @torch.no_grad()
-def answer(question: Question) -> Answer:
-    """Load, make one picture, write it as float32 pixels (3,H,W), and measure."""
-    device, setting = torch.device(question.device), Setting(**question.setting)
-    pipe = load(subject(question.size, question.ckpt), device=device, dtype=question.dtype, tuning=question.tuning)
-    plan = make_plan(setting.sampler, pipe.schedule, setting.steps)
-    draw = generate.SeededNoise([setting.seed], pipe.latent_shape(setting.height, setting.width))
-    branches = guided(pipe, encode_prompts(pipe, [setting.prompt]), encode_prompts(pipe, [""]), setting.scale)
+def make_image(request: Request) -> Result:
+    """Load, make one image, write it as float32 pixels (3,H,W), and measure."""
+    target, setting = request.target, request.target.setting
+    device = torch.device(target.device)
+    if target.threads is not None:
+        torch.set_num_threads(target.threads)
+    checkpoint = open_model(target.size, target.ckpt)
+    model = load(checkpoint, target.device, request.dtype, **request.runtime)
+    plan = make_plan(setting.sampler, model.schedule, setting.steps)
+    draw = generate.SeededNoise([setting.seed], model.latent_shape(setting.height, setting.width))
+    branches = guided(model, encode_prompts(model, [setting.prompt]), encode_prompts(model, [""]), setting.scale)
     noise = latents = draw()
     times = []
-    for x in generate.denoise(pipe, noise, branches, plan, draw=draw):
-        latents = x
+    for state in generate.stream(model, noise, branches, plan, draw=draw):
+        latents = state.latents
         times.append(_now(device))
-    [pixels] = generate.decode(pipe, latents)
+    [pixels] = generate.decode(model, latents)
     end = _now(device)
-    np.save(question.picture, pixels.numpy())
+    np.save(request.image, pixels.numpy())
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else status("VmHWM")
-    weights = sum(value.nbytes for network in pipe.networks.values() for value in network.state_dict().values())
-    return Answer(peak, weights, float(np.median(np.diff(times))) if len(times) > 1 else 0.0, end - times[-1])
+    weights = sum(value.nbytes for network in model.networks.values() for value in network.state_dict().values())
+    return Result(peak, weights, float(np.median(np.diff(times))) if len(times) > 1 else 0.0, end - times[-1])
 
 
 def _now(device: torch.device) -> float:
@@ -102,15 +101,15 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(question: Question, modes: Iterable[str]) -> Iterable[Row]:
-    """Ask the question in every mode, each in a process of its own -> its row, as it comes."""
+def measure(request: Request, modes: Iterable[str]) -> Iterator[Row]:
+    """Run the request in every mode, each in a process of its own, and yield its row."""
     first: np.ndarray[Any, Any] | None = None
     with tempfile.TemporaryDirectory() as folder:
         for mode in modes:
-            question = dataclasses.replace(question, tuning=MODES[mode], picture=str(Path(folder, "picture.npy")))
+            request = replace(request, runtime=MODES[mode], image=str(Path(folder, "image.npy")))
             done = subprocess.run(
                 [sys.executable, "-m", "ldm_lite.bench.memory"],
-                input=json.dumps(dataclasses.asdict(question)),
+                input=json.dumps(asdict(request)),
                 capture_output=True,
                 text=True,
             )
@@ -118,33 +117,31 @@ def measure(question: Question, modes: Iterable[str]) -> Iterable[Row]:
                 lines = done.stderr.strip().splitlines() or [f"its process ended (status {done.returncode})"]
                 yield Row(mode, None, None, lines[-1][:120])
                 continue
-            picture = np.load(question.picture)
-            first = picture if first is None else first
-            error = float(np.square((picture - first) / 2).mean())
-            yield Row(mode, Answer(**json.loads(done.stdout)), -10 * np.log10(error) if error else float("inf"))
+            image = np.load(request.image)
+            first = image if first is None else first
+            error = float(np.square((image - first) / 2).mean())
+            yield Row(mode, Result(**json.loads(done.stdout)), -10 * np.log10(error) if error else float("inf"))
 
 
 def markdown(rows: Iterable[Row], title: str) -> str:
-    """The table."""
+    """Format the table."""
     lines = [
         title,
         "",
-        "| mode | peak, GiB | beyond the weights kept, GiB | s/step | decode, s | PSNR against the first, dB |",
+        "| mode | peak, GiB | beyond the weights, GiB | s/step | decode, s | PSNR against the first, dB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        if (made := row.answer) is None:
-            lines.append(f"| {row.mode} | {row.why_not} | | | | |")
+        if (made := row.result) is None:
+            lines.append(f"| {row.mode} | {row.error} | | | | |")
             continue
-        peak, beyond = ("", "") if made.peak is None else (f"{made.peak / 2**30:.2f}", _beyond(made))
+        sizes = () if made.peak is None else (made.peak, made.peak - made.weights)
+        peak, beyond = (f"{size / 2**30:.2f}" for size in sizes) if sizes else ("", "")
         lines.append(f"| {row.mode} | {peak} | {beyond} | {made.step_s:.3g} | {made.decode_s:.3g} | {row.psnr:.1f} |")
     return "\n".join(lines)
 
 
-def _beyond(made: Answer) -> str:
-    assert made.peak is not None
-    return f"{(made.peak - made.weights) / 2**30:.2f}"
-
-
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(dataclasses.asdict(answer(Question(**json.load(sys.stdin))))))
+    asked = json.load(sys.stdin)
+    made = make_image(Request(**{**asked, "target": Target.from_dict(asked["target"])}))
+    sys.stdout.write(json.dumps(asdict(made)))

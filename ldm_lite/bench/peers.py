@@ -1,7 +1,7 @@
 """The networks and schedulers of diffusers and transformers with the weights of an original checkpoint.
 
-For comparisons of speed (worker.py, in a process of its own) and of numbers (scripts/): the only module that imports
-them.  The weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
+For comparisons of speed (worker.py, in a process of its own) and of numbers (scripts/parity.py, the golden makers).
+The weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.vae_kl import VAESpec
-from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.families import Family, ScaledLinear
 from ldm_lite.zoo.networks import EncoderSpec
 
 Weights = Mapping[str, Tensor]
@@ -40,11 +40,13 @@ def _fill(network: nn.Module, weights: Weights) -> nn.Module:
 
 
 def unet(family: Family, weights: Weights) -> nn.Module:
-    """diffusers' UNet2DConditionModel for a whole original state dict."""
+    """Build diffusers' UNet2DConditionModel from a whole original state dict."""
     spec = family.unet
     widths = [spec.model_channels * mult for mult in spec.channel_mult]
     attends = [depth > 0 for depth in spec.transformer_depth]
-    depths = tuple(depth or spec.middle_depth for depth in spec.transformer_depth)  # the last is the middle's too
+    depths = tuple(
+        depth or spec.middle_depth for depth in spec.transformer_depth
+    )  # the last is also the middle block's
     config = {
         "in_channels": spec.in_channels,
         "out_channels": spec.out_channels,
@@ -64,7 +66,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
         "time_cond_proj_dim": spec.guidance_dim,
     }
     converted = convert_ldm_unet_checkpoint(dict(weights), config)
-    if spec.guidance_dim is not None:  # which the original has no name for
+    if spec.guidance_dim is not None:  # the original has no name for it
         converted["time_embedding.cond_proj.weight"] = weights["model.diffusion_model.cond_proj.weight"]
     with torch.device("meta"):
         network = UNet2DConditionModel(**config)
@@ -72,7 +74,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
 
 
 def vae(family: Family, weights: Weights) -> nn.Module:
-    """diffusers' AutoencoderKL for a whole original state dict."""
+    """Build diffusers' AutoencoderKL from a whole original state dict."""
     spec = family.vae
     assert isinstance(spec, VAESpec)
     levels = len(spec.channel_mult)
@@ -89,14 +91,15 @@ def vae(family: Family, weights: Weights) -> nn.Module:
 
 
 def text_encoder(family: Family, weights: Weights) -> nn.Module:
-    """transformers' CLIP for the text encoder of a whole original state dict, or its first."""
+    """Build transformers' CLIP from a whole original state dict: its text encoder, or the first of two."""
     pooled = family.conditioner == "refiner"
     return _text(family.text, weights, prefix("text_encoder", _probes(family.text), family.sgm), pooled)
 
 
 def text_encoder_2(family: Family, weights: Weights) -> nn.Module:
-    """transformers' CLIPTextModelWithProjection for SDXL's second text encoder."""
-    return _text(family.text_2, weights, prefix("text_encoder_2", _probes(family.text_2), True), True)
+    """Build transformers' CLIPTextModelWithProjection from a whole original state dict: SDXL's second text encoder."""
+    spec = family.text_encoders[1]
+    return _text(spec, weights, prefix("text_encoder_2", _probes(spec), True), True)
 
 
 def _probes(spec: EncoderSpec | None) -> list[str]:
@@ -104,7 +107,7 @@ def _probes(spec: EncoderSpec | None) -> list[str]:
 
 
 def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool) -> nn.Module:
-    """The module tree of transformers' CLIPTextModel differs between its versions."""
+    # The module tree of transformers' CLIPTextModel differs between its versions.
     assert isinstance(spec, CLIPTextSpec | OpenCLIPTextSpec)
     layers = spec.layers if pooled or isinstance(spec, CLIPTextSpec) else spec.layers - spec.skip
     config = transformers.CLIPTextConfig(
@@ -120,7 +123,7 @@ def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool)
     with torch.device("meta"):
         network = (transformers.CLIPTextModelWithProjection if pooled else transformers.CLIPTextModel)(config)
     for module in network.modules():
-        if "position_ids" in dict(module.named_buffers(recurse=False)):  # which no file has
+        if "position_ids" in dict(module.named_buffers(recurse=False)):  # not in the files
             module.position_ids = torch.arange(spec.length)[None]
     if isinstance(spec, CLIPTextSpec):
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
@@ -128,18 +131,22 @@ def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool)
     else:
         converted = convert_open_clip_checkpoint(network, dict(weights), prefix)
         own = {key.removeprefix("text_model."): value for key, value in converted.items()}
-        if not pooled:  # the form in which diffusers has Stable Diffusion 2's: without what is not read
+        if not pooled:  # diffusers' Stable Diffusion 2 has no layers that are not used
             unread = ("text_projection.", *(f"encoder.layers.{n}." for n in range(layers, spec.layers)))
             own = {key: value for key, value in own.items() if not key.startswith(unread)}
     inside = "text_model." if any(key.startswith("text_model.") for key in network.state_dict()) else ""
     return _fill(network, {("" if key.startswith("text_projection") else inside) + key: v for key, v in own.items()})
 
 
+NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}  # by role
+
+
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
-    """DDIM and PLMS as in the released Stable Diffusion 1.x pipelines; Euler and DPM++ 2M, which end clean."""
+    """diffusers' schedulers: DDIM and PLMS as Stable Diffusion 1.x was released; Euler and DPM++ 2M end at sigma 0."""
+    assert isinstance(family.noise, ScaledLinear)
     common = {
-        "beta_start": family.beta_start,
-        "beta_end": family.beta_end,
+        "beta_start": family.noise.start,
+        "beta_end": family.noise.end,
         "beta_schedule": "scaled_linear",
         "set_alpha_to_one": False,
         "steps_offset": 1,
@@ -158,7 +165,7 @@ def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
 def sample(
     network: nn.Module, scheduler: Any, noise: Tensor, context: Tensor, uncond: Tensor, steps: int, scale: float
 ) -> Tensor:
-    """diffusers' denoising loop with classifier-free guidance -> the last latents, in the UNet's scale."""
+    """Run diffusers' denoising loop with classifier-free guidance and return the last latents, in the UNet's scale."""
     scheduler.set_timesteps(steps)
     x, both = noise, torch.cat([uncond, context])
     for t in scheduler.timesteps:

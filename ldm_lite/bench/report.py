@@ -1,44 +1,91 @@
 """Results as JSON, as Markdown and as a chart.
 
-A result that fails the numerics gate is shown with its error, and without a speed-up: it did other work.
+A result that fails the numerics gate is shown with its error and without a speed-up, because it did other work.
 """
 
+import contextlib
 import json
+import platform
+import subprocess
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from ldm_lite.bench.jobs import TITLES, Cell
+import torch
+
+import ldm_lite
+from ldm_lite.bench.comparison import AGAIN, Table, Timing
 from ldm_lite.bench.measure import spread
-from ldm_lite.bench.run import AGAIN, Table, Timing
+from ldm_lite.bench.options import Options
+from ldm_lite.bench.workload import TITLES, Cell
 
 RESULTS = "results.json"
 
 
 @dataclass
 class Report:
-    """Everything of one run."""
+    """The results of one run."""
 
-    about: dict[str, object]  # what was run, on what, with what
-    titles: dict[str, str]  # of the contenders, by name
+    about: dict[str, object]  # command, model, device, versions, date
+    titles: dict[str, str]  # of the backends, by name
     ceilings: dict[str, float] = field(default_factory=dict)  # TFLOP/s of a matmul, by dtype
-    largest: dict[str, dict[str, int]] = field(default_factory=dict)  # batch that fits, by dtype and contender
+    largest: dict[str, dict[str, int]] = field(default_factory=dict)  # batch that fits, by dtype and backend
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def baseline(self) -> str:
-        """The contender that the others are compared with: the first."""
+        """The backend that the others are compared with: the first."""
         return next(iter(self.titles))
 
 
+def describe_run(options: Options, model: str, device: torch.device, threads: int) -> dict[str, object]:
+    """Describe a run well enough to repeat it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("out", "debug")}
+    flags = " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value!r}" if " " in str(value) else f" {value}")
+        for name, value in given.items()
+        if value != getattr(Options(), name)
+    )
+    return {
+        "command": f"python -m ldm_lite.bench {flags}".strip(),
+        "model": model,
+        "device": f"{name}, {threads} threads" if device.type == "cpu" else name,
+        "versions": f"ldm_lite {ldm_lite.__version__} ({_commit()}), torch {torch.__version__}, "
+        f"python {platform.python_version()}, {platform.system()}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit of the git clone that this runs from."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "no clone"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
 def as_json(report: Report) -> str:
-    """All samples and what they were taken with."""
+    """Write a report with all its samples as JSON."""
     return json.dumps(asdict(report), indent=1)
 
 
 def from_json(text: str) -> Report:
-    """What as_json wrote.  Raises ValueError if it is no such thing."""
+    """Read what as_json wrote.  Raises ValueError for anything else."""
     try:
         values = json.loads(text)
         tables = [
@@ -53,11 +100,11 @@ def from_json(text: str) -> Report:
         ]
         return Report(**values, tables=tables)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"these are no results of a benchmark ({error})") from error
+        raise ValueError(f"not the results of a benchmark ({error})") from error
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write results.json and results.md, whole, over what an earlier call wrote."""
+    """Write results.json and results.md, replacing those of an earlier call at once."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((RESULTS, as_json(report)), ("results.md", markdown(report))):
         temporary = folder / f".{name}.part"
@@ -67,7 +114,7 @@ def write(report: Report, folder: Path) -> None:
 
 # ---- Markdown -------------------------------------------------------------------------------------------------------
 
-FEWEST = 5  # rounds, for a difference to count
+MIN_ROUNDS = 5  # for a difference to count
 COLUMNS = (
     "batch",
     "configuration",
@@ -84,7 +131,7 @@ COLUMNS = (
 
 
 def markdown(report: Report) -> str:
-    """A heading, what was run, and a table for each section and precision."""
+    """Format a report: what was run, and a table for each section and precision."""
     lines = ["# Benchmark", ""]
     lines += [f"- {key}: {value}" for key, value in report.about.items()]
     if report.ceilings:
@@ -110,17 +157,17 @@ def markdown(report: Report) -> str:
 
 
 LEGEND = (
-    "original: float32 weights, autocast in half precision, attention with all of its weights in memory (or by the",
+    "original: float32 weights, autocast in half precision, the whole attention matrix in memory (or the",
     "memory-efficient kernel). time: median of the samples. spread: half the distance of the quartiles. rate: steps",
-    "(of the whole batch) or images a second. speed-up: over the first row, bold where it exceeds the noise floor",
+    "(of the whole batch) or images per second. speed-up: over the first row, bold if it exceeds the noise floor",
     "(one of our configurations timed twice) in at least five rounds. of matmul: share of a large matmul's rate in",
-    "this run. error: relative, to a float32 forward (whole images: pixels, to the first row's). peak: memory",
+    "this run. error: relative, against a float32 forward (images: pixels, against the first row). peak: memory",
     "beside the weights. first: the first call, with compilation.",
 )
 
 
 def table_lines(report: Report, tables: Sequence[Table]) -> list[str]:
-    """The lines of a Markdown table, a row for each configuration and batch size."""
+    """Format a Markdown table with a row for each batch size and configuration."""
     lines = [_row(COLUMNS), _row(["---:" if name != "configuration" else "---" for name in COLUMNS])]
     for table in tables:
         for name, timing in table.timings.items():
@@ -156,17 +203,17 @@ def _cells(report: Report, table: Table, timing: Timing) -> list[str]:
 
 
 def _speed_up(report: Report, table: Table, timing: Timing) -> str:
-    """Over the baseline; nothing if either fails the gate."""
+    """Over the baseline; empty if either fails the gate."""
     base = table.timings.get(report.baseline)
     if base is None or base.seconds is None or timing.seconds is None or timing.passes is False or base.passes is False:
         return ""
     ratio = base.seconds / timing.seconds
-    real = abs(ratio - 1) > (table.noise or 0.0) and len(timing.samples) >= FEWEST
+    real = abs(ratio - 1) > (table.noise or 0.0) and len(timing.samples) >= MIN_ROUNDS
     return f"**{ratio:.2f}x**" if real and base is not timing else f"{ratio:.2f}x"
 
 
 def duration(seconds: float) -> str:
-    """A duration with three digits and the unit that suits it."""
+    """Format a duration with three digits and a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -177,9 +224,9 @@ def duration(seconds: float) -> str:
 
 
 def chart(report: Report, path: Path) -> None:
-    """Bars: the time of each configuration, by batch size, as the article drew them.  Needs matplotlib.
+    """Draw the time of each configuration as bars, one plot for each batch size.  Needs matplotlib.
 
-    Drawn are whole images if they were measured, else steps, in the first precision; what fails the gate is hatched.
+    Shows images if they were measured, otherwise steps, in the first precision; results that fail the gate are hatched.
     """
     from matplotlib.figure import Figure
 

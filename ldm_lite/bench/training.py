@@ -1,10 +1,11 @@
-"""Training steps of the UNet in several ways, as contenders: a step is forward, backward and AdamW.
+"""Training steps of the UNet in several configurations; a step is forward, backward and AdamW.
 
-All ways but channels last train the same parameters with the same optimiser, so that memory is taken once.  They are
-compared by their losses over the first steps from the same weights, on the same batches.
+All configurations but channels last train the same parameters with the same optimiser, so that memory is taken once.
+They are compared by their losses over the first steps from the same weights on the same batches.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,21 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ldm_lite.bench.configurations import Models, plain, sharing
-from ldm_lite.bench.contender import Contender, Here
-from ldm_lite.bench.jobs import Inputs, Job, Setting, inputs
+from ldm_lite.bench.backends import Backend, InProcessBackend
+from ldm_lite.bench.configurations import Models, plain_copy, shared_copy
+from ldm_lite.bench.workload import TRAIN, Inputs, Job, Setting, inputs
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.train.tasks import checkpoint_activations
+from ldm_lite.train.losses import checkpoint_activations
+from ldm_lite.zoo.families import Family
 
-STEPS = 8  # of the losses that are compared
+STEPS = 8  # whose losses are compared
 LR = 1e-5
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to train."""
+class TrainConfiguration:
+    """How to train."""
 
     title: str
     attention: str  # a name of runtime.attention
@@ -35,9 +37,9 @@ class Way:
     checkpointed: bool
 
 
-EAGER = Way("vanilla attention", "vanilla", compiled=False, channels_last=False, checkpointed=False)
+EAGER = TrainConfiguration("vanilla attention", "vanilla", compiled=False, channels_last=False, checkpointed=False)
 SDPA = replace(EAGER, title="sdpa", attention="sdpa")
-WAYS = {
+TRAIN_CONFIGURATIONS = {
     "vanilla": EAGER,
     "sdpa": SDPA,
     "channels_last": replace(SDPA, title="sdpa, channels last", channels_last=True),
@@ -47,90 +49,107 @@ WAYS = {
 
 
 class Trained:
-    """Parameters, where they began, and their optimiser."""
+    """Trained parameters, their initial values and their optimiser."""
 
     def __init__(self, unet: UNet) -> None:
         self.unet = unet.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(unet.parameters(), lr=LR, fused=True)
-        self._start = [each.detach().to("cpu", copy=True) for each in unet.parameters()]
+        self._initial = [each.detach().to("cpu", copy=True) for each in unet.parameters()]
 
     def reset(self) -> None:
-        """To where they began."""
+        """Restore the initial values and forget the optimiser's state."""
         self.optimizer.state.clear()
         with torch.no_grad():
-            for parameter, start in zip(self.unet.parameters(), self._start, strict=True):
-                parameter.copy_(start)
+            for parameter, initial in zip(self.unet.parameters(), self._initial, strict=True):
+                parameter.copy_(initial)
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """The one section of training, "train", by a UNet that trains some parameters."""
+class TrainWorkload:
+    """The section "train"."""
 
     unet: UNet
     trained: Trained
-    models: Models
+    family: Family
     setting: Setting
     autocast: torch.dtype | None
     channels_last: bool
 
     def job(self, section: str, batch: int) -> Job:
-        """A training step, with its batch in place."""
-        assert section == "train"
-        given = inputs(self.models.loaded(torch.float32).family, self.setting, batch)
+        """Prepare training steps at a batch size."""
+        assert section == TRAIN
+        return _TrainJob(self, inputs(self.family, self.setting, batch))
 
-        def losses(count: int) -> Tensor:
-            return torch.stack([self._step(given, k) for k in range(count)])
 
-        def check() -> Tensor:
-            self.trained.reset()
-            made = losses(STEPS)
-            self.trained.reset()
-            return made
+class _TrainJob(Job):
+    def __init__(self, workload: TrainWorkload, given: Inputs) -> None:
+        self.workload, self.given = workload, given
+        self.device = next(workload.unet.parameters()).device
 
-        return Job(losses, check)
+    def check(self) -> Tensor:
+        """The losses of the first steps (STEPS,)."""
+        self.workload.trained.reset()
+        losses = torch.stack([self._step(k) for k in range(STEPS)])
+        self.workload.trained.reset()
+        return losses
 
-    def _step(self, given: Inputs, k: int) -> Tensor:
-        """Forward, backward, update on the k-th batch -> its loss (), not waited for."""
-        device = self.models.device
+    def run(self, calls: int) -> None:
+        for k in range(calls):
+            self._step(k)
+
+    def _step(self, k: int) -> Tensor:
+        """Forward, backward and update on the k-th batch; returns its loss () without waiting for it."""
+        work, device = self.workload, self.device
         generator = torch.Generator().manual_seed(k)
-        noise = torch.randn(given.noise.shape, generator=generator).to(device)
+        noise = torch.randn(self.given.noise.shape, generator=generator).to(device)
         t = torch.randint(1000, (len(noise),), generator=generator).to(device)
-        x = given.noise.to(device) + noise  # whatever the schedule: the work is the same
-        if self.channels_last:
+        x = self.given.noise.to(device) + noise  # no schedule: the work is the same
+        if work.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        with torch.enable_grad(), torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-            loss = F.mse_loss(self.unet(x, t, given.context.to(device)).float(), noise)
+        with torch.enable_grad(), torch.autocast(device.type, work.autocast, enabled=work.autocast is not None):
+            loss = F.mse_loss(work.unet(x, t, self.given.context.to(device)).float(), noise)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.trained.optimizer.step()
-        self.trained.optimizer.zero_grad(set_to_none=True)
+        work.trained.optimizer.step()
+        work.trained.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
 
-def contenders(models: Models, setting: Setting, names: Sequence[str]) -> tuple[Contender, list[Contender]]:
-    """The reference, which is the first way in float32, and a contender for each way of WAYS by name."""
-    shared: dict[bool, Trained] = {}
+class TrainModels:
+    """The UNet in every training configuration; one copy of the parameters for each memory layout."""
 
-    def trained(channels_last: bool) -> Trained:
-        if channels_last not in shared:
-            unet: Any = plain(models.loaded(torch.float32).unet)
-            own = {key: value.clone() for key, value in unet.state_dict().items()}  # not those that others run on
+    def __init__(self, models: Models, setting: Setting) -> None:
+        self.models, self.setting = models, setting
+        self._trained: dict[bool, Trained] = {}
+
+    def backend(self, name: str, configuration: TrainConfiguration) -> InProcessBackend:
+        """A backend that trains in a configuration."""
+        return InProcessBackend(name, self.models.device, functools.partial(self.workload, configuration))
+
+    def workload(self, configuration: TrainConfiguration, dtype: str) -> TrainWorkload:
+        """The UNet of a configuration; a dtype other than fp32 is used by autocast."""
+        trained = self._parameters(configuration.channels_last)
+        unet = shared_copy(trained.unet)
+        attention.use(unet, configuration.attention)
+        if configuration.checkpointed:
+            checkpoint_activations(unet)
+        if configuration.compiled:
+            unet.compile(dynamic=False)
+        cast = None if dtype == "fp32" else DTYPES[dtype]
+        family = self.models.loaded().family
+        return TrainWorkload(unet, trained, family, self.setting, cast, configuration.channels_last)
+
+    def _parameters(self, channels_last: bool) -> Trained:
+        if channels_last not in self._trained:
+            unet: Any = plain_copy(self.models.loaded().unet)
+            own = {key: value.clone() for key, value in unet.state_dict().items()}  # others run on the loaded ones
             unet.load_state_dict(own, assign=True)
-            shared[channels_last] = Trained(unet.to(memory_format=torch.channels_last) if channels_last else unet)
-        return shared[channels_last]
+            self._trained[channels_last] = Trained(
+                unet.to(memory_format=torch.channels_last) if channels_last else unet
+            )
+        return self._trained[channels_last]
 
-    def maker(way: Way) -> Callable[[str], Lessons]:
-        def make(dtype: str) -> Lessons:
-            master = trained(way.channels_last)
-            unet = sharing(master.unet)
-            attention.use(unet, way.attention)
-            if way.checkpointed:
-                checkpoint_activations(unet)
-            if way.compiled:
-                unet.compile(dynamic=False)
-            cast = None if dtype == "fp32" else DTYPES[dtype]
-            return Lessons(unet, master, models, setting, cast, way.channels_last)
 
-        return make
-
-    made: list[Contender] = [Here(name, models.device, maker(WAYS[name])) for name in names]
-    return Here("reference", models.device, maker(EAGER)), made
+def train_backends(models: Models, setting: Setting, names: Sequence[str]) -> tuple[Backend, list[Backend]]:
+    """Return the reference (vanilla attention in float32) and a backend for each name of TRAIN_CONFIGURATIONS."""
+    made = TrainModels(models, setting)
+    return made.backend("reference", EAGER), [made.backend(name, TRAIN_CONFIGURATIONS[name]) for name in names]

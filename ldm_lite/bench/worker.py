@@ -1,7 +1,7 @@
-"""The process of a contender that runs apart: `python -m ldm_lite.benchmark.worker`, questions in, answers out.
+"""The process of a backend that runs apart: `python -m ldm_lite.bench.worker`, requests in, answers out.
 
 A peer is its networks (with the same weights, renamed by diffusers' converters) and its schedulers in a bare loop, the
-fastest way to use them: no pipeline, progress bar or safety checker.  The imports of a peer are here alone.
+fastest way to use them: no pipeline, progress bar or safety checker.  Only peers.py and this file import a peer.
 """
 
 import functools
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ldm_lite.bench import configurations, contender
-from ldm_lite.bench.contender import Contender, Here, Unable
-from ldm_lite.bench.jobs import CHECK_SCALE, Inputs, Job, Setting, inputs
-from ldm_lite.bench.subjects import subject
+from ldm_lite.bench.backends import Backend, InProcessBackend, Unavailable, serve
+from ldm_lite.bench.checkpoints import open_model
+from ldm_lite.bench.configurations import CONFIGURATIONS, Models
+from ldm_lite.bench.workload import CHECK_SCALE, Inputs, Job, Setting, Target, inputs
 from ldm_lite.checkpoint.reader import split
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import Family
 
 PEERS = ("diffusers", "diffusers-compiled", "openvino")
@@ -39,7 +39,7 @@ class Networks(Protocol):
 
 
 @dataclass(frozen=True)
-class Theirs:
+class PeerWorkload:
     """Every section by a peer's networks and diffusers' schedulers."""
 
     networks: Networks
@@ -49,19 +49,18 @@ class Theirs:
     dtype: torch.dtype
 
     def job(self, section: str, batch: int) -> Job:
-        """The work of a section, with its inputs in place."""
-        if not hasattr(self, f"_{section}"):
-            raise Unable(f"has no {section} here")
-        run, check = getattr(self, f"_{section}")(inputs(self.family, self.setting, batch))
-        grad_free = torch.no_grad()
-        return Job(grad_free(run), grad_free(check))
+        """Prepare a section's work."""
+        if section not in JOBS:
+            raise Unavailable(f"does not run {section}")
+        return JOBS[section](self, inputs(self.family, self.setting, batch))
 
-    def _loop(self, sampler: str, steps: int, noise: Tensor, both: Tensor) -> Tensor:
+    def denoise(self, sampler: str, steps: int, noise: Tensor, both: Tensor) -> Tensor:
+        """diffusers' denoising loop from unit noise; both is the contexts of both branches."""
         from ldm_lite.bench import peers
 
         schedulers = peers.schedulers(self.family)
         if sampler not in schedulers:
-            raise Unable(f"its runs here are of {' and '.join(schedulers)}, not {sampler}")
+            raise Unavailable(f"runs {' and '.join(schedulers)} here, not {sampler}")
         scheduler: Any = schedulers[sampler]()
         scheduler.set_timesteps(steps, device=self.device)
         x = noise * scheduler.init_noise_sigma
@@ -70,67 +69,105 @@ class Theirs:
             x = scheduler.step(before + self.setting.scale * (after - before), t, x).prev_sample
         return x
 
-    def _step(self, given: Inputs) -> Job:
-        noise = given.noise.to(self.device, self.dtype)
-        both = torch.cat([given.uncond, given.context]).to(self.device, self.dtype)
 
-        def check() -> Tensor:
-            t = torch.tensor(999, device=self.device)
-            before, after = self.networks.unet(torch.cat([noise, noise]), t, both).float().chunk(2)
-            return before + CHECK_SCALE * (after - before)
+class _PeerJob(Job):
+    def __init__(self, workload: PeerWorkload, given: Inputs) -> None:
+        self.workload, self.networks, self.setting = workload, workload.networks, workload.setting
+        self.given, self.device = given, workload.device
 
-        return Job(lambda calls: self._loop("ddim", calls, noise, both), check)
+    @torch.no_grad()
+    def check(self) -> Tensor:
+        return self._once()
 
-    def _decode(self, given: Inputs) -> Job:
-        z = given.noise.to(self.device, self.dtype)
+    @torch.no_grad()
+    def run(self, calls: int) -> None:
+        self._repeat(calls)
 
-        def decode() -> Tensor:
-            return self.networks.decode(z).float().clamp(-1, 1).cpu()
+    def _once(self) -> Tensor:
+        raise NotImplementedError
 
-        return Job(lambda calls: [decode() for _ in range(calls)], decode)
+    def _repeat(self, calls: int) -> None:
+        for _ in range(calls):
+            self._once()
 
-    def _text(self, given: Inputs) -> Job:
-        ids = given.ids.to(self.device)
-        return Job(lambda calls: [self.networks.text(ids) for _ in range(calls)], lambda: self.networks.text(ids))
+    def _pixels(self, z: Tensor) -> Tensor:
+        return self.networks.decode(z).float().clamp(-1, 1).cpu()
 
-    def _image(self, given: Inputs) -> Job:
-        setting, batch = self.setting, len(given.noise)
 
-        def images() -> Tensor:
-            for repeat in range(setting.n_iter):
-                both = torch.cat([self.networks.text(ids.to(self.device)) for ids in (given.empty, given.ids)])
-                seeds = range(setting.seed + repeat * batch, setting.seed + (repeat + 1) * batch)
-                shape = given.noise.shape[1:]
-                noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
-                x = self._loop(setting.sampler, setting.steps, noise.to(self.device, self.dtype), both)
-                pixels = self.networks.decode(x / self.family.scale_factor).float().clamp(-1, 1).cpu()
-                arrays = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
-            assert len(arrays) == batch
-            return pixels
+class _Step(_PeerJob):
+    def __init__(self, workload: PeerWorkload, given: Inputs) -> None:
+        super().__init__(workload, given)
+        self.noise = given.noise.to(self.device, workload.dtype)
+        self.both = torch.cat([given.uncond, given.context]).to(self.device, workload.dtype)
 
-        return Job(lambda calls: [images() for _ in range(calls)], images)
+    def _once(self) -> Tensor:
+        t = torch.tensor(999, device=self.device)
+        before, after = self.networks.unet(torch.cat([self.noise, self.noise]), t, self.both).float().chunk(2)
+        return before + CHECK_SCALE * (after - before)
+
+    def _repeat(self, calls: int) -> None:
+        self.workload.denoise("ddim", calls, self.noise, self.both)
+
+
+class _Decode(_PeerJob):
+    def __init__(self, workload: PeerWorkload, given: Inputs) -> None:
+        super().__init__(workload, given)
+        self.z = given.noise.to(self.device, workload.dtype)
+
+    def _once(self) -> Tensor:
+        return self._pixels(self.z)
+
+
+class _Text(_PeerJob):
+    def __init__(self, workload: PeerWorkload, given: Inputs) -> None:
+        super().__init__(workload, given)
+        self.ids = given.ids.to(self.device)
+
+    def _once(self) -> Tensor:
+        return self.networks.text(self.ids)
+
+
+class _Txt2img(_PeerJob):
+    """From prompts to uint8 pixels."""
+
+    def _once(self) -> Tensor:
+        setting, given, batch = self.setting, self.given, len(self.given.noise)
+        for repeat in range(setting.n_iter):
+            both = torch.cat([self.networks.text(ids.to(self.device)) for ids in (given.empty, given.ids)])
+            seeds = range(setting.seed + repeat * batch, setting.seed + (repeat + 1) * batch)
+            shape = given.noise.shape[1:]
+            noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
+            noise = noise.to(self.device, self.workload.dtype)
+            x = self.workload.denoise(setting.sampler, setting.steps, noise, both)
+            pixels = self._pixels(x / self.workload.family.scale_factor)
+            arrays = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+        assert len(arrays) == batch
+        return pixels
+
+
+JOBS: dict[str, type[_PeerJob]] = {"step": _Step, "decode": _Decode, "text": _Text, "image": _Txt2img}
 
 
 # ---- the peers ------------------------------------------------------------------------------------------------------
 
 
 class TorchNetworks:
-    """diffusers' UNet and autoencoder and transformers' text encoder with the subject's weights, made when needed."""
+    """diffusers' UNet and autoencoder and transformers' text encoder with the model's weights, made when needed."""
 
-    def __init__(self, about: dict[str, Any], dtype: str, compiled: bool = False) -> None:
-        checkpoint = subject(about["size"], about["ckpt"])
+    def __init__(self, target: Target, dtype: str, compiled: bool = False) -> None:
+        checkpoint = open_model(target.size, target.ckpt)
         self._components = split(checkpoint)
         shapes = {role: component.shapes for role, component in self._components.items()}
-        self.family = identify(shapes, checkpoint.metadata)
-        self._device, self._dtype, self._compiled = about["device"], DTYPES[dtype], compiled
+        self.family = detect_family(shapes, checkpoint.metadata)
+        self._device, self._dtype, self._compiled = target.device, DTYPES[dtype], compiled
 
     def _made(self, role: str) -> Any:
         from ldm_lite.bench import peers
 
         component = self._components[role]
         weights = {key: component.checkpoint.read(key).to(self._dtype) for key in component.keys.values()}
-        network = getattr(peers, role)(self.family, weights).to(self._device)
-        return network.to(memory_format=torch.channels_last) if self._compiled else network
+        network = peers.NETWORKS[role](self.family, weights).to(self._device)
+        return network.to(memory_format=torch.channels_last) if self._compiled else network  # type: ignore[call-overload]
 
     @functools.cached_property
     def _unet(self) -> Any:
@@ -146,68 +183,35 @@ class TorchNetworks:
         return self._made("text_encoder")
 
     def unet(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
-        """As of Networks."""
+        """Latents, timestep and context -> prediction."""
         return self._unet(x, t, encoder_hidden_states=context, return_dict=False)[0]
 
     def decode(self, z: Tensor) -> Tensor:
-        """As of Networks."""
+        """Unscaled latents -> pixels."""
         return self._vae.decode(z, return_dict=False)[0]
 
     def text(self, ids: Tensor) -> Tensor:
-        """As of Networks."""
+        """Token ids -> context."""
         return self._text(ids).last_hidden_state
 
-    def forget(self) -> None:
-        """Give the memory of all networks back; they are made again when asked for."""
+    def free(self) -> None:
+        """Free the memory of all networks; they are made again when needed."""
         for name in ("_unet", "_vae", "_text"):
             vars(self).pop(name, None)
 
 
-def _diffusers(about: dict[str, Any], compiled: bool) -> tuple[str, Callable[[str], Theirs]]:
-    try:
-        import diffusers
-        import transformers
-    except ImportError as error:
-        raise Unable(f"is not installed ({error.name}): pip install diffusers transformers") from error
-
-    def make(dtype: str) -> Theirs:
-        made = TorchNetworks(about, dtype, compiled)
-        return Theirs(made, made.family, Setting(**about["setting"]), torch.device(about["device"]), DTYPES[dtype])
-
-    return f"{diffusers.__version__}, transformers {transformers.__version__}", make
-
-
-def _openvino(about: dict[str, Any]) -> tuple[str, Callable[[str], Theirs]]:
-    try:
-        import diffusers
-        import openvino
-    except ImportError as error:
-        raise Unable(f"is not installed ({error.name}): pip install openvino diffusers transformers") from error
-    if about["device"] != "cpu":
-        raise Unable("is for CPUs")
-
-    def make(dtype: str) -> Theirs:
-        if dtype != "fp32":
-            raise Unable("runs in fp32 here")
-        made = TorchNetworks(about, dtype)
-        networks = OpenVINONetworks(openvino, made)
-        return Theirs(networks, made.family, Setting(**about["setting"]), torch.device("cpu"), torch.float32)
-
-    return f"{openvino.__version__.split('-')[0]}, of diffusers {diffusers.__version__}", make
-
-
 class OpenVINONetworks:
-    """The same networks converted to OpenVINO, and compiled for each combination of shapes when it first comes."""
+    """The same networks converted to OpenVINO and compiled for each combination of shapes at its first use."""
 
-    def __init__(self, openvino: Any, made: TorchNetworks) -> None:
-        self._openvino, self._made = openvino, made
+    def __init__(self, openvino: Any, networks: TorchNetworks) -> None:
+        self._openvino, self._networks = openvino, networks
         self._compiled: dict[tuple[object, ...], Any] = {}
 
-    def _run(self, name: str, *args: Tensor) -> Tensor:
+    def _run(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         key = (name, *(each.shape for each in args))
         if key not in self._compiled:
-            self._compiled[key] = self._compile(getattr(self._made, name), args)
-            self._made.forget()
+            self._compiled[key] = self._compile(function, args)
+            self._networks.free()
         return torch.from_numpy(self._compiled[key](args)[0].copy())
 
     def _compile(self, function: Callable[..., Tensor], args: tuple[Tensor, ...]) -> Any:
@@ -215,40 +219,77 @@ class OpenVINONetworks:
             def forward(self, *inputs: Tensor) -> Tensor:
                 return function(*inputs)
 
-        function(*args)  # the network is made here, and not in the trace
+        function(*args)  # makes the network outside the trace
         shapes = [list(each.shape) for each in args]
         model = self._openvino.convert_model(Module(), example_input=args, input=shapes)
         return self._openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def unet(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
-        """As of Networks."""
-        return self._run("unet", x, t, context)
+        """Latents, timestep and context -> prediction."""
+        return self._run("unet", self._networks.unet, x, t, context)
 
     def decode(self, z: Tensor) -> Tensor:
-        """As of Networks."""
-        return self._run("decode", z)
+        """Unscaled latents -> pixels."""
+        return self._run("decode", self._networks.decode, z)
 
     def text(self, ids: Tensor) -> Tensor:
-        """As of Networks."""
-        return self._run("text", ids)
+        """Token ids -> context."""
+        return self._run("text", self._networks.text, ids)
 
 
-def become(about: dict[str, Any]) -> tuple[str, Contender]:
-    """What the first line asks for: a peer, or one of our own configurations alone in a process."""
-    framework, device = about["framework"], torch.device(about["device"])
-    if about["threads"] is not None:
-        torch.set_num_threads(about["threads"])
-    if framework == "openvino":
-        description, make = _openvino(about)
-    elif framework in PEERS:
-        description, make = _diffusers(about, compiled=framework == "diffusers-compiled")
-    else:
-        models = configurations.Models(subject(about["size"], about["ckpt"]), device)
-        configuration = configurations.CONFIGURATIONS[framework]
-        return configuration.title, models.contender(framework, configuration, Setting(**about["setting"]))
-    return description, Here(framework, device, make)
+def _diffusers(name: str, target: Target) -> tuple[str, Backend]:
+    try:
+        import diffusers
+        import transformers
+    except ImportError as error:
+        raise Unavailable(f"is not installed ({error.name}): pip install diffusers transformers") from error
+    device = torch.device(target.device)
+
+    def make(dtype: str) -> PeerWorkload:
+        networks = TorchNetworks(target, dtype, compiled=name == "diffusers-compiled")
+        return PeerWorkload(networks, networks.family, target.setting, device, DTYPES[dtype])
+
+    description = f"{diffusers.__version__}, transformers {transformers.__version__}"
+    return description, InProcessBackend(name, device, make)
+
+
+def _openvino(target: Target) -> tuple[str, Backend]:
+    try:
+        import diffusers
+        import openvino
+    except ImportError as error:
+        raise Unavailable(f"is not installed ({error.name}): pip install openvino diffusers transformers") from error
+    if target.device != "cpu":
+        raise Unavailable("is for CPUs")
+    device = torch.device("cpu")
+
+    def make(dtype: str) -> PeerWorkload:
+        if dtype != "fp32":
+            raise Unavailable("runs in fp32 here")
+        source = TorchNetworks(target, dtype)
+        networks = OpenVINONetworks(openvino, source)
+        return PeerWorkload(networks, source.family, target.setting, device, torch.float32)
+
+    description = f"{openvino.__version__.split('-')[0]}, of diffusers {diffusers.__version__}"
+    return description, InProcessBackend("openvino", device, make)
+
+
+def make_backend(name: str, target: Target) -> tuple[str, Backend]:
+    """Return a description and the backend: a peer, or one of our configurations alone in a process.
+
+    Raises Unavailable if it is not installed or not for this device.
+    """
+    if target.threads is not None:
+        torch.set_num_threads(target.threads)
+    if name == "openvino":
+        return _openvino(target)
+    if name in PEERS:
+        return _diffusers(name, target)
+    models = Models(open_model(target.size, target.ckpt), torch.device(target.device))
+    configuration = CONFIGURATIONS[name]
+    return configuration.title, models.backend(name, configuration, target.setting)
 
 
 if __name__ == "__main__":
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
-    contender.serve(become, sys.stdin, answers)
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print; only answers go to stdout
+    serve(make_backend, sys.stdin, answers)

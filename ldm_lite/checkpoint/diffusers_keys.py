@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.zoo.inference import Shapes
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,13 @@ import torch
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.reader import Component, join, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.models.t5 import T5Encoder
+from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.models.vae_vq import VQSpec
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.runtime.setup import prepare
-from ldm_lite.zoo.inference import infer_t5, infer_vae
-from ldm_lite.zoo.networks import Autoencoder, build
+from ldm_lite.zoo.networks import Autoencoder, build, infer_vae
 
 
 def load_autoencoder(
@@ -65,6 +64,6 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
     component = split(checkpoint)["text_encoder"]
     with on_meta():
-        encoder = T5Encoder(infer_t5(component.shapes))
+        encoder = T5Encoder(T5Spec.from_shapes(component.shapes))
     load_weights(encoder, component, "T5", device, dtype)
     return encoder

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
 from ldm_lite.checkpoint.unpickle import is_mapped, unpickle
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.zoo.inference import Shapes, foreign
+from ldm_lite.zoo.foreign import foreign
 
 log = logging.getLogger("ldm_lite")
 

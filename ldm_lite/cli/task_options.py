@@ -86,12 +86,6 @@ class SamplingOptions(CheckedOptions):
     scale: float | None = option(
         None, "classifier-free guidance scale; 1 is none, and twice as fast", within=FINITE, common=True
     )
-    guidance_rescale: float = option(
-        0.0, "share of guidance's excess contrast to take back, 0 to 1", within=(0, 1), png="Guidance rescale"
-    )
-    dynamic_threshold: float | None = option(
-        None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
-    )
     eta: float | None = option(
         None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta", within=(0, 1), png="Eta"
     )
@@ -100,6 +94,12 @@ class SamplingOptions(CheckedOptions):
         "noise added and removed again over all steps, for euler, heun and dpm2",
         within=(0, 1000),
         png="Sigma churn",
+    )
+    guidance_rescale: float = option(
+        0.0, "share of guidance's excess contrast to take back, 0 to 1", within=(0, 1), png="Guidance rescale"
+    )
+    dynamic_threshold: float | None = option(
+        None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
     )
     plan: Any = argument("a Plan of your own, in place of sampler, spacing, steps, eta and churn")
     guidance: Any = argument("a number, a function step -> number, or a function (cond, uncond) -> guided output")

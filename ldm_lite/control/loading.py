@@ -13,15 +13,15 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import load_weights, on_meta, split
 from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.image import clip_crop
-from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.style_adapter import StyleAdapter
-from ldm_lite.models.t2i_adapter import T2IAdapter
+from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
+from ldm_lite.models.controlnet import ControlNet, infer_spec
+from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
+from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.attention import layers
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.setup import prepare_like
-from ldm_lite.zoo.inference import Shapes, infer_adapter, infer_control, infer_style, infer_vision
 
 log = logging.getLogger("ldm_lite")
 
@@ -69,7 +69,7 @@ def _load_vision(model: Model, source: str | os.PathLike[str]) -> CLIPVisionEnco
             f"{source}: holds no CLIP image encoder in Hugging Face's format, only {', '.join(components)}"
         )
     with on_meta():
-        vision = CLIPVisionEncoder(infer_vision(components["vision"].shapes))
+        vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(components["vision"].shapes))
     load_weights(vision, components["vision"], "image encoder", model.device, model.dtype)
     return vision
 
@@ -133,12 +133,12 @@ def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter |
     """
     unet = model.family.unet
     if role == "adapter":
-        return T2IAdapter(infer_adapter(shapes, len(unet.channel_mult)))
+        return T2IAdapter(AdapterSpec.from_shapes(shapes, len(unet.channel_mult)))
     if role == "style":
-        style = infer_style(shapes)
+        style = StyleAdapterSpec.from_shapes(shapes)
         _check_fit(model, {"context": style.context_dim})
         return StyleAdapter(style)
-    spec = replace(infer_control(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
+    spec = replace(infer_spec(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
     _check_fit(model, _numbers(spec))
     if spec.in_channels > unet.in_channels:
         raise ValueError(f"reads {spec.in_channels} channels, but the UNet of {model.family.title} {unet.in_channels}")

@@ -213,8 +213,10 @@ def _interpolation_integrals(points: Array, low: float, high: float, log: bool) 
     u, v = (np.log(sigma), np.log(points)) if log else (sigma, points)
     integrals = []
     for j in range(len(v)):
-        others = [k for k in range(len(v)) if k != j]
-        basis = np.prod([(u - v[k]) / (v[j] - v[k]) for k in others] + [np.ones_like(u)], axis=0)
+        basis = np.ones_like(u)
+        for k in range(len(v)):
+            if k != j:
+                basis *= (u - v[k]) / (v[j] - v[k])
         integrals.append((high - low) / 2 * (_WEIGHTS * basis).sum())
     return np.array(integrals)
 

@@ -1,8 +1,8 @@
-"""The text encoder that CompVis trained with its text-to-image models: a transformer as of x-transformers.
+"""The text encoder that CompVis trained with its text-to-image models: a transformer in the style of x-transformers.
 
-Shape letters: B batch, T tokens (77, or 92 of boxes), D width, H heads (8), C all heads' channels (512).
+Shape letters: B batch, T tokens (77, or 92 for boxes), D width, H heads (8), C channels of all heads (512).
 Source: Rombach et al. 2022, sec. 4.3.1; `BERTEmbedder` and `x_transformer.py` of latent-diffusion.
-It reads every token, padding too: there is no mask.  The files' `to_logits` is of no use here and left out.
+It attends to every token, padding included: there is no mask.  `to_logits` in the files is not used here.
 """
 
 from dataclasses import dataclass
@@ -11,23 +11,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 HEADS = 8
-HEAD_DIM = 64  # whatever the width
+HEAD_DIM = 64  # for every width
 
 
 @dataclass(frozen=True)
 class BERTSpec:
-    """The numbers of an LDM text encoder."""
+    """Sizes of an LDM text encoder."""
 
     vocab_size: int
     length: int
     width: int
-    layers: int  # attention and feed-forward each
+    layers: int  # each an attention and a feed-forward
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "BERTSpec":
+        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        vocab_size, width = shapes["token_emb.weight"]
+        layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
+        return BERTSpec(vocab_size, shapes["pos_emb.emb.weight"][0], width, layers)
 
 
 class PositionEmbedding(nn.Module):
-    """One vector for each place in the text."""
+    """One vector for each position in the text."""
 
     def __init__(self, spec: BERTSpec) -> None:
         super().__init__()
@@ -53,7 +60,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear to four times the width, exact GELU, and back."""
+    """Linear to four times the width, exact GELU, linear back."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,7 +72,7 @@ class FeedForward(nn.Module):
 
 
 class AttentionLayers(nn.Module):
-    """Attention and feed-forward in turn, each with its norm, on the normalised input and added to it."""
+    """Attention and feed-forward in turn, each with a norm before it and a residual connection."""
 
     def __init__(self, spec: BERTSpec) -> None:
         super().__init__()
@@ -83,7 +90,7 @@ class AttentionLayers(nn.Module):
 
 
 class BERTTextEncoder(nn.Module):
-    """Token ids -> one vector a token: the last layer's output, normalised."""
+    """Token ids -> one vector per token: the last layer's output, normalised."""
 
     def __init__(self, spec: BERTSpec) -> None:
         super().__init__()

@@ -1,36 +1,53 @@
-"""The CLIP text encoder with the key names of Hugging Face, as in Stable Diffusion 1.x files.
+"""The CLIP text encoder with Hugging Face's key names, as in Stable Diffusion 1.x files.
 
 Shape letters: B batch, T tokens (77), D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import embed, merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
 class CLIPTextSpec:
-    """The numbers of a CLIP text encoder."""
+    """Sizes and settings of a CLIP text encoder."""
 
     vocab_size: int
     length: int
     width: int
     mlp_width: int
     layers: int
-    heads: int  # weights do not tell
-    activation: str  # "quick_gelu" (OpenAI) or "gelu"; weights do not tell
-    skip: int  # how many of the last layers the context leaves out: 1 in SDXL
-    norm: bool  # whether the context goes through final_layer_norm: not in SDXL
+    heads: int  # not known from the weights
+    activation: str  # "quick_gelu" (OpenAI) or "gelu"; not known from the weights
+    skip: int  # number of last layers that the context skips: 1 in SDXL
+    norm: bool  # apply final_layer_norm to the context: not in SDXL
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "CLIPTextSpec":
+        """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
+
+        Raises KeyError if a tensor is missing.
+        """
+        vocab_size, width = shapes["embeddings.token_embedding.weight"]
+        return replace(
+            self,
+            vocab_size=vocab_size,
+            length=shapes["embeddings.position_embedding.weight"][0],
+            width=width,
+            mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            heads=self.heads if heads is None else heads,
+        )
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x): the approximation that OpenAI's CLIP was trained with."""
+    """x sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -38,7 +55,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"quick_gelu": quick_gelu, 
 
 
 class Embeddings(nn.Module):
-    """Token ids (B,T), with vectors for those beyond the vocabulary -> token plus position embedding (B,T,D)."""
+    """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
 
     def __init__(self, spec: CLIPTextSpec) -> None:
         super().__init__()
@@ -51,7 +68,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention (B,T,D) -> (B,T,D): causal, of text, or not, of pictures."""
+    """Multi-head self-attention (B,T,D) -> (B,T,D): causal for text, full for images."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -80,7 +97,7 @@ class MLP(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and MLP, each on the normalised input and added to it."""
+    """Self-attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, mlp_width: int, heads: int, activation: str, causal: bool) -> None:
         super().__init__()
@@ -109,7 +126,7 @@ class Encoder(nn.Module):
 
 
 class CLIPTextEncoder(nn.Module):
-    """Token ids -> one vector a token, the output of the last layer but spec.skip."""
+    """Token ids -> one vector per token: the output of the last layer, or of the layer spec.skip before it."""
 
     def __init__(self, spec: CLIPTextSpec) -> None:
         super().__init__()
@@ -122,8 +139,8 @@ class CLIPTextEncoder(nn.Module):
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
 
         clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
-        so on.  learned (V,D) are the vectors of ids from the vocabulary's size on: of textual inversion.  Raises
-        ValueError if there are not so many layers.
+        so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
+        clip_skip exceeds the number of layers.
         """
         most = self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:

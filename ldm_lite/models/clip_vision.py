@@ -1,34 +1,50 @@
-"""CLIP's image encoder with the key names of Hugging Face: what T2I-Adapter's style network looks at.
+"""CLIP's image encoder with Hugging Face's key names: the input of T2I-Adapter's style network.
 
-Shape letters: B batch, S pixels a side, N patches and one more, D width.
+Shape letters: B batch, S pixels per side, N patches plus the class token, D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPVisionModel.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.shapes import Shapes, count
 
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's pixels in [0,1]
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of pixels in [0,1], for CLIP
 
 
 @dataclass(frozen=True)
 class CLIPVisionSpec:
-    """The numbers of a CLIP image encoder."""
+    """Sizes and settings of a CLIP image encoder."""
 
-    size: int  # pixels a side
-    patch: int  # pixels a side
+    size: int  # of the image, pixels per side
+    patch: int  # pixels per side
     width: int
     mlp_width: int
     layers: int
-    heads: int  # weights do not tell
-    activation: str  # as of models.clip; weights do not tell
+    heads: int  # not known from the weights
+    activation: str  # a key of models.clip.ACTIVATIONS; not known from the weights
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "CLIPVisionSpec":
+        """The spec of an encoder of OpenAI's whose weights have these shapes.  Raises KeyError if one is missing."""
+        width, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        return CLIPVisionSpec(
+            size=patch * math.isqrt(shapes["embeddings.position_embedding.weight"][0] - 1),
+            patch=patch,
+            width=width,
+            mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            heads=width // 64,  # in ViT-B and L
+            activation="quick_gelu",
+        )
 
 
 class Embeddings(nn.Module):
-    """Pixels (B,3,S,S) -> patches with their positions, after one that stands for the whole (B,N,D)."""
+    """Pixels (B,3,S,S) -> the class token, then the patches, with position embeddings (B,N,D)."""
 
     def __init__(self, spec: CLIPVisionSpec) -> None:
         super().__init__()
@@ -52,7 +68,7 @@ class Encoder(nn.Module):
 
 
 class CLIPVisionEncoder(nn.Module):
-    """A picture -> one vector a patch."""
+    """An image -> one vector per patch."""
 
     def __init__(self, spec: CLIPVisionSpec) -> None:
         super().__init__()
@@ -60,12 +76,12 @@ class CLIPVisionEncoder(nn.Module):
         self.embeddings = Embeddings(spec)
         self.pre_layrnorm = nn.LayerNorm(spec.width)  # sic
         self.encoder = Encoder(spec)
-        self.post_layernorm = nn.LayerNorm(spec.width)  # of the pooled output, which is not computed here
+        self.post_layernorm = nn.LayerNorm(spec.width)  # for the pooled output, which is not computed here
 
-    def forward(self, picture: Tensor) -> Tensor:
-        """The picture (B,3,S,S) in [0,1] -> hidden states of the last layer (B,N,D)."""
-        mean, std = (torch.tensor(each).to(picture)[:, None, None] for each in (MEAN, STD))
-        x: Tensor = self.pre_layrnorm(self.embeddings((picture - mean) / std))
+    def forward(self, image: Tensor) -> Tensor:
+        """The image (B,3,S,S) in [0,1] -> hidden states of the last layer (B,N,D)."""
+        mean, std = (torch.tensor(each).to(image)[:, None, None] for each in (MEAN, STD))
+        x: Tensor = self.pre_layrnorm(self.embeddings((image - mean) / std))
         for layer in self.encoder.layers:
             x = layer(x)
         return x

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.ops import channels_last
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.unet import Encoder, TextCache, UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
@@ -23,10 +24,10 @@ HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
 
 
 class ControlNet(Encoder):
-    """Noised latents, a timestep, a text and an embedded image -> what to add to the UNet's skips and middle.
+    """Noised latents, a timestep, a text and an embedded image -> tensors to add to the UNet's skips and middle.
 
-    spec has the widths and residual blocks of the UNet that it controls; it may have fewer transformers, and no vector.
-    Its out_channels is not used.
+    spec has the widths and residual blocks of its UNet, but may have fewer transformers and no vector; out_channels is
+    not used.
     """
 
     def __init__(self, spec: UNetSpec) -> None:
@@ -41,15 +42,15 @@ class ControlNet(Encoder):
         self.middle_block_out = nn.Sequential(nn.Conv2d(last, last, 1))
 
     def embed_hint(self, image: Tensor) -> Tensor:
-        """The image (B,3,8h,8w) in [0,1] -> (B,model_channels,h,w), the same at every step."""
+        """Embed the image (B,3,8h,8w) in [0,1]: (B,model_channels,h,w), the same for all steps."""
         return self.input_hint_block(image)
 
     def forward(
         self, x: Tensor, t: Tensor, context: Tensor | None, hint: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """x (B,in_channels,h,w), t (B,), context (B,T,D), hint of embed_hint (B or 1), y (B,vector_dim) -> `control`.
+        """Return `control` of UNet.forward: one (B,C,h',w') for each input block, and one for the middle.
 
-        That is UNet.forward's: one (B,C,h',w') for each input block, and one for the middle.
+        x (B,in_channels,h,w), t (B,), context (B,T,D), y (B,vector_dim); hint is the output of embed_hint (B or 1).
         """
         x, emb = channels_last(x), self.embed(t, y, x.dtype)
         out = []
@@ -61,8 +62,16 @@ class ControlNet(Encoder):
         return *out, self.middle_block_out(x)
 
 
+def infer_spec(shapes: Shapes) -> UNetSpec:
+    """The spec of a ControlNet whose weights have these shapes, without heads, as UNetSpec.from_shapes.
+
+    Raises KeyError if a key that every ControlNet has is missing.
+    """
+    return UNetSpec.from_shapes({**shapes, "out.2.weight": shapes["input_blocks.0.0.weight"][1:2]})
+
+
 def guess_scales(num: int) -> list[float]:
-    """The `num` factors of guess mode, the deeper the larger, to 1 in the middle: the original's 0.825^(12-i)."""
+    """The `num` factors of guess mode, growing with depth to 1 in the middle: 0.825^(12-i) in the original."""
     return [0.825 ** (num - 1 - i) for i in range(num)]
 
 
@@ -112,7 +121,7 @@ class ControlledUNet(nn.Module):
 def _results(
     net: ControlNet, control: ControlInput, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What a net adds to the UNet's skips and middle, for the whole batch."""
+    """The tensors that a ControlNet adds to the UNet's skips and middle, for the whole batch."""
     first = 0 if control.share == 1 else x.shape[0] - x.shape[0] // control.share
     text = None if context is None else context[first:]
     vector = None if y is None or net.spec.vector_dim is None else y[first:, : net.spec.vector_dim]

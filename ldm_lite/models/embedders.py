@@ -1,31 +1,49 @@
-"""The small networks that read something other than text: a class, or a map of labels.
+"""Small networks for conditioning on something other than text: a class, or a map of labels.
 
 Shape letters: B batch, D width of the context, N number of labels, H W image size.
 Source: Rombach et al. 2022, sec. 4.3; CompVis encoders/modules.py (ClassEmbedder, SpatialRescaler).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ldm_lite.models.shapes import Shapes
+
 
 @dataclass(frozen=True)
 class ClassSpec:
-    """The numbers of a class embedder."""
+    """Sizes of a class embedder."""
 
-    num_classes: int  # rows of the table, the unconditional one included
+    num_classes: int  # rows of the table, including the unconditional one
     width: int
-    unconditional: int | None  # the row of no class in particular, if the model was trained with one
+    unconditional: int | None  # the row for guidance's unconditional branch, if the model was trained with one
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "ClassSpec":
+        """Return this spec with the sizes of a network whose weights have these shapes.
+
+        Raises KeyError if a tensor is missing.
+        """
+        num_classes, width = shapes["embedding.weight"]
+        return ClassSpec(num_classes, width, unconditional=None if self.unconditional is None else num_classes - 1)
 
 
 @dataclass(frozen=True)
 class LabelMapSpec:
-    """The numbers of a label map's rescaler."""
+    """Sizes of a label map's rescaler."""
 
     num_labels: int
     channels: int
     halvings: int
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "LabelMapSpec":
+        """Return this spec with the sizes of a network whose weights have these shapes.
+
+        Raises KeyError if a tensor is missing.
+        """
+        channels, num_labels = shapes["channel_mapper.weight"][:2]
+        return replace(self, channels=channels, num_labels=num_labels)
 
 
 class ClassEmbedder(nn.Module):
@@ -41,7 +59,7 @@ class ClassEmbedder(nn.Module):
 
 
 class LabelMapRescaler(nn.Module):
-    """Labels (B,H,W) int64 -> what is concatenated with the latents, (B,channels,H/2^halvings,W/2^halvings)."""
+    """Labels (B,H,W) int64 -> channels to concatenate with the latents (B,channels,H/2^halvings,W/2^halvings)."""
 
     def __init__(self, spec: LabelMapSpec) -> None:
         super().__init__()
@@ -50,5 +68,5 @@ class LabelMapRescaler(nn.Module):
 
     def forward(self, labels: Tensor) -> Tensor:
         one_hot = F.one_hot(labels, self.spec.num_labels).permute(0, 3, 1, 2)  # (B, N, H, W)
-        # The original halves by bilinear interpolation, which is the mean of four.
+        # The original halves by bilinear interpolation, which averages 2x2 pixels.
         return self.channel_mapper(F.avg_pool2d(one_hot.to(self.channel_mapper.weight.dtype), 2**self.spec.halvings))

@@ -1,38 +1,59 @@
-"""The CLIP text encoder with the key names of OpenCLIP: ViT-H of Stable Diffusion 2.x, ViT-bigG of SDXL.
+"""The CLIP text encoder with OpenCLIP's key names: ViT-H of Stable Diffusion 2.x, ViT-bigG of SDXL.
 
 Shape letters: B batch, T tokens (77), D width.
 Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpenCLIPEmbedder2 of generative-models.
-The files' `logit_scale` is of no use here and left out.
+`logit_scale` in the files is not used here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import embed, merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
 class OpenCLIPTextSpec:
-    """The numbers of an OpenCLIP text encoder."""
+    """Sizes and settings of an OpenCLIP text encoder."""
 
     vocab_size: int
     length: int
     width: int
     mlp_width: int
     layers: int
-    heads: int  # weights do not tell
-    skip: int  # how many of the last layers the context leaves out: 1 in every released family
-    norm: bool  # whether the context goes through ln_final: in Stable Diffusion 2, not in SDXL
-    end_id: int  # the pooled output is read at the first of these tokens
-    projection: bool  # whether there is a text_projection; without it nothing can be pooled
+    heads: int  # not known from the weights
+    skip: int  # number of last layers that the context skips: 1 in every released family
+    norm: bool  # apply ln_final to the context: in Stable Diffusion 2, not in SDXL
+    end_id: int  # the pooled output is taken at the first token with this id
+    projection: bool  # has a text_projection, which the pooled output needs
+
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> "OpenCLIPTextSpec":
+        """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
+
+        Raises KeyError if a tensor is missing.
+        """
+        vocab_size, width = shapes["token_embedding.weight"]
+        layers = count(shapes, r"transformer\.resblocks\.(\d+)\.")
+        return replace(
+            self,
+            vocab_size=vocab_size,
+            length=shapes["positional_embedding"][0],
+            width=width,
+            mlp_width=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+            layers=layers,
+            heads=self.heads if heads is None else heads,
+            # Converted files lack the skipped layers, and sometimes the projection.
+            skip=0 if layers == self.layers - self.skip else self.skip,
+            projection="text_projection" in shapes,
+        )
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention (B,T,D) -> (B,T,D), causal or not; the rows of in_proj are those of q, k and v."""
+    """Multi-head self-attention (B,T,D) -> (B,T,D), causal or not; the rows of in_proj are q, k and v in this order."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -61,7 +82,7 @@ class MLP(nn.Module):
 
 
 class ResidualAttentionBlock(nn.Module):
-    """Self-attention and MLP, each on the normalised input and added to it."""
+    """Self-attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(
         self, width: int, mlp_width: int, heads: int, activation: Callable[[Tensor], Tensor], causal: bool
@@ -89,7 +110,7 @@ class Transformer(nn.Module):
 
 
 class OpenCLIPTextEncoder(nn.Module):
-    """Token ids -> one vector a token (the context), and one for the whole text (pooled)."""
+    """Token ids -> one vector per token (the context), and one for the whole text (pooled)."""
 
     def __init__(self, spec: OpenCLIPTextSpec) -> None:
         super().__init__()
@@ -105,19 +126,19 @@ class OpenCLIPTextEncoder(nn.Module):
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
 
         clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
-        so on.  learned (V,D) are the vectors of ids from the vocabulary's size on: of textual inversion.  Raises
-        ValueError if there are not so many layers.
+        so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
+        clip_skip exceeds the number of layers.
         """
         return self._context(self._run(self._embed(token_ids, learned), 0, self._depth(clip_skip)))
 
     def context_and_pooled(
         self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Token ids (B,T) -> context (B,T,D), as of forward, and the projected last layer at the end of the text (B,D).
+        """Token ids (B,T) -> forward's context (B,T,D), and the projected last layer at the end token (B,D).
 
-        Raises ValueError as forward does.  FrozenOpenCLIPEmbedder2.
+        Raises ValueError as forward does.  Source: FrozenOpenCLIPEmbedder2.
         """
-        assert self.text_projection is not None, "this encoder was made without a text_projection"
+        assert self.text_projection is not None, "this encoder has no text_projection"
         depth = self._depth(clip_skip)
         x = self._run(self._embed(token_ids, learned), 0, depth)
         last = self.ln_final(self._run(x, depth, self.spec.layers))

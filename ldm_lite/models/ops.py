@@ -1,4 +1,4 @@
-"""What every network here is made of: attention, the timestep embedding, the gated feed-forward.
+"""Building blocks that all networks share: attention, the timestep embedding, the gated feed-forward.
 
 Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of all heads.
 """
@@ -16,8 +16,8 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D).
 
-    Every attention layer of a UNet or autoencoder calls its attribute `attention`, which is this function
-    unless replaced.  Vaswani et al. 2017, eq. 1.
+    Every attention layer of a UNet or autoencoder calls its attribute `attention`, which is this function by default.
+    Vaswani et al. 2017, eq. 1.
     """
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -28,9 +28,9 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
-    """Token ids (B,T) -> vectors (B,T,D): the table's, and for ids beyond it the rows of learned (V,D).
+    """Token ids (B,T) -> vectors (B,T,D), from the table, or for ids beyond it from learned (V,D).
 
-    Those are of textual inversion, Gal et al. 2022.
+    learned holds the vectors of textual inversion, Gal et al. 2022.
     """
     if learned is None:
         return table(ids)
@@ -59,8 +59,8 @@ def timestep_embedding(t: Tensor, dim: int) -> Tensor:
 def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
     """Guidance scales (B,), 1 = none, -> float32 sinusoids (B,dim) of 1000 * (scale - 1), the sines first.
 
-    Frequencies exp(-ln 10000 * i / (dim/2 - 1)).  Luo et al. 2023, sec. 4.3.  Angles of thousands are rounded to 4e-4
-    in float32, in which networks are trained: in the order of diffusers' operations, so that they round alike.
+    Frequencies exp(-ln 10000 * i / (dim/2 - 1)).  Luo et al. 2023, sec. 4.3.  Angles reach thousands, where float32
+    rounds to 4e-4: operations are in the order of diffusers, so that rounding is the same as in training.
     """
     half = dim // 2
     step = torch.log(torch.tensor(10000.0, dtype=torch.float32, device=scale.device)) / (half - 1)
@@ -70,9 +70,9 @@ def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
 
 
 class Conv1x1(nn.Conv2d):
-    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions: channels last, it moves nothing.
+    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions, which copies nothing with channels last.
 
-    What is not channels last, as norms leave it on CUDA, is made so first: else the bias would be another kernel.
+    An input that is not channels last, as after a norm on CUDA, is made so first: else the bias needs another kernel.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -83,7 +83,7 @@ class Conv1x1(nn.Conv2d):
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """(B,C,h,w) with the channels of a position next to each other: convolutions like it, tokens are then a view."""
+    """(B,C,h,w) with channels last in memory: faster convolutions, and tokens (B,N,C) become a view."""
     return x.contiguous(memory_format=torch.channels_last)
 
 

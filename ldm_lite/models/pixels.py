@@ -1,4 +1,4 @@
-"""The autoencoder of models that have none: their latents are the pixels themselves."""
+"""The autoencoder of models without one: their latents are the pixels themselves."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class PixelSpec:
-    """What others ask of an autoencoder's spec."""
+    """The part of an autoencoder's spec that other modules read."""
 
     embed_dim: int = 3
     factor: int = 1
 
 
 class Pixels(nn.Module):
-    """Pixels (B,3,H,W) in [-1,1] -> the same."""
+    """The identity on pixels (B,3,H,W) in [-1,1]."""
 
     def __init__(self, spec: PixelSpec) -> None:
         super().__init__()
         self.spec = spec
-        # Of no weights, but of a device and dtype, as others are.
+        # Empty: it tells the device and dtype, as other networks' weights do.
         self.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
 
     def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of what pixels are encoded to: themselves, and 0."""
+        """Mean and standard deviation of the latents: x and 0."""
         return x, torch.zeros_like(x)
 
     def decode(self, z: Tensor) -> Tensor:
-        """What it is given."""
+        """Return z."""
         return z

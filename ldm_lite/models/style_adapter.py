@@ -1,4 +1,4 @@
-"""T2I-Adapter's style network: what CLIP sees in a picture -> a few tokens that follow the prompt's.
+"""T2I-Adapter's style network: CLIP's features of an image -> a few tokens to append to the prompt's.
 
 Shape letters: B batch, N patches of CLIP, T tokens, D CLIP's width, C of the context.
 Source: Mou et al. 2023; StyleAdapter of the original ldm/modules/encoders/adapter.py.
@@ -11,17 +11,25 @@ from torch import Tensor, nn
 
 from ldm_lite.models.clip import quick_gelu
 from ldm_lite.models.open_clip import ResidualAttentionBlock
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
 class StyleAdapterSpec:
-    """The numbers of a style adapter."""
+    """Sizes of a style adapter."""
 
     num_tokens: int
     width: int
     context_dim: int
     layers: int
-    heads: int  # weights do not tell
+    heads: int  # not known from the weights
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "StyleAdapterSpec":
+        """The spec of an adapter whose weights have these shapes.  Raises KeyError if one is missing."""
+        _, num_tokens, width = shapes["style_embedding"]
+        layers = count(shapes, r"transformer_layes\.(\d+)\.")
+        return StyleAdapterSpec(num_tokens, width, shapes["proj"][1], layers, heads=8)
 
 
 class StyleAdapter(nn.Module):
@@ -41,17 +49,17 @@ class StyleAdapter(nn.Module):
         self.ln_post = nn.LayerNorm(spec.width)
         self.proj = nn.Parameter(torch.randn(spec.width, spec.context_dim) * spec.width**-0.5)
 
-    def forward(self, seen: Tensor) -> Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """Hidden states (B,N,D) -> tokens (B,T,C)."""
-        x = torch.cat([seen, self.style_embedding.expand(len(seen), -1, -1)], dim=1)  # (B, N+T, D)
+        x = torch.cat([states, self.style_embedding.expand(len(states), -1, -1)], dim=1)  # (B, N+T, D)
         x = self.transformer_layes(self.ln_pre(x))
         return self.ln_post(x[:, -self.spec.num_tokens :]) @ self.proj
 
 
 def styled(context: Tensor, tokens: Tensor, num_branches: int) -> Tensor:
-    """A context (K*B,T,C) of K branches, one after the other, with tokens (1,T',C) after the last branch's own.
+    """Append tokens (1,T',C) to the last of the K branches in a context (K*B,T,C): (K*B,T+T',C).
 
-    The others' grow as much, by their own last tokens again, as in the original's ddim.py.
+    The other branches repeat their own last T' tokens, as in the original's ddim.py.
     """
     first = len(context) - len(context) // num_branches
     others, last = context[:first], context[first:]

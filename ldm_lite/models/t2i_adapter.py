@@ -1,8 +1,8 @@
-"""T2I-Adapter: a small network that turns a picture into features for the way down of a UNet, once a job.
+"""T2I-Adapter: a small network that turns an image into features for a UNet's encoder, once a job.
 
-What is unusual about it: it sees neither the latents nor the timestep, so it costs nothing per step.
+What is unusual about it: it reads neither the latents nor the timestep, so it costs nothing per step.
 
-Shape letters: B batch, c channels of the picture (1 or 3), C channels, h w latent size.
+Shape letters: B batch, c channels of the image (1 or 3), C channels, h w latent size.
 Source: Mou et al. 2023, sec. 3; the original ldm/modules/encoders/adapter.py, and Adapter/models/adapters.py for XL.
 """
 
@@ -11,25 +11,44 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ldm_lite.models.shapes import Shapes, count
+
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The numbers in which adapters differ."""
+    """Sizes in which adapters differ."""
 
-    in_channels: int  # of the picture
-    factor: int  # pixels to a position of the first features: 8, or 16 for SDXL
+    in_channels: int  # of the image
+    factor: int  # pixels per position of the first features, along each side: 8, or 16 for SDXL
     channels: tuple[int, ...]  # of the features, one for each level of the UNet; for SDXL the last is the middle's
-    num_res_blocks: int  # of each level
-    light: bool  # the small kind: a narrow stack between two 1x1 convolutions a level
+    num_res_blocks: int  # per level
+    light: bool  # the small kind: each level is a narrow stack between two 1x1 convolutions
+
+    @staticmethod
+    def from_shapes(shapes: Shapes, num_levels: int) -> "AdapterSpec":
+        """The spec of an adapter whose weights have these shapes, for a UNet with num_levels levels.
+
+        Raises KeyError if a key that every adapter has is missing.
+        """
+        light, num_blocks = "body.0.in_conv.weight" in shapes, count(shapes, r"body\.(\d+)\.")
+        unshuffled = shapes["body.0.in_conv.weight" if light else "conv_in.weight"][1]
+        factor = 16 if unshuffled % 256 == 0 else 8
+        if light:
+            channels = [shapes[f"body.{i}.out_conv.weight"][0] for i in range(num_blocks)]
+            num_res_blocks = count(shapes, r"body\.0\.body\.(\d+)\.")
+        else:
+            num_res_blocks = max(1, num_blocks // (num_levels + (factor == 16)))
+            channels = [shapes[f"body.{i}.block1.weight"][0] for i in range(0, num_blocks, num_res_blocks)]
+        return AdapterSpec(unshuffled // factor**2, factor, tuple(channels), num_res_blocks, light)
 
     @property
     def halved(self) -> tuple[bool, ...]:
-        """Whether a level begins by halving the size."""
+        """For each level, whether it starts by halving the size."""
         return tuple(i == 2 if self.factor == 16 else i > 0 for i in range(len(self.channels)))
 
 
 class AdapterBlock(nn.Module):
-    """Two convolutions around a ReLU, added to their input, which may first change its size and channels."""
+    """Two convolutions around a ReLU with a residual connection, after an optional halving and change of channels."""
 
     def __init__(self, in_channels: int, channels: int, halved: bool = False, kernel: int = 1) -> None:
         super().__init__()
@@ -39,13 +58,13 @@ class AdapterBlock(nn.Module):
         self.block2 = nn.Conv2d(channels, channels, kernel, padding=kernel // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # With a ceiling, as the UNet's strided convolutions go to half of an odd size.
+        # Odd sizes round up, as in the UNet's strided convolutions.
         x = self.in_conv(F.avg_pool2d(x, 2, ceil_mode=True) if self.halved else x)
         return x + self.block2(F.relu(self.block1(x)))
 
 
 class LightBlock(nn.Module):
-    """A level of a light adapter: a quarter of the width between two 1x1 convolutions."""
+    """A level of a light adapter: blocks at a quarter of the width between two 1x1 convolutions."""
 
     def __init__(self, in_channels: int, channels: int, halved: bool, num_res_blocks: int) -> None:
         super().__init__()
@@ -61,7 +80,7 @@ class LightBlock(nn.Module):
 
 
 class T2IAdapter(nn.Module):
-    """A picture -> features for each level of a UNet."""
+    """An image -> features for each level of a UNet."""
 
     def __init__(self, spec: AdapterSpec) -> None:
         super().__init__()
@@ -79,9 +98,9 @@ class T2IAdapter(nn.Module):
                 self.body.extend(AdapterBlock(width, width) for _ in range(spec.num_res_blocks - 1))
             channels = width
 
-    def forward(self, picture: Tensor) -> tuple[Tensor, ...]:
-        """The picture (B,c,H,W) in [0,1], H and W multiples of the factor -> features (B,C,h,w), one a level."""
-        x = F.pixel_unshuffle(picture, self.spec.factor)  # (B, c*f*f, H/f, W/f)
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """The image (B,c,H,W) in [0,1], H and W multiples of the factor -> features (B,C,h,w), one per level."""
+        x = F.pixel_unshuffle(image, self.spec.factor)  # (B, c*f*f, H/f, W/f)
         x = x if self.spec.light else self.conv_in(x)
         features, last = [], 0 if self.spec.light else self.spec.num_res_blocks - 1
         for i, block in enumerate(self.body):
@@ -91,10 +110,11 @@ class T2IAdapter(nn.Module):
         return tuple(features)
 
     def place(self, features: tuple[Tensor, ...], num_res_blocks: tuple[int, ...]) -> tuple[Tensor | None, ...]:
-        """The features as UNet.forward takes them: one entry for each of its input blocks, and one for the middle.
+        """Arrange features as UNet.forward takes them: one entry for each input block, and one for the middle.
 
-        num_res_blocks is that of the UNet.  They go after the last residual block of each level; XL's first after the
-        downsampler that follows, since it is of half the size, and XL's last after the middle.
+        num_res_blocks is the UNet's.  They are added after the last residual block of each level; SDXL's first after
+        the downsampler that follows, since it has half the size, and SDXL's last after the middle.  Raises ValueError
+        if the UNet has another number of levels.
         """
         ends = [sum(num_res_blocks[: i + 1]) + i for i in range(len(num_res_blocks))]
         where = [ends[0] + 1, *ends[1:], ends[-1] + 1] if self.spec.factor == 16 else ends

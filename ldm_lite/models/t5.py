@@ -1,8 +1,8 @@
-"""The T5 v1.1 encoder with the key names of Hugging Face, as DeepFloyd IF reads its prompts.
+"""The T5 v1.1 encoder with Hugging Face's key names: the text encoder of DeepFloyd IF.
 
 Shape letters: B batch, T tokens, D width, H heads, C channels of a head.
 Source: Raffel et al. 2020, sec. 2.1; Shazeer 2020 (the gated feed-forward of v1.1); transformers T5EncoderModel.
-Files name the token embedding twice; `encoder.embed_tokens.weight`, the second name, is left out here.
+Files hold the token embedding under two names; the second, `encoder.embed_tokens.weight`, is not used here.
 """
 
 import math
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
 class T5Spec:
-    """The numbers of a T5 v1.1 encoder."""
+    """Sizes of a T5 v1.1 encoder."""
 
     vocab_size: int
     width: int
@@ -26,11 +27,27 @@ class T5Spec:
     heads: int
     head_dim: int
     buckets: int  # of relative positions
-    max_distance: int  # beyond which positions share a bucket; weights do not tell
+    max_distance: int  # beyond it all positions share a bucket; not known from the weights
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "T5Spec":
+        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        vocab_size, width = shapes["shared.weight"]
+        buckets, heads = shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+        return T5Spec(
+            vocab_size=vocab_size,
+            width=width,
+            mlp_width=shapes["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"][0],
+            layers=count(shapes, r"encoder\.block\.(\d+)\."),
+            heads=heads,
+            head_dim=shapes["encoder.block.0.layer.0.SelfAttention.q.weight"][0] // heads,
+            buckets=buckets,
+            max_distance=128,
+        )
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) times a weight: neither mean nor bias.  float32 in, the weight's dtype out."""
+    """x / sqrt(mean(x^2) + 1e-6) times a weight, without mean or bias.  float32 in, the weight's dtype out."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,8 +61,8 @@ class RMSNorm(nn.Module):
 def relative_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
     """(T,T) int64: the bucket of each key's position relative to each query's.
 
-    Half of the buckets are for keys that come after; of each half, one half is for single distances and the other
-    grows by a constant factor up to max_distance.  Raffel et al. 2020, sec. 2.1.
+    Half of the buckets are for keys after the query.  In each half, the first half holds one distance per bucket; the
+    buckets of the second grow by a constant factor up to max_distance.  Raffel et al. 2020, sec. 2.1.
     """
     position = torch.arange(length)
     relative = position[None, :] - position[:, None]  # (query, key)
@@ -58,7 +75,7 @@ def relative_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention (B,T,D) -> (B,T,D) whose scores are not scaled, in float32."""
+    """Self-attention (B,T,D) -> (B,T,D) with unscaled scores, in float32."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
@@ -71,7 +88,7 @@ class SelfAttention(nn.Module):
         self.relative_attention_bias = nn.Embedding(spec.buckets, spec.heads) if has_bias else None
 
     def position_bias(self, length: int) -> Tensor:
-        """What the layers add to their scores for relative position (1,H,T,T) float32; the first layer's alone."""
+        """The bias of all layers' scores for relative positions (1,H,T,T) float32; only the first layer has one."""
         assert self.relative_attention_bias is not None
         buckets = relative_buckets(length, self.spec.buckets, self.spec.max_distance)
         bias: Tensor = self.relative_attention_bias(buckets.to(self.q.weight.device))  # (T, T, H)
@@ -84,9 +101,9 @@ class SelfAttention(nn.Module):
 
 
 class DenseReluDense(nn.Module):
-    """Gated feed-forward: wo(gelu(wi_0 x) * wi_1 x), the GELU being the approximation by tanh.
+    """Gated feed-forward: wo(gelu(wi_0 x) * wi_1 x), with GELU approximated by tanh.
 
-    In float16 the product and wo run in float32: there both overflow, which is why T5 in float16 is known for NaN.
+    In float16 both the product and wo overflow (the reason why T5 in float16 is known for NaN), so they run in float32.
     """
 
     def __init__(self, spec: T5Spec) -> None:
@@ -103,7 +120,7 @@ class DenseReluDense(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """Self-attention on the normalised input."""
+    """Norm, then self-attention."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
@@ -115,7 +132,7 @@ class AttentionLayer(nn.Module):
 
 
 class FeedForwardLayer(nn.Module):
-    """The feed-forward on the normalised input."""
+    """Norm, then feed-forward."""
 
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
@@ -127,14 +144,14 @@ class FeedForwardLayer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to its input (B,T,D), which stays in float32."""
+    """Attention and feed-forward with residual connections (B,T,D), which stay in float32."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
         self.layer = nn.ModuleList([AttentionLayer(spec, has_bias), FeedForwardLayer(spec)])
 
     def position_bias(self, length: int) -> Tensor:
-        """SelfAttention.position_bias, of the first block alone."""
+        """SelfAttention.position_bias; only the first block has one."""
         attention = self.layer[0]
         assert isinstance(attention, AttentionLayer)
         return attention.SelfAttention.position_bias(length)
@@ -146,7 +163,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The stack of blocks; the first holds the position bias of all."""
+    """The stack of blocks; the first holds the position bias for all."""
 
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
@@ -165,7 +182,7 @@ class Encoder(nn.Module):
 
 
 class T5Encoder(nn.Module):
-    """Token ids -> one vector a token: the last layer's output, normalised."""
+    """Token ids -> one vector per token: the last layer's output, normalised."""
 
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
@@ -176,6 +193,6 @@ class T5Encoder(nn.Module):
     def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Token ids (B,T) -> (B,T,D) in the weights' dtype, padding included.
 
-        mask (B,T) bool is False at padding, which no token then reads; a row must not be all padding.
+        mask (B,T) bool is False at padding, to which no token attends; a row must not be all padding.
         """
         return self.encoder(self.shared(token_ids).float(), mask)

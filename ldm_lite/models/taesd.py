@@ -1,10 +1,10 @@
-"""TAESD, the tiny autoencoder for the latents of Stable Diffusion: a preview, or a fast decoder.
+"""TAESD, the tiny autoencoder for the latents of Stable Diffusion: for previews, or as a fast decoder.
 
 What is unusual about it:
-- its latents are the UNet's own: there is no scale factor to divide by;
-- inside, images are in [0,1]; encode() and decode() here take and give [-1,1] as the other autoencoders do;
-- the two networks are plain sequences, whose indices are the original files' keys, and come as two files: one of
-  them may be missing.
+- its latents are scaled as the UNet's: there is no scale factor to divide by;
+- inside, images are in [0,1]; encode() and decode() here take and return [-1,1] as the other autoencoders do;
+- encoder and decoder are plain sequences, whose indices are the keys of the original files; they come as two files,
+  one of which may be missing.
 
 Source: madebyollin/taesd, taesd.py.
 """
@@ -15,18 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ldm_lite.models.shapes import Shapes
+
 
 @dataclass(frozen=True)
 class TAESDSpec:
-    """The numbers in which tiny autoencoders differ, and which of the two networks there are."""
+    """How tiny autoencoders differ."""
 
     embed_dim: int  # channels of a latent
-    encoder: bool
-    decoder: bool
+    encoder: bool  # has an encoder
+    decoder: bool  # has a decoder
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "TAESDSpec | None":
+        """The spec of a tiny autoencoder whose weights have these shapes; None if they are not one's."""
+        sides = ("encoder", "decoder")
+        found = [side for side in sides if f"{side}.1.conv.0.weight" in shapes or f"{side}.1.weight" in shapes]
+        if not found:
+            return None
+        embed_dim = shapes["decoder.1.weight"][1] if "decoder" in found else shapes["encoder.14.weight"][0]
+        return TAESDSpec(embed_dim, encoder="encoder" in found, decoder="decoder" in found)
 
     @property
     def factor(self) -> int:
-        """Pixels to a latent position, along each side."""
+        """Pixels per latent position, along each side."""
         return 8
 
 
@@ -42,7 +54,7 @@ class Clamp(nn.Module):
 
 
 class Block(nn.Module):
-    """Three 3x3 convolutions and a skip, at 64 channels."""
+    """Three 3x3 convolutions with a residual connection, at 64 channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +92,11 @@ class TAESD(nn.Module):
     def encode(self, x: Tensor) -> Tensor:
         """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,H/8,W/8) in the UNet's scale.
 
-        Raises ValueError if there is no encoder, x has not 3 channels or a side is no multiple of 8.
+        Raises ValueError if there is no encoder, x does not have 3 channels, or a side is not a multiple of 8.
         """
         if not self.spec.encoder:
             raise ValueError(
-                "this TAESD is a decoder alone, and an image must be encoded: take a file of both, or put "
+                "this TAESD has no encoder, which is needed to encode an image: take a file with both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             )
         if x.shape[1] != 3 or x.shape[2] % 8 or x.shape[3] % 8:
@@ -92,18 +104,18 @@ class TAESD(nn.Module):
         return self.encoder((x + 1) / 2)
 
     def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """encode(x), and zero: mean and standard deviation of the latents, of which an image has one here."""
+        """Mean and standard deviation of the latents: encode(x) and 0, since the encoder is deterministic."""
         z = self.encode(x)
         return z, torch.zeros_like(z)
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents (B,embed_dim,h,w) in the UNet's scale -> pixels (B,3,8h,8w), about [-1,1], unclamped.
 
-        Raises ValueError if there is no decoder or z has not embed_dim channels.
+        Raises ValueError if there is no decoder or z does not have embed_dim channels.
         """
         if not self.spec.decoder:
             raise ValueError(
-                "this TAESD is an encoder alone: take a file of both, or put taesd_decoder.pth beside taesd_encoder.pth"
+                "this TAESD has no decoder: take a file with both, or put taesd_decoder.pth beside taesd_encoder.pth"
             )
         if z.shape[1] != self.spec.embed_dim:
             raise ValueError(f"got latents with {z.shape[1]} channels, wanted {self.spec.embed_dim}")

@@ -1,4 +1,4 @@
-"""Attention over the positions of a feature map: an LDM UNet's transformers, and its attention blocks without text.
+"""Attention over the positions of a feature map: the transformers of an LDM UNet, and attention blocks without text.
 
 A transformer takes the text's keys and values from a cache if it is given one (`UNet.text_cache`).  A layer of another
 class, or one whose forward was replaced, has None there and is called as `layer(x, context)`.
@@ -18,7 +18,7 @@ TransformerCache = tuple[BlockCache | None, ...]  # one entry for each block
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all positions, in the unconditional families; a residual (B,C,h,w) -> (B,C,h,w).
+    """Self-attention over all positions with a residual connection (B,C,h,w) -> (B,C,h,w), for unconditional families.
 
     The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., the original's "legacy" order.
     """
@@ -33,7 +33,7 @@ class AttentionBlock(nn.Module):
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        # As linears over tokens (B, N, C): attention kernels want the channels of a head next to each other.
+        # As linears over tokens (B, N, C): attention kernels need the channels of a head next to each other.
         tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
         qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # (B, N, 3C)
         q, k, v = qkv.view(*qkv.shape[:2], self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # (B, H, N, D) each
@@ -76,7 +76,7 @@ class FeedForward(nn.Module):
 
 
 class BasicTransformerBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward, each on the normalised input and added to it."""
+    """Self-attention, cross-attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, channels: int, context_dim: int, num_heads: int, cross_only: bool) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class BasicTransformerBlock(nn.Module):
 
 
 class SpatialTransformer(nn.Module):
-    """Transformer blocks over the positions of a feature map; a residual (B,C,h,w) -> (B,C,h,w)."""
+    """Transformer blocks over the positions of a feature map with a residual connection (B,C,h,w) -> (B,C,h,w)."""
 
     def __init__(
         self, channels: int, context_dim: int, num_heads: int, depth: int, linear_proj: bool, cross_only: bool
     ) -> None:
         super().__init__()
         self.linear_proj = linear_proj
-        self.index: int | None = None  # its entry in the UNet's text cache; the UNet sets it
+        self.index: int | None = None  # of its entry in the UNet's text cache; set by the UNet
         self.norm = nn.GroupNorm(32, channels, eps=1e-6)
         self.proj_in = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
         self.transformer_blocks = nn.ModuleList(
@@ -144,11 +144,11 @@ class SpatialTransformer(nn.Module):
 def call_cached(
     layer: nn.Module, x: Tensor, context: Tensor | None, cache: KeysValues | BlockCache | TransformerCache | None
 ) -> Tensor:
-    """Call a layer with its entry of the text cache; one that has none may be any module that takes (x, context)."""
+    """Call a layer with its entry of the text cache; without one it may be any module that takes (x, context)."""
     out: Tensor = layer(x, context) if cache is None else layer(x, context, cache)
     return out
 
 
 def _is_own(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer runs the forward of this very class, which takes a cache."""
+    """Whether a layer runs the forward of exactly this class, which takes a cache."""
     return type(layer) is kind and "forward" not in vars(layer)

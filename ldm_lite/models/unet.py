@@ -2,23 +2,26 @@
 
 What is unusual about it:
 - attribute names are the checkpoint's keys, so an original file loads strictly with no renaming;
-- one class spans Stable Diffusion 1.x, 2.x, XL, inpainting, the x4 upscaler, class-, BERT- and
-  unconditional LDM: they differ only in the numbers of `UNetSpec`;
-- an upsampler goes to the size of the skip that it meets, so any latent size works;
+- one class covers Stable Diffusion 1.x, 2.x, XL, inpainting, the x4 upscaler, class-, BERT- and
+  unconditional LDM: they differ only in the fields of `UNetSpec`;
+- an upsampler resizes to the size of the next skip, so any latent size works;
 - tensors in, one tensor out: nothing that changes between steps is a Python number;
-- the text's keys and values can be made once for all steps (`text_cache`).
+- the keys and values of the text can be computed once for all steps (`text_cache`).
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
 Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
 """
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
+from ldm_lite.models.shapes import Shapes, count
 from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TransformerCache, call_cached
 
 TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
@@ -26,7 +29,7 @@ TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTra
 
 @dataclass(frozen=True)
 class UNetSpec:
-    """The numbers in which LDM UNets differ.  Tuples have one entry a level, the highest resolution first."""
+    """Sizes and options in which LDM UNets differ.  Tuples have one entry per level, the highest resolution first."""
 
     in_channels: int
     out_channels: int
@@ -35,23 +38,81 @@ class UNetSpec:
     num_res_blocks: tuple[int, ...]
     transformer_depth: tuple[int, ...]  # transformer blocks after each residual block; 0 = no attention
     middle_depth: int
-    num_heads: int | None  # exactly one of num_heads and head_dim is given; weights do not tell
+    num_heads: int | None  # either num_heads or head_dim is given; not known from the weights
     head_dim: int | None
-    context_dim: int | None  # None = unconditional: qkv attention blocks in place of transformers
+    context_dim: int | None  # None = unconditional: qkv attention blocks instead of transformers
     linear_proj: bool  # proj_in and proj_out of a transformer are linears, not 1x1 convolutions
-    cross_only: tuple[bool, ...]  # attn1 reads the context as well (x4 upscaler)
+    cross_only: tuple[bool, ...]  # attn1 attends to the context too (x4 upscaler)
     vector_dim: int | None  # width of y for the label_emb MLP (SDXL, unCLIP)
-    guidance_dim: int | None  # width of what follows in y: the guidance scale's sinusoids (LCM), distilled into it
+    guidance_dim: int | None  # width of the guidance scale's sinusoids, which follow in y (LCM)
     num_classes: int | None  # size of the label_emb table (x4 upscaler: noise levels)
-    scale_shift: bool  # the timestep scales and shifts the normalised features, instead of being added
-    resblock_updown: bool  # resampling by residual blocks, instead of by convolutions
+    scale_shift: bool  # the timestep scales and shifts the normalised features instead of being added
+    resblock_updown: bool  # resampling by residual blocks instead of convolutions
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "UNetSpec":
+        """The spec of a UNet whose weights have these shapes, with num_heads and head_dim both None.
+
+        Raises KeyError if a key that every LDM UNet has is missing.
+        """
+        mc, in_channels = shapes["input_blocks.0.0.weight"][:2]
+        num_in, num_out = (count(shapes, rf"{side}_blocks\.(\d+)\.") for side in ("input", "output"))
+
+        # levels end in strided convolutions, or else (seen from the deepest) in residual blocks that upsample
+        ends = [i for i in range(num_in) if f"input_blocks.{i}.0.op.weight" in shapes]
+        ups = [i for i in range(num_out) for j in (1, 2) if f"output_blocks.{i}.{j}.in_layers.0.weight" in shapes]
+        if ends or not num_out:
+            bounds = [0, *ends, num_in]
+            num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))
+        else:
+            bounds = [-1, *ups, num_out - 1]
+            num_res_blocks = tuple(after - before - 1 for before, after in pairwise(bounds))[::-1]
+
+        # widths and attention: read at the first residual block of each level
+        firsts = [1 + sum(num_res_blocks[:level]) + level for level in range(len(num_res_blocks))]
+        widths = [shapes[f"input_blocks.{i}.0.out_layers.0.weight"][0] for i in firsts]
+
+        contexts = [shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")]
+        label, label_mlp = shapes.get("label_emb.weight"), shapes.get("label_emb.0.0.weight")
+        guidance = shapes.get("cond_proj.weight")
+        return UNetSpec(
+            in_channels=in_channels,
+            out_channels=shapes["out.2.weight"][0],
+            model_channels=mc,
+            channel_mult=tuple(width // mc for width in widths),
+            num_res_blocks=num_res_blocks,
+            transformer_depth=tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
+            middle_depth=_depth(shapes, "middle_block"),
+            num_heads=None,
+            head_dim=None,
+            context_dim=contexts[0] if contexts else None,
+            linear_proj=len(shapes.get("middle_block.1.proj_in.weight", ())) == 2,
+            cross_only=tuple(_cross_only(shapes, f"input_blocks.{i}") for i in firsts),
+            vector_dim=label_mlp[1] if label_mlp else None,
+            guidance_dim=guidance[1] if guidance else None,
+            num_classes=label[0] if label else None,
+            scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
+            resblock_updown=bool(ups),
+        )
 
     def heads(self, channels: int) -> int:
-        """Attention heads of a layer that is `channels` wide."""
+        """Number of attention heads of a layer with `channels` channels."""
         if self.num_heads is not None:
             return self.num_heads
         assert self.head_dim is not None
         return channels // self.head_dim
+
+
+def _depth(shapes: Shapes, block: str) -> int:
+    """Transformer blocks in one of the input blocks or the middle; 1 for an attention block."""
+    blocks = count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
+    return blocks or int(f"{block}.1.qkv.weight" in shapes)
+
+
+def _cross_only(shapes: Shapes, block: str) -> bool:
+    attn1 = f"{block}.1.transformer_blocks.0.attn1"
+    to_q, to_k = (shapes.get(f"{attn1}.{name}.weight", (0, 0)) for name in ("to_q", "to_k"))
+    return to_q[1] != to_k[1]
 
 
 class Downsample(nn.Module):
@@ -77,7 +138,10 @@ class Upsample(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Two 3x3 convolutions, the timestep in between, and a skip; with `resample` it halves or follows `size`."""
+    """Two 3x3 convolutions with the timestep in between and a residual connection.
+
+    resample "down" halves the size, "up" resizes to `size`.
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
@@ -116,7 +180,7 @@ class ResBlock(nn.Module):
 
 
 class Block(nn.ModuleList):
-    """The layers at one index of input_blocks, middle_block or output_blocks, each given what it needs."""
+    """The layers at one index of input_blocks, middle_block or output_blocks, each called with the inputs it needs."""
 
     def forward(
         self,
@@ -139,7 +203,7 @@ class Block(nn.ModuleList):
 
 
 class Encoder(nn.Module):
-    """The half of a UNet that goes down, and its middle: what a ControlNet copies."""
+    """The encoder half of a UNet and its middle: the part that a ControlNet copies."""
 
     def __init__(self, spec: UNetSpec) -> None:
         super().__init__()
@@ -152,7 +216,7 @@ class Encoder(nn.Module):
             return nn.Sequential(nn.Linear(in_channels, emb_channels), nn.SiLU(), nn.Linear(emb_channels, emb_channels))
 
         self.time_embed = mlp(width)
-        # The one name that is not the original's, which has none: diffusers' time_embedding.cond_proj.
+        # The originals have no such layer; the name is from diffusers' time_embedding.cond_proj.
         self.cond_proj = None if spec.guidance_dim is None else nn.Linear(spec.guidance_dim, width, bias=False)
         self.label_emb: nn.Module | None = None
         if spec.num_classes is not None:
@@ -178,7 +242,7 @@ class Encoder(nn.Module):
         # middle: always with attention
         middle = self._attend(channels, spec.middle_depth, cross_only=False)
         self.middle_block = Block([self._res(channels, channels), *middle, self._res(channels, channels)])
-        self._skips = tuple(skips)  # channels of what each of the input blocks puts out
+        self._skips = tuple(skips)  # output channels of each input block
 
     def _res(self, in_channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
         return ResBlock(in_channels, out_channels, 4 * self.spec.model_channels, self.spec.scale_shift, resample)
@@ -195,7 +259,7 @@ class Encoder(nn.Module):
         return [layer]
 
     def embed(self, t: Tensor, y: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The timestep t (B,) and the label, through the SiLU with which every residual block begins: (B,E)."""
+        """Embed the timestep t (B,) and the label: (B,E), after the SiLU that starts every residual block."""
         sinusoids = timestep_embedding(t, self.spec.model_channels).to(dtype)
         if self.cond_proj is not None and y is not None:
             y, guidance = y.tensor_split([-self.cond_proj.in_features], dim=1)  # (B, V), (B, G)
@@ -209,7 +273,7 @@ class Encoder(nn.Module):
 class UNet(Encoder):
     """The denoising network of a latent diffusion model: noised latents and a timestep -> its prediction.
 
-    What the prediction means (eps, v or x0) is the schedule's business.  Rombach et al. 2022, sec. 3.2.
+    The schedule knows what is predicted (eps, v or x0).  Rombach et al. 2022, sec. 3.2.
     """
 
     def __init__(self, spec: UNetSpec) -> None:
@@ -217,7 +281,7 @@ class UNet(Encoder):
         width, skips = spec.model_channels, list(self._skips)
         channels = skips[-1]
 
-        # up: one residual block more a level, each fed with the skip of its mirror image
+        # up: one more residual block per level; each also reads the skip of its counterpart
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
             for i in range(spec.num_res_blocks[level] + 1):
@@ -233,9 +297,9 @@ class UNet(Encoder):
         )
 
     def text_cache(self, context: Tensor) -> TextCache:
-        """The keys and values that all layers make of the text (B,T,D), in the weights' dtype: forward's `cache`.
+        """Compute the keys and values of all layers for the text (B,T,D) in the weights' dtype: forward's `cache`.
 
-        They depend on nothing else, so they serve all steps with this text.
+        They depend on nothing else, so they are valid for all steps with this text.
         """
         layers = {layer.index: layer for layer in self.modules() if isinstance(layer, SpatialTransformer)}
         return tuple(layers[i].text_cache(context) if i in layers else None for i in range(self._num_transformers))
@@ -263,7 +327,7 @@ class UNet(Encoder):
         emb = self.embed(t, y, x.dtype)  # (B, E)
         add = features if features is not None else (None,) * (len(self.input_blocks) + 1)
 
-        # down, keeping what the way up will need
+        # down, keeping the skips
         skips = []
         for i, block in enumerate(self.input_blocks):
             x = _plus(block(x, emb, context, None, cache), add[i])
@@ -272,7 +336,7 @@ class UNet(Encoder):
         x = _plus(self.middle_block(x, emb, context, None, cache), add[-1])
         x = x if control is None else x + control[-1]
 
-        # up, to the size of the skip that comes next
+        # up, to the size of the next skip
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
             size = skips[-1].shape[2:] if skips else None

@@ -1,44 +1,57 @@
 """The DeepFloyd IF UNet: stages I (64 px) and II (256 px) of the pixel diffusion cascade, from a frozen spec.
 
-What is unusual about it, beside the LDM UNet (unet.py), of whose residual blocks it is made:
-- it works on pixels, and puts out a variance beside its prediction;
-- T5's tokens join the image's own in every attention, and their pooled sum joins the timestep;
-- exact GELU wherever LDM has SiLU; in stage II residual sums are halved in variance (literally times 0.7071);
-- stage II reads the upsampled image in channels that follow the noised ones, and how much noise was put on that image.
+How it differs from the LDM UNet (unet.py), whose residual blocks it uses:
+- it works on pixels, and outputs a variance beside its prediction;
+- attention is over T5's tokens and the image's positions together; the pooled tokens are added to the timestep;
+- exact GELU instead of SiLU; in stage II residual sums are multiplied by 0.7071, which halves their variance;
+- stage II also reads the upsampled image, in channels after the noised ones, and the noise level of that image.
 
 Shape letters: B batch, C channels, h w image size, N = h*w tokens, L text tokens, D their width, E embedding.
 Source: Saharia et al. 2022, app. B; the original deepfloyd_if/model/unet.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, attention, merge_heads, split_heads, timestep_embedding
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.unet import ResBlock, UNetSpec
 
 
 @dataclass(frozen=True)
 class IFSpec(UNetSpec):
-    """The numbers in which the stages differ, as those of a UNetSpec, and a few more.
+    """Sizes in which the stages differ: a UNetSpec's, and two more.
 
-    A depth of 1 is attention, context_dim the width of T5, num_classes (of a stage II) the number of noise levels of
-    the smaller image; out_channels are the prediction's and as many for its variance.
+    A depth of 1 is attention, context_dim the width of T5, num_classes (stage II) the number of noise levels of the
+    smaller image; out_channels counts the prediction and its variance.
     """
 
     pool_heads: int
-    super_resolution: bool  # stage II: reads a smaller image, and its noise level as y
+    super_resolution: bool  # stage II: reads the upsampled smaller image, and its noise level as y
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "IFSpec":
+        """The spec of a stage whose weights have these shapes.  Weights do not tell head_dim: it is 64 in every stage.
+
+        Raises KeyError if a key that every stage has is missing.
+        """
+        spec, second = UNetSpec.from_shapes(shapes), "aug_proj.0.weight" in shapes
+        text_dim = shapes["encoder_pooling.1.positional_embedding"][1]
+        known = {field.name: getattr(spec, field.name) for field in fields(UNetSpec)}
+        known |= {"head_dim": 64, "context_dim": text_dim, "num_classes": 1000 if second else None}
+        return IFSpec(**known, pool_heads=text_dim // 64, super_resolution=second)
 
     @property
     def emb_channels(self) -> int:
-        """Width of the timestep's embedding, and of the text in the attention layers."""
+        """Width of the timestep embedding, and of the text in the attention layers."""
         return self.model_channels * max(self.channel_mult)
 
 
 class PixelResBlock(ResBlock):
-    """unet.py's residual block with GELU, the timestep as scale and shift, and the sum times `gain`."""
+    """ResBlock of unet.py with GELU, with the timestep as scale and shift; the sum is multiplied by `gain`."""
 
     def __init__(self, in_channels: int, out_channels: int, spec: IFSpec, resample: str | None = None) -> None:
         super().__init__(in_channels, out_channels, spec.emb_channels, scale_shift=True, resample=resample)
@@ -50,7 +63,7 @@ class PixelResBlock(ResBlock):
 
 
 class TextAttention(nn.Module):
-    """Attention of the positions to the text and to each other; a residual (B,C,h,w) -> (B,C,h,w).
+    """Attention of positions to the text and to each other, with a residual connection (B,C,h,w) -> (B,C,h,w).
 
     The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., those of encoder_kv [head 0: k v]...
     """
@@ -76,12 +89,12 @@ class TextAttention(nn.Module):
         return x + out.transpose(1, 2).view_as(x)
 
     def _heads(self, layer: nn.Conv1d, x: Tensor) -> Tensor:
-        """A 1x1 convolution of (B,C,N), as a linear over tokens -> (B,H,N,C'/H)."""
+        """Apply a 1x1 convolution to (B,C,N), as a linear over tokens: (B,H,N,C'/H)."""
         return split_heads(F.linear(x.transpose(1, 2), layer.weight[:, :, 0], layer.bias), self.num_heads)
 
 
 class AttentionPooling(nn.Module):
-    """Text (B,L,D) -> (B,D): what the mean of the tokens, as a query, finds in itself and in them."""
+    """Text (B,L,D) -> (B,D): attention with the mean of the tokens as query, over that mean and the tokens."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -102,7 +115,7 @@ class AttentionPooling(nn.Module):
 
 
 class Block(nn.ModuleList):
-    """The layers at one index of input_blocks, middle_block or output_blocks, each given what it needs."""
+    """The layers at one index of input_blocks, middle_block or output_blocks, each called with the inputs it needs."""
 
     def forward(self, x: Tensor, emb: Tensor, text: Tensor, size: tuple[int, int] | None) -> Tensor:
         for layer in self:
@@ -148,7 +161,7 @@ class UNetIF(nn.Module):
         middle = layers(channels, channels, spec.middle_depth)
         self.middle_block = Block([*middle, PixelResBlock(channels, channels, spec)])
 
-        # up: one residual block more a level, each fed with the skip of its mirror image
+        # up: one more residual block per level; each also reads the skip of its counterpart
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
             for i in range(spec.num_res_blocks[level] + 1):
@@ -171,20 +184,20 @@ class UNetIF(nn.Module):
     def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None) -> Tensor:
         """Pixels x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> (B,out_channels,h,w), eps then variance.
 
-        context (B,L,context_dim) is T5's output.  In stage II x is [noised pixels, upsampled image] and y (B,) the
-        timestep in [0,1000) at which noise was put on that image.  The variance is in [-1,1], from the smallest to the
-        largest that the schedule allows, in the logarithm.  x and context are in the weights' dtype; t and y in any.
+        context (B,L,context_dim) is T5's output.  In stage II x is [noised pixels, upsampled image], and y (B,) the
+        timestep in [0,1000) of the noise added to that image.  The variance is in [-1,1]: its logarithm, from the
+        smallest to the largest that the schedule allows.  x and context are in the weights' dtype; t and y in any.
         """
-        # the timestep, the pooled text and the image's noise, through the activation that every block begins with
+        # timestep, pooled text and noise level, after the GELU that starts every residual block
         width = self.spec.model_channels
         emb = self.time_embed(timestep_embedding(t, width).to(x.dtype)) + self.encoder_pooling(context)
         if self.spec.super_resolution:
-            assert y is not None, "stage II reads the noise level of the smaller image"
+            assert y is not None, "stage II needs y, the noise level of the smaller image"
             emb = emb + self.aug_proj(timestep_embedding(y, width).to(x.dtype))
         emb = F.gelu(emb)  # (B, E)
         text = self.encoder_proj(context).transpose(1, 2)  # (B, E, L)
 
-        # down, keeping what the way up will need
+        # down, keeping the skips
         skips = []
         for block in self.input_blocks:
             x = block(x, emb, text, None)
@@ -192,7 +205,7 @@ class UNetIF(nn.Module):
 
         x = self.middle_block(x, emb, text, None)
 
-        # up, to the size of the skip that comes next
+        # up, to the size of the next skip
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
             size = skips[-1].shape[2:] if skips else None

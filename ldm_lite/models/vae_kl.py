@@ -3,7 +3,7 @@
 What is unusual about it:
 - attribute names are the checkpoint's keys; decoder.up.0 is the highest resolution and runs last;
 - a downsampler pads only right and bottom, unlike the UNet's;
-- latents here are unscaled: the caller multiplies and divides by the family's scale factor.
+- latents are unscaled: the caller multiplies and divides by the family's scale factor.
 
 Shape letters: B batch, C channels, H W image size, h w = H/f, W/f latent size, f = 2^(levels-1).
 Source: Rombach et al. 2022, sec. 3.1; CompVis autoencoder.py and diffusionmodules/model.py.
@@ -15,34 +15,51 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, Conv1x1, attention, channels_last
+from ldm_lite.models.shapes import Shapes, count
 
 
 @dataclass(frozen=True)
 class VAESpec:
-    """The numbers in which autoencoders differ.  Levels are counted from the highest resolution."""
+    """Sizes in which autoencoders differ.  Levels are counted from the highest resolution."""
 
     channels: int
     channel_mult: tuple[int, ...]
     num_res_blocks: int
-    z_channels: int  # channels that the encoder makes
+    z_channels: int  # channels of the encoder's output and the decoder's input
     embed_dim: int  # channels of a latent, after quant_conv
     attn_levels: tuple[int, ...]
     mid_attn: bool
 
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "VAESpec":
+        """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        channels = shapes["encoder.conv_in.weight"][0]
+        levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
+        widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels]
+        return VAESpec(
+            channels=channels,
+            channel_mult=tuple(width // channels for width in widths),
+            num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
+            z_channels=shapes["decoder.conv_in.weight"][1],
+            embed_dim=shapes["post_quant_conv.weight"][1],
+            attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
+            mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
+        )
+
     @property
     def factor(self) -> int:
-        """Pixels to a latent position, along each side."""
+        """Pixels per latent position, along each side."""
         return int(2 ** (len(self.channel_mult) - 1))
 
 
 def check_pixels(x: Tensor, spec: VAESpec) -> None:
-    """Raises ValueError if x is not (B,3,H,W) with sides that are multiples of the factor."""
+    """Raise ValueError if x is not (B,3,H,W) with sides that are multiples of the factor."""
     if x.shape[1] != 3 or x.shape[2] % spec.factor or x.shape[3] % spec.factor:
         raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of {spec.factor}")
 
 
 def check_latents(z: Tensor, spec: VAESpec) -> None:
-    """Raises ValueError if z is not (B,embed_dim,h,w)."""
+    """Raise ValueError if z is not (B,embed_dim,h,w)."""
     if z.shape[1] != spec.embed_dim:
         raise ValueError(f"got latents with {z.shape[1]} channels, wanted {spec.embed_dim}")
 
@@ -52,7 +69,7 @@ def _norm(channels: int) -> nn.GroupNorm:
 
 
 class ResnetBlock(nn.Module):
-    """Two 3x3 convolutions and a skip, without a timestep."""
+    """Two 3x3 convolutions with a residual connection, without a timestep."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -91,7 +108,7 @@ class AttnBlock(nn.Module):
 
 
 class Downsample(nn.Module):
-    """(B,C,h,w) -> (B,C,h/2,w/2): a strided convolution, padded at the right and the bottom."""
+    """(B,C,h,w) -> (B,C,h/2,w/2) by a strided convolution, padded at the right and the bottom."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -113,13 +130,13 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The blocks of one resolution, with attention after each where the spec says so, then a resampler or none."""
+    """The blocks of one resolution, each with attention if `attn`, then an optional resampler."""
 
     def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool, **resample: nn.Module) -> None:
         super().__init__()
         self.block = nn.ModuleList(ResnetBlock(channels if i else in_channels, channels) for i in range(num_blocks))
         self.attn = nn.ModuleList(AttnBlock(channels) for _ in range(num_blocks * attn))
-        self.resample = tuple(resample)  # "downsample", "upsample" or nothing: the attribute is the checkpoint's key
+        self.resample = tuple(resample)  # "downsample", "upsample" or nothing: attributes are the checkpoint's keys
         for name, module in resample.items():
             self.add_module(name, module)
 
@@ -167,7 +184,7 @@ class Encoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(self.mid(self.descend(channels_last(x)))), inplace=True))
 
     def descend(self, x: Tensor) -> Tensor:
-        """Pixels (B,3,H,W) -> features (B,C,h,w): the part before the middle, which takes most of the memory."""
+        """Pixels (B,3,H,W) -> features (B,C,h,w): the part before the middle, which needs most of the memory."""
         x = self.conv_in(x)
         for level in self.down:
             x = level(x)
@@ -194,7 +211,7 @@ class Decoder(nn.Module):
         return self.ascend(self.mid(self.conv_in(channels_last(z))))
 
     def ascend(self, x: Tensor) -> Tensor:
-        """Features (B,C,h,w) -> pixels (B,3,H,W): the part after the middle, which takes most of the memory."""
+        """Features (B,C,h,w) -> pixels (B,3,H,W): the part after the middle, which needs most of the memory."""
         for level in reversed(self.up):
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(x), inplace=True))
@@ -214,8 +231,7 @@ class AutoencoderKL(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> mean and log variance of the latents, (B,embed_dim,h,w) each, unscaled.
 
-        Raises ValueError if x has not 3 channels or a side is no
-        multiple of the factor.
+        Raises ValueError if x does not have 3 channels or a side is not a multiple of the factor.
         """
         check_pixels(x, self.spec)
         mean, logvar = self.quant_conv(self.encoder(x)).chunk(2, dim=1)
@@ -229,7 +245,7 @@ class AutoencoderKL(nn.Module):
     def decode(self, z: Tensor) -> Tensor:
         """Latents (B,embed_dim,h,w), already divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
 
-        Raises ValueError if z has not embed_dim channels.
+        Raises ValueError if z does not have embed_dim channels.
         """
         check_latents(z, self.spec)
         return self.decoder(self.post_quant_conv(z))

@@ -1,10 +1,10 @@
 """The VQ autoencoder of latent diffusion: vq-f4, f8 and f16, and taming-transformers' VQGAN, from a frozen spec.
 
 What is unusual about it:
-- its encoder, decoder and their spec are the KL autoencoder's, of vae_kl.py; a codebook is added between them;
-- as the first stage of a diffusion model, encoding does not quantise and decoding does, so that a latent that is
-  not quite on the codebook is put there;
-- the nearest code is looked up in float32, a slice of the positions at a time.
+- its encoder, decoder and their spec are the KL autoencoder's, from vae_kl.py, with a codebook between them;
+- as in the first stage of a diffusion model, encoding does not quantise and decoding does: it replaces each latent by
+  the nearest code;
+- the nearest code is searched in float32, a slice of the positions at a time.
 
 Shape letters: B batch, C channels of a latent, H W image size, h w = H/f, W/f latent size, K codes.
 Source: Esser et al. 2021, sec. 3.1; CompVis autoencoder.py, taming-transformers' quantize.py (VectorQuantizer2).
@@ -15,16 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.vae_kl import Decoder, Encoder, VAESpec, check_latents, check_pixels
 
-POSITIONS_TIMES_CODES = 2**24  # distances held at a time: 64 MiB
+POSITIONS_TIMES_CODES = 2**24  # distances in memory at a time: 64 MiB
 
 
 @dataclass(frozen=True)
 class VQSpec(VAESpec):
-    """The numbers in which VQ autoencoders differ: a KL autoencoder's, and the codebook's size."""
+    """Sizes in which VQ autoencoders differ: a KL autoencoder's, and the codebook's."""
 
     num_codes: int
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> "VQSpec":
+        """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        return VQSpec(**vars(VAESpec.from_shapes(shapes)), num_codes=shapes["quantize.embedding.weight"][0])
 
 
 class VectorQuantizer(nn.Module):
@@ -39,7 +45,7 @@ class VectorQuantizer(nn.Module):
         codes = self.embedding.weight.float()  # (K, C)
         positions = z.float().permute(0, 2, 3, 1).flatten(0, 2)  # (B*h*w, C)
         norms = (codes**2).sum(dim=1)
-        # |z - e|^2 = |z|^2 - 2 z.e + |e|^2, the first of which is the same for all codes
+        # |z - e|^2 = |z|^2 - 2 z.e + |e|^2; the first term is the same for all codes
         nearest = [
             torch.addmm(norms, part, codes.T, alpha=-2).argmin(dim=1)
             for part in torch.split(positions, max(1, POSITIONS_TIMES_CODES // len(codes)))
@@ -65,21 +71,21 @@ class VQModel(nn.Module):
     def encode(self, x: Tensor) -> Tensor:
         """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,h,w), unscaled and not quantised.
 
-        Raises ValueError if x has not 3 channels or a side is no multiple of the factor.
+        Raises ValueError if x does not have 3 channels or a side is not a multiple of the factor.
         """
         check_pixels(x, self.spec)
         return self.quant_conv(self.encoder(x))
 
     def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """encode(x), and zero: mean and standard deviation of the latents, of which an image has one here."""
+        """Mean and standard deviation of the latents: encode(x) and 0, since the encoder is deterministic."""
         z = self.encode(x)
         return z, torch.zeros_like(z)
 
     def decode(self, z: Tensor, quantize: bool = True) -> Tensor:
         """Latents (B,embed_dim,h,w), divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
 
-        Without quantize, z is decoded as it is: the original's force_not_quantize.  Raises ValueError if z has not
-        embed_dim channels.
+        Without quantize, z is decoded as it is (force_not_quantize in the original).  Raises ValueError if z does not
+        have embed_dim channels.
         """
         check_latents(z, self.spec)
         return self.decoder(self.post_quant_conv(self.quantize(z) if quantize else z))

@@ -1,14 +1,14 @@
-"""Compilation of the denoising step: tiers, one CUDA graph for each shape, and what happens when it fails.
+"""Compilation of the denoising step: tiers, one CUDA graph for each shape, and a fallback if compilation fails.
 
-- regional: the blocks that repeat are compiled each on its own, in place, so that one compilation serves many;
+- regional: repeated blocks are compiled separately and in place, so that one compilation serves many of them;
 - step: guidance batch, UNet, guidance and the sampler's update are one graph, for all batches and sizes;
 - max: the same for fixed sizes, with kernels chosen by measuring;
-- auto: nothing until the process has spent as long on plain steps as a compilation takes, then step.  It costs at most
-  twice the best choice, whatever is to come; on a CPU it never compiles, since plain steps are faster there.
+- auto: plain steps until the process has spent the time of one compilation on them, then step.  It takes at most twice
+  the time of the better choice; on a CPU it never compiles, since plain steps are faster there.
 
-On CUDA the whole step is then captured in a CUDA graph with buffers of its own, one for each shape.  Inductor's own
-graph trees are not used: they trip over a loop whose output is its next input.
-Weights may change in place (LoRA): compiled code and graphs read them where they are.
+On CUDA the whole step is then captured in CUDA graphs, one for each shape, each with its own buffers.  Inductor's graph
+trees are not used: they fail in a loop whose output is its next input.
+Weights may change in place (LoRA): compiled code and graphs read them at their address.
 """
 
 import importlib
@@ -32,14 +32,14 @@ from ldm_lite.diffusion.step import denoise_step
 log = logging.getLogger("ldm_lite")
 
 TIERS = ("off", "auto", "regional", "step", "max")
-COLD_START_S = 60.0  # what a compilation of the step takes, about
+COLD_START_S = 60.0  # time of one compilation of the step, about
 FOLD = 8  # of h and w: what a UNet of four levels divides them by
-MOST_GRAPHS = 8  # CUDA graphs of a network that are kept, each with its buffers
-Step = Callable[..., Tensor]  # called as diffusion.step.denoise_step
+MOST_GRAPHS = 8  # CUDA graphs kept for a network, each with its buffers
+Step = Callable[..., Tensor]  # called like diffusion.step.denoise_step
 
 
 def compiled_step(tier: str, network: nn.Module, backend: str = "inductor") -> Step:
-    """The denoising step of a network in a tier, to be called as denoise_step; nothing is compiled before that.
+    """Return a network's denoising step in a tier, called like denoise_step; it is compiled at the first call.
 
     Raises ValueError for an unknown tier.
     """
@@ -52,7 +52,7 @@ def compiled_step(tier: str, network: nn.Module, backend: str = "inductor") -> S
 
 
 class CompiledStep:
-    """denoise_step, compiled at its first call; one line says what that took and when it pays, or why it failed."""
+    """denoise_step, compiled at its first call; the log says how long that took and when it pays, or why it failed."""
 
     def __init__(self, tier: str, network: nn.Module, backend: str) -> None:
         self._tier = "step" if tier == "auto" else tier
@@ -66,16 +66,16 @@ class CompiledStep:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be compiled, and runs as it stands."""
+        """Whether compilation failed, so that plain steps run."""
         return self._failed
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
-        """One row, as denoise_step."""
+        """Compute one row like denoise_step."""
         if self._failed or not self._is_due():
             return denoise_step(model, *args)
         if not isinstance(model, nn.Module) and self._tier != "regional":
             if not self._told:
-                log.info("a step of a function, which is no nn.Module, is not compiled: it runs as it stands")
+                log.info("the model is a function, not a module: its steps are not compiled")
                 self._told = True
             return denoise_step(model, *args)
         try:
@@ -86,12 +86,12 @@ class CompiledStep:
             return step(model, *args)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a compiler raises
+        except Exception as error:  # compilers raise anything
             self._undo()
-            out = denoise_step(model, *args)  # if this fails too, it was not the compiler
+            out = denoise_step(model, *args)  # if this raises too, the compiler was not the cause
             self._failed = True
             reason = next(iter(str(error).strip().splitlines()), "")[:150]
-            log.warning("compilation failed (%s: %s): going on without", type(error).__name__, reason)
+            log.warning("compilation failed (%s: %s): continuing without", type(error).__name__, reason)
             return out
 
     def _is_due(self) -> bool:
@@ -100,10 +100,10 @@ class CompiledStep:
         return now - self._first_call >= self._wait_s
 
     def _first(self, model: nn.Module, *args: Any) -> Step:
-        """Compile, and time compiled calls beside plain ones."""
+        """Compile the step, and log the times of plain and compiled calls."""
         _set_up(self._backend)
         device = args[0].device
-        for _ in range(2):  # the first is the kernels' own warm-up
+        for _ in range(2):  # the first call warms the kernels up
             plain_s = _timed(denoise_step, device, model, *args)
         step = self._compiled(model)
         step = _Graphs(step) if device.type == "cuda" else step
@@ -118,7 +118,7 @@ class CompiledStep:
                 module._compiled_call_impl = None
 
     def _compile_blocks(self, model: Any) -> None:
-        """Of a network, or of all of those that a UNet is steered by; those of a function's UNet."""
+        """Compile the blocks of a model, of the ControlNets in it too; of the UNet if the model is a function."""
         network = model if isinstance(model, nn.Module) else self._network
         if network not in self._regional:
             self._regional.add(network)
@@ -145,7 +145,7 @@ class CompiledStep:
 
 
 def regions(network: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of a network, other than PyTorch's own, whose class it has more than once."""
+    """Yield the outermost modules of a network whose class occurs more than once, except PyTorch's own classes."""
     counts = Counter(type(module) for module in network.modules())
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -215,7 +215,7 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, gu
 
 
 def _options(tier: str, device: str) -> dict[str, Any]:
-    """Inductor's flags, those that this torch has."""
+    """Return the options of Inductor that this torch knows."""
     options: dict[str, Any] = {"conv_1x1_as_mm": True}
     if tier == "max":
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -227,7 +227,7 @@ def _options(tier: str, device: str) -> dict[str, Any]:
 
 
 def _set_up(backend: str) -> None:
-    """Caches that outlive a restart, and as many graphs of one function as a UNet has widths."""
+    """Let compiled kernels be cached across processes, and allow a graph of one function for each width of a UNet."""
     if backend == "inductor":
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ldm_lite" / "inductor"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
@@ -235,7 +235,7 @@ def _set_up(backend: str) -> None:
     limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"  # its name in torch 2.6
     setattr(dynamo, limit, max(getattr(dynamo, limit), 64))
     shapes: Any = importlib.import_module("torch.fx.experimental._config")
-    shapes.use_duck_shape = False  # else sizes that are equal at first, as of a square image, would have to stay so
+    shapes.use_duck_shape = False  # else sizes that are equal at first (a square image) would have to stay equal
 
 
 def _timed(step: Step, device: torch.device, *args: Any) -> float:
@@ -249,7 +249,7 @@ def _timed(step: Step, device: torch.device, *args: Any) -> float:
 def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
     text = f"compiled in {cold_s:.0f} s: a step takes {compiled_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
     if compiled_s >= plain_s:
-        return f"{text}; it does not pay here, take --compile off"
+        return f'{text}; it does not pay here: take `compile="off"`'
     return f"{text}, which pays from {cold_s / (plain_s - compiled_s):,.0f} steps on"
 
 
@@ -257,22 +257,22 @@ def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
 
 
 class _Graphs:
-    """A step captured once for each shape of its arguments, and replayed from buffers of its own.
+    """A step captured once for each shape of its arguments, and replayed with its own buffers.
 
-    What is captured reads the network where it lies, and goes when the network goes.
+    A graph reads the network's weights at their address, and is deleted with the network.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, _Captured]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
-        self._stream: Any = None  # of all captures: memory is shared by those of one stream alone
+        self._stream: Any = None  # of all captures: only those on one stream can share memory
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
         if not isinstance(model, nn.Module):  # it may read tensors that are not among the arguments
             return self._step(model, *args)
         tensors = list(_tensors(args))
-        # Where the weights lie is part of a graph, and so is which of the arguments are None.
+        # A graph is fixed to the address of the weights, and to which arguments are None.
         key = (next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
         device = torch.cuda.device_of(tensors[0])  # type: ignore[no-untyped-call]
         with self._lock, device:  # streams are the current device's
@@ -288,14 +288,14 @@ class _Graphs:
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode can be written to there alone
             static = _map(args, lambda x: x.clone())
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # One graph runs at a time and its result is copied at once, so what they compute with can be the same memory.
+        # One graph runs at a time, and its result is copied at once, so all graphs can share their memory.
         pool = next((each.graph.pool() for graphs in self._graphs.values() for each in graphs.values()), None)
         graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):  # around the capture too, which leaves the thread in its own if it fails
-            for _ in range(2):  # compilation, autotuning and workspaces do not belong into the graph
+        with torch.cuda.stream(self._stream):  # around the capture too, which does not restore the stream if it fails
+            for _ in range(2):  # compilation, autotuning and workspaces must not be captured
                 self._step(model, *static)
-            # What other threads do meanwhile, as taking memory, must not break it.
+            # thread_local: other threads may allocate memory meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 out = self._step(model, *static)
         outside.wait_stream(self._stream)
@@ -303,19 +303,19 @@ class _Graphs:
 
 
 class _Captured:
-    """A graph, the buffers that it reads, and what it writes."""
+    """A CUDA graph with its input buffers and its output."""
 
     def __init__(self, graph: Any, static: tuple[Any, ...], out: Tensor) -> None:
         self.graph, self.out = graph, out
         self._buffers = list(_tensors(static))
-        # Whose copies the buffers hold, as of which version.
+        # The tensor, and its version, that each buffer holds a copy of.
         self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
 
     def run(self, values: list[Tensor]) -> Tensor:
-        """Replay for these values; those that are the tensors of the last time, unchanged, are not copied again."""
+        """Replay for these values; tensors that have not changed since the last call are not copied again."""
         for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
             last, version = self._held[i]
-            if value.is_inference():  # it counts no versions
+            if value.is_inference():  # such tensors have no version
                 buffer.copy_(value)
             elif last() is not value or version != value._version:
                 buffer.copy_(value)
@@ -325,7 +325,7 @@ class _Captured:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, in order."""
+    """Yield the tensors in nested tuples, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -334,7 +334,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Nested tuples with function applied to each of their tensors."""
+    """Apply a function to every tensor in nested tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Device and dtype, chosen once: what the user asked for, or what suits the machine."""
+"""Device and dtype: those that were asked for, or defaults that suit the machine."""
 
 import logging
 from collections.abc import Collection, Iterable
@@ -18,7 +18,7 @@ DTYPES = {
 
 
 def pick_device(name: str | torch.device | None) -> torch.device:
-    """None -> CUDA if there is one, then Apple's GPU, then the CPU.
+    """Return a device; None is CUDA if available, else Apple's GPU, else the CPU.
 
     Raises ValueError for a device that this machine or this build of torch lacks.
     """
@@ -38,9 +38,9 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """None -> float16 on CUDA, float32 elsewhere.  Raises ValueError for an unknown name.
+    """Return a dtype; None is float16 on CUDA and float32 elsewhere.  Raises ValueError for an unknown name.
 
-    On a CPU it says where bfloat16 would be faster, and where it was asked for and is emulated.
+    On a CPU it logs that bfloat16 would be faster, or warns that it is emulated.
     """
     if name is None:
         if device.type == "cpu" and _cpu_has("amx_tile"):
@@ -57,10 +57,10 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
 def pick_dtypes(
     text: str | torch.dtype | None, device: torch.device, roles: Iterable[str], overflows: Collection[str] = ()
 ) -> dict[str, torch.dtype]:
-    """What each network, by its role, computes in: one dtype for all, or "fp16,vae=fp32" with others for some.
+    """Return the dtype of each network by role, from one for all or "fp16,vae=fp32" with exceptions.
 
-    Networks that overflow in float16 take float32 in its place, unless they are named.  Raises ValueError for
-    an unknown dtype or role.
+    Networks in `overflows` get float32 in place of float16, unless they are named.  Raises ValueError for an unknown
+    dtype or role.
     """
     names = text.split(",") if isinstance(text, str) else []
     common = pick_dtype(names[0] if names else text, device)
@@ -68,24 +68,24 @@ def pick_dtypes(
     for item in names[1:]:
         role, _, name = item.partition("=")
         if role not in dtypes:
-            raise ValueError(f"got dtype {item!r}, wanted one of {', '.join(dtypes)} with a dtype, as in vae=fp32")
+            raise ValueError(f"got dtype {item!r}, wanted one of {', '.join(dtypes)} with a dtype, such as vae=fp32")
         dtypes[role] = pick_dtype(name, device)
     return dtypes
 
 
 def emulates_bf16() -> bool:
-    """Whether this is an x86 CPU without products in bfloat16; torch computes in it all the same."""
+    """Whether this is an x86 CPU without bfloat16 instructions, where torch emulates them."""
     return _cpu_has("avx2") and not _cpu_has("amx_tile") and not _cpu_has("avx512_bf16")
 
 
 def _cpu_has(feature: str) -> bool:
-    return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())  # bool() is False: an older torch
+    return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())  # bool() is False, for an older torch
 
 
 def set_matmul_precision(name: str) -> None:
-    """What float32 products on a GPU are made in, for the whole process: "highest" (float32), "high" (TF32), "medium".
+    """Set the precision of float32 products on a GPU: "highest" (float32), "high" (TF32) or "medium" (bfloat16).
 
-    Raises ValueError for another name.
+    It holds for the whole process.  Raises ValueError for another name.
     """
     if name not in ("highest", "high", "medium"):
         raise ValueError(f"got matmul precision {name!r}, wanted highest (float32), high (TF32) or medium (bfloat16)")
@@ -101,5 +101,5 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """torch.float16 -> "fp16", as the command line spells it."""
+    """Return the short name of a dtype: "fp16" for torch.float16."""
     return next((name for name, value in DTYPES.items() if value == dtype), str(dtype))

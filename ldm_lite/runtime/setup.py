@@ -42,10 +42,10 @@ def prepare(
         )
     if options.vae_tiling and "vae" in networks:
         tile(networks["vae"])
+    if device.type == "cuda":
+        set_matmul_precision(options.matmul_precision or "highest")
     for role, network in networks.items():
         _set_attention(role, network, options.attention or "sdpa")
-        if next(network.parameters()).is_cuda:
-            set_matmul_precision(options.matmul_precision or "highest")
         _use_kernels(network)
     if options.compiled is not None:
         aot.use(networks["unet"], Path(options.compiled))

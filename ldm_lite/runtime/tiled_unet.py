@@ -1,7 +1,7 @@
-"""A UNet tile by tile, at every step: pictures that are larger than it was trained on, in the memory of a tile.
+"""A UNet tile by tile, at every step: images larger than those it was trained on, in the memory of one tile.
 
-All tiles share one noise and are mixed again after every step, so that there are no seams; but attention does not reach
-beyond a tile.  Tiles and window are those of latent diffusion's super-resolution notebook (ddpm.py, get_fold_unfold).
+All tiles share one noise and are blended after every step, so there are no seams; but attention does not reach beyond a
+tile.  Tiles and window are those of latent diffusion's super-resolution notebook (ddpm.py, get_fold_unfold).
 """
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class TiledUNet(nn.Module):
-    """A UNet in overlapping square tiles of `tile` latent positions, the next one half a tile on; smaller ones whole.
+    """A UNet in square tiles of `tile` latent positions that overlap by half; smaller inputs are one tile.
 
-    Takes and gives what the UNet does.  Where its inputs beside the latents are channels, they are tiled too.
+    Inputs and outputs are those of the UNet.  Further inputs that are channels of x are tiled with it.
     """
 
     def __init__(self, unet: nn.Module, tile: int) -> None:
@@ -23,14 +23,14 @@ class TiledUNet(nn.Module):
         self.tile = tile
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
-        """As UNet.forward: the mean of the tiles' outputs (B,C,h,w), weighted by the distance from their borders."""
+        """Compute UNet.forward as the mean of the tiles' outputs (B,C,h,w), weighted by the distance from borders."""
         height, width = x.shape[2:]
         rows, columns = starts(height, self.tile), starts(width, self.tile)
         if len(rows) == len(columns) == 1:
             return self.unet(x, t, context, y)
         places = [(..., slice(top, top + self.tile), slice(left, left + self.tile)) for top in rows for left in columns]
         outs = [self.unet(x[place], t, context, y) for place in places]
-        # The mean is taken in float32, whatever the network computes in.
+        # The mean is computed in float32, whatever the dtype of the network.
         window = weights(min(self.tile, height), min(self.tile, width), x.device)
         total = torch.zeros(*outs[0].shape[:2], height, width, dtype=torch.float32, device=x.device)
         norm = torch.zeros(height, width, dtype=torch.float32, device=x.device)
@@ -41,14 +41,14 @@ class TiledUNet(nn.Module):
 
 
 def starts(size: int, tile: int) -> list[int]:
-    """Where the tiles begin along one side: half a tile apart, the last one at the end."""
+    """Return where the tiles begin along one side: half a tile apart, the last one at the end."""
     if size <= tile:
         return [0]
     return [*range(0, size - tile, tile // 2), size - tile]
 
 
 def weights(height: int, width: int, device: torch.device | None = None) -> Tensor:
-    """The window (h,w): the distance from the border as a share of the side, clamped to [0.01, 0.5]."""
+    """Return the window (h,w): the distance from the border as a share of the side, clamped to [0.01, 0.5]."""
 
     def distance(size: int) -> Tensor:
         at = torch.linspace(0, 1, size, dtype=torch.float32, device=device)

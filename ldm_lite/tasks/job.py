@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
+from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statistics
 from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
 from ldm_lite.conditioning.textual_inversion import with_embeddings
-from ldm_lite.control.control import parse
+from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import label, make_plan
@@ -118,7 +118,7 @@ class Job:
 
 def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
-    parse(options.control, options.preprocess)
+    controls_of(options)
     if options.noise_level and options.image_embedding is None:
         raise ValueError("`noise_level` is for the image that is followed: name it with `image_embedding=FILE`")
     if options.sampler is not None:
@@ -222,12 +222,12 @@ def resolve(
     start and skipped are the noise level of the initial latents and the steps left out before it; num_images is how
     many images the job starts from.  Raises ValueError for options that do not fit.
     """
-    model = with_embeddings(model, options.embedding)
+    if options.embedding:
+        model = with_embeddings(model, options.embedding)
     refiner = _refiner(model, options, plan, skipped)
     extra = _extra(options)
     check_used([model] if refiner is None else [model, refiner[0]], extra)
     prompts = read_prompts(options, model)
-    controls = parse(options.control, options.preprocess)
     if (options.depth is not None) != (model.family.task == "depth"):
         got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
         raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
@@ -249,7 +249,7 @@ def resolve(
         rescale=options.guidance_rescale,
         threshold=options.dynamic_threshold,
         start=start,
-        controls=load_controls(model, controls, options.clip_vision),
+        controls=_controls(model, options),
         refiner=refiner,
         depth=None if options.depth is None else _depth(options.depth),
         compat=options.compat,
@@ -288,7 +288,19 @@ def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: 
     start = 0.8 if options.refiner_start is None else options.refiner_start
     first = max(0, round(start * (skipped + plan.num_steps)) - skipped)
     log.info("%s: runs the last %d of %d steps", refiner.name, plan.num_steps - first, plan.num_steps)
-    return with_embeddings(refiner, options.embedding), first
+    return with_embeddings(refiner, options.embedding) if options.embedding else refiner, first
+
+
+def controls_of(options: Txt2imgOptions) -> list[Control]:
+    """The controls that the options ask for.  Raises ValueError for texts that are none."""
+    if not options.control and options.preprocess is None:
+        return []
+    return parse(options.control, options.preprocess)
+
+
+def _controls(model: Model, options: Txt2imgOptions) -> list[LoadedControl]:
+    controls = controls_of(options)
+    return load_controls(model, controls, options.clip_vision) if controls or options.clip_vision else []
 
 
 def _extra(options: Txt2imgOptions) -> ConditioningOptions:
@@ -329,7 +341,7 @@ def _settings(
             settings[name] = _as_text(each.name, value)
     if refiner is not None:
         settings |= {"Refiner": refiner[0].name, "Refiner from step": refiner[1] + 1}
-    return settings | {"Version": f"ldm_lite {ldm_lite.__version__}"}
+    return settings | {"Version": f"ldm_lite {__version__}"}
 
 
 def _as_text(name: str, value: Any) -> object:

@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL import Image
 
-import ldm_lite
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_autoencoder
@@ -18,6 +17,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import Progress, memory
 from ldm_lite.cli.task_options import CascadeOptions, StageOptions
+from ldm_lite.cli.version import __version__
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import grid, parameters, to_pil
 from ldm_lite.tasks.batching import ImageInputs, results
@@ -111,7 +111,7 @@ def serve_cascade(options: CascadeOptions, stages: StageOptions, saver: Saver) -
     made, text = [], ""
     for pixels, seed in cascade(loads, options, context, uncond, Steps(Progress())):
         about = {"Seed": seed, "Size": f"{pixels.shape[2]}x{pixels.shape[1]}"}
-        about |= {"Model": " + ".join(str(load.ckpt) for load in loads), "Version": f"ldm_lite {ldm_lite.__version__}"}
+        about |= {"Model": " + ".join(str(load.ckpt) for load in loads), "Version": f"ldm_lite {__version__}"}
         text = parameters(options.prompt or "", options.negative_prompt, about)
         made.append(to_pil(pixels))
         if not save.skip_save:

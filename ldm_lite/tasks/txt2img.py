@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.control.control import natural_size, parse
+from ldm_lite.control.control import natural_size
 from ldm_lite.tasks.batching import ImageInputs, OnStep, results
-from ldm_lite.tasks.job import Job, Result, check, check_task, plan_of, read_prompts, resolve
+from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
 
 
 def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -28,7 +28,7 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
     check(options)
     check_task(model, "txt2img")
     width, height = model.family.resolution, model.family.resolution
-    controls = parse(options.control, options.preprocess)
+    controls = controls_of(options)
     if controls and options.height is None and options.width is None:
         width, height = natural_size(controls[0], model.family.resolution)
     height = height if options.height is None else options.height

@@ -1,24 +1,27 @@
-"""Low-rank factors to train beside the frozen layers of a network, in the layout of kohya's files.
+"""LoRA training: low-rank layers beside the frozen layers of a network, in the layout of kohya's files.
 
-What is trained: every linear and 1x1 convolution of the UNet's transformers and, if wanted, of the text encoder's
-layers, as kohya's networks/lora.py chooses them.  Hu et al. 2021.
+Trains every linear layer and 1x1 convolution of the UNet's transformers, and on request those of the text encoder's
+layers: the same modules as kohya's networks/lora.py.  Hu et al. 2021.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ldm_lite.checkpoint.lora import file_names
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.models.clip import EncoderLayer
 from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.pipeline import Pipeline
 
 
-class Factors(nn.Module):
-    """x -> alpha / rank * up(down(x)), beside one linear or 1x1 convolution; 0 to begin with."""
+class LoRALinear(nn.Module):
+    """alpha / rank * up(down(x)), to be added to the output of a linear layer or 1x1 convolution; 0 at first."""
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int, alpha: float) -> None:
         super().__init__()
@@ -37,29 +40,31 @@ class Factors(nn.Module):
         return self.scale * self.lora_up(self.lora_down(x))
 
 
-class LowRank(nn.Module):
-    """The factors of some networks by kohya's names, so that its state dict is what a LoRA file holds.
+class LoRA(nn.Module):
+    """The LoRA layers of some networks, by kohya's names: its state dict is the content of a LoRA file.
 
-    The networks are frozen, and compute with the factors for as long as this module is there.
+    The networks do not use it until attach().  It holds no reference to them, so a deep copy copies only LoRA weights.
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], rank: int, alpha: float | None) -> None:
-        """networks by role ("unet", "text_encoder"); alpha None is the rank.  Raises ValueError for a rank below 1."""
+    def __init__(self, networks: Mapping[str, nn.Module], rank: int, alpha: float | None = None) -> None:
+        """networks by role ("unet", "text_encoder"); alpha defaults to the rank.  Raises ValueError if rank < 1."""
         super().__init__()
         if rank < 1:
             raise ValueError(f"got a LoRA rank of {rank}, wanted 1 or more")
         self.rank, self.alpha = rank, float(rank) if alpha is None else alpha
-        for role, network in networks.items():
-            network.requires_grad_(False).eval()
-            names = file_names(role, network)
-            for name, layer in _layers(network):
-                factors = Factors(layer, rank, self.alpha).to(layer.weight.device)
-                self.add_module(names[name][0], factors)
-                layer.register_forward_hook(_add(factors))
+        for name, layer in _targets(networks).items():
+            self.add_module(name, LoRALinear(layer, rank, self.alpha).to(layer.weight.device))
+
+    def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
+        """Add these layers to networks like those the LoRA was made for, and freeze the networks, until remove().
+
+        Raises ValueError, with nothing changed, if they have other layers.
+        """
+        return AttachedLoRA(self, networks)
 
     @contextlib.contextmanager
     def using(self, other: nn.Module) -> Iterator[None]:
-        """In this block the networks compute with the values of a copy of this module, its average for instance."""
+        """Within this block, hold the weights of a copy of this LoRA, such as its EMA."""
         own = {key: value.clone() for key, value in self.state_dict().items()}
         self.load_state_dict(other.state_dict())
         try:
@@ -68,29 +73,68 @@ class LowRank(nn.Module):
             self.load_state_dict(own)
 
 
-def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
-    for outer, part in network.named_modules():
-        if isinstance(part, (SpatialTransformer, EncoderLayer)):
-            for inner, layer in part.named_modules():
-                if isinstance(layer, (nn.Linear, nn.Conv2d)):
-                    yield f"{outer}.{inner}", layer
+class AttachedLoRA:
+    """A LoRA at work in some networks, until remove() or the end of a `with` block."""
+
+    def __init__(self, lora: LoRA, networks: Mapping[str, nn.Module]) -> None:
+        """As LoRA.attach."""
+        targets = _targets(networks)
+        layers = {name: each for name, each in lora.named_children() if isinstance(each, LoRALinear)}
+        if targets.keys() != layers.keys():
+            name = min(targets.keys() ^ layers.keys())
+            raise ValueError(f"the LoRA was made for networks with other layers: {name} is in only one of them")
+        parameters = [p for network in networks.values() for p in network.parameters()]
+        self._unfrozen = [p.requires_grad_(False) for p in parameters if p.requires_grad]
+        self._hooks: list[RemovableHandle] = [
+            layer.register_forward_hook(functools.partial(_add, layers[name])) for name, layer in targets.items()
+        ]
+
+    def remove(self) -> None:
+        """Take the LoRA out: the networks run as before, and the parameters that were frozen need gradients again."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._unfrozen:
+            parameter.requires_grad_(True)
+        self._hooks, self._unfrozen = [], []
+
+    def __enter__(self) -> "AttachedLoRA":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
 
 
-def _add(factors: Factors) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    return lambda layer, args, output: output + factors(args[0])
+def _targets(networks: Mapping[str, nn.Module]) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The layers that a LoRA changes, by kohya's names."""
+    found = {}
+    for role, network in networks.items():
+        names = file_names(role, network)
+        for outer, part in network.named_modules():
+            if isinstance(part, (SpatialTransformer, EncoderLayer)):
+                for inner, layer in part.named_modules():
+                    if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                        found[names[f"{outer}.{inner}"][0]] = layer
+    return found
 
 
-def file(pipe: Pipeline, lora: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors (float16, on the CPU) and the metadata of the file of a LowRank, or a copy of it, for a pipeline."""
-    assert isinstance(lora, LowRank)
-    second = pipe.family.unet.context_dim == 1024
-    version = ("sd_v2" + "_v" * (pipe.schedule.prediction == "v")) if second else "sd_v1"
-    about = {
+def _add(lora: LoRALinear, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The forward hook of a layer."""
+    return output + lora(args[0])
+
+
+def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors (float16, on the CPU) and the metadata of the file of a LoRA, or of its EMA, for a model."""
+    assert isinstance(lora, LoRA)
+    second = model.family.unet.context_dim == 1024
+    version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
+    metadata = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.rank),
         "ss_network_alpha": f"{lora.alpha:g}",
         "ss_v2": str(second),
         "ss_base_model_version": version,
-        "ss_sd_model_name": pipe.name,
+        "ss_sd_model_name": model.name,
     }
-    return {key: value.to("cpu", torch.float16).contiguous() for key, value in lora.state_dict().items()}, about
+    return {key: value.to("cpu", torch.float16).contiguous() for key, value in lora.state_dict().items()}, metadata

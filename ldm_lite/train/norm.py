@@ -1,6 +1,6 @@
 """Group normalisation whose backward pass is fast on a CPU in bfloat16 and channels_last.
 
-torch's own is scalar code there: it took 60 % of an autoencoder's training step.
+torch's own is scalar code there, and took 60 % of an autoencoder's training step.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from ldm_lite.runtime.patching import kernel, patch
 
 
 class _GroupNorm(torch.autograd.Function):
-    """torch's forward pass; backward as two sums over the positions and one linear combination of x and the gradient.
+    """torch's forward pass; a backward pass of two sums over positions and a linear combination of x and the gradient.
 
     Wu and He 2018; the gradient is that of batch normalisation over the values of a group.
     """
@@ -34,7 +34,7 @@ class _GroupNorm(torch.autograd.Function):
 
         mean, rstd = spread(mean), spread(rstd)
         sum_g, sum_gx = (values.sum((2, 3)).float() for values in (g, g * x))  # (B, C)
-        sum_gx = rstd * (sum_gx - mean * sum_g)  # of the gradient times the normalised x
+        sum_gx = rstd * (sum_gx - mean * sum_g)  # the sum over positions of the gradient times the normalised x
         mean_g, mean_gx = (
             spread((weight * total).view(size[0], groups, each).mean(2)) / n for total in (sum_g, sum_gx)
         )
@@ -53,7 +53,7 @@ def _forward(norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def use_fast_backward(network: nn.Module) -> None:
-    """Let each GroupNorm of a network that gets bfloat16 images (B,C,h,w) use the backward pass of this module."""
+    """Give the GroupNorms of a network this backward pass, for bfloat16 inputs (B,C,h,w); changes it in place."""
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
             patch(module, _forward)

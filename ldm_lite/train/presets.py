@@ -1,4 +1,4 @@
-"""Small models to train from nothing, as families."""
+"""Small models to train from scratch, as families."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ EMOJI_64 = replace(
         cross_only=(False, False),
     ),
     vae=replace(KL_F8, channels=32, num_res_blocks=1, z_channels=16, embed_dim=16),
-    prediction="v",  # its loss asks for the picture where there is nothing but noise and the caption
-    text=replace(CLIP_L, length=32, width=128, mlp_width=512, layers=3, heads=4),
+    prediction="v",  # at t = T, where x is only noise, its loss still asks for the image
+    text_encoders=(replace(CLIP_L, length=32, width=128, mlp_width=512, layers=3, heads=4),),
     resolution=64,
     scale=2.5,
     steps=20,
@@ -50,7 +50,7 @@ PRESETS = {
 
 
 def initialise(unet: UNet) -> None:
-    """Zero what a residual branch ends with, so that every block begins as the identity.  As the original does."""
+    """Zero the last layer of each residual branch, as the original does: every block starts as the identity."""
     lasts: list[nn.Module] = [unet.out[2]]
     for module in unet.modules():
         if isinstance(module, ResBlock):
@@ -63,6 +63,6 @@ def initialise(unet: UNet) -> None:
 
 
 def initialise_text(text_encoder: CLIPTextEncoder) -> None:
-    """Small embeddings, as CLIP begins with.  Radford et al. 2021's code."""
+    """Initialise the embeddings as the code of CLIP does, with small values.  Radford et al. 2021."""
     nn.init.normal_(text_encoder.embeddings.token_embedding.weight, std=0.02)
     nn.init.normal_(text_encoder.embeddings.position_embedding.weight, std=0.01)

@@ -1,6 +1,6 @@
-"""The networks of the research repositories' checkpoints, as specs, by the names of their originals.
+"""Specs of the networks in the research repositories' checkpoints, by the names of their originals.
 
-A spec class has a network class, in NETWORKS; build() makes the one from the other.
+NETWORKS maps each spec class to its network class; build() makes a network from its spec.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
+from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec, UNetIF
@@ -19,7 +20,7 @@ from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.models.vae_vq import VQModel, VQSpec
 
 AutoencoderSpec = VAESpec | VQSpec | TAESDSpec | PixelSpec
-EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec  # of what reads the prompt
+EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec  # of the prompt's encoder
 Spec = UNetSpec | AutoencoderSpec | EncoderSpec
 Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
 
@@ -39,8 +40,14 @@ NETWORKS: dict[type, type[nn.Module]] = {
 
 
 def build(spec: Spec) -> nn.Module:
-    """The network that a spec describes, on the device of the context."""
+    """Build the network that a spec describes, on the default device."""
     return NETWORKS[type(spec)](spec)
+
+
+def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
+    """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    kind = VQSpec if "quantize.embedding.weight" in shapes else VAESpec
+    return TAESDSpec.from_shapes(shapes) or kind.from_shapes(shapes)
 
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
@@ -75,7 +82,7 @@ SDXL_UNET = replace(
     cross_only=(False, False, False),
     vector_dim=2816,
 )
-LDM_UNET = replace(  # text2img256; most of the LDM zoo states its difference from this row
+LDM_UNET = replace(  # text2img256; most of the LDM zoo is defined by its difference from this spec
     SD1_UNET,
     in_channels=3,
     out_channels=3,
@@ -88,7 +95,7 @@ LDM_UNET = replace(  # text2img256; most of the LDM zoo states its difference fr
 )
 UNCONDITIONAL_UNET = replace(LDM_UNET, model_channels=224, channel_mult=(1, 2, 3, 4), context_dim=None)
 
-# Every LDM UNet by the name of its original.  One without a row in FAMILIES is recognised, and refused by name.
+# Every LDM UNet by the name of its original.  One without a row in FAMILIES is recognised, but refused by its name.
 UNETS = {
     "sd1": SD1_UNET,
     "sd1_inpaint": replace(SD1_UNET, in_channels=9),
@@ -252,7 +259,7 @@ AUTOENCODERS = {
     "vq_f16": replace(VQ_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=8, embed_dim=8, attn_levels=(4,)),
 }
 
-# ---- what reads the prompt ------------------------------------------------------------------------------------------
+# ---- text encoders --------------------------------------------------------------------------------------------------
 
 CLIP_L = CLIPTextSpec(
     vocab_size=49408,

@@ -1,12 +1,12 @@
-"""What a report says: speed-ups only of right results, and only in bold where they exceed the noise."""
+"""Reports: speed-ups only of results that pass, and in bold only above the noise floor."""
 
 from pathlib import Path
 
 import pytest
 
-from ldm_lite.bench.jobs import Cell
+from ldm_lite.bench.comparison import AGAIN, Table, Timing
 from ldm_lite.bench.report import Report, as_json, chart, duration, from_json, markdown, write
-from ldm_lite.bench.run import AGAIN, Table, Timing
+from ldm_lite.bench.workload import Cell
 
 
 def timing(seconds: float, passes: bool = True) -> Timing:
@@ -71,11 +71,22 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
     assert from_json(as_json(made)) == made
     write(made, tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["results.json", "results.md"]
-    with pytest.raises(ValueError, match="no results of a benchmark"):
+    with pytest.raises(ValueError, match="not the results of a benchmark"):
         from_json("[1]")
 
 
 @pytest.mark.extra
+def test_results_of_earlier_versions_are_read() -> None:
+    timing = '{"error": 1e-6, "passes": true, "first_s": 2.0, "peak": null, "samples": [0.5], "unable": null}'
+    cell = '{"section": "step", "dtype": "fp32", "batch": 1}'
+    table = f'{{"cell": {cell}, "flops": 7, "items": 1, "calls": 3, "timings": {{"math": {timing}}}}}'
+    about = '"about": {"command": "c"}, "titles": {"math": "ours"}, "ceilings": {"fp32": 1.0}, "largest": {}'
+    read = from_json(f'{{{about}, "tables": [{table}], "notes": ["n"]}}')
+    made = Timing(error=1e-6, passes=True, first_s=2.0, samples=[0.5])
+    assert read.tables == [Table(Cell("step", "fp32", 1), 7, 1, 3, {"math": made})]
+    assert (read.baseline, read.notes) == ("math", ["n"])
+
+
 def test_the_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart(report(), tmp_path / "chart.png")

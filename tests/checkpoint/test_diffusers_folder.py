@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite import reconstruct, txt2img
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.model import load_autoencoder
+from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.checkpoint.reader import Checkpoint, split
 from ldm_lite.conditioning.prompts import PromptOptions
-from ldm_lite.zoo.detection import describe, identify
+from ldm_lite.zoo.detection import describe, detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
 from tests.zoo.test_families import NEGATIVE, PROMPT, run
@@ -125,9 +125,9 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     refused("is a folder without weights, wanted a checkpoint, or a diffusers folder", tmp_path / "empty")
-    refused("holds no unet, only vae", folder, parts={"unet": folder / "vae"}, metadata=about)
-    refused("holds no unet, only text_encoder", folder, parts={"unet": folder / "text_encoder"}, metadata=about)
-    refused("holds only unet: name what is missing with --vae FILE and --text-encoder FILE", unet, metadata=about)
+    refused("holds no unet, only vae", folder, unet=folder / "vae", metadata=about)
+    refused("holds no unet, only text_encoder", folder, unet=folder / "text_encoder", metadata=about)
+    refused("holds only unet: name what is missing with `vae=FILE` and `text_encoder=FILE`", unet, metadata=about)
 
     values = weights_of("lcm.unet")
     for name, changed, message in (
@@ -158,13 +158,11 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         ),
     ):
         save_file(changed, tmp_path / f"{name}.safetensors")
-        refused(message, folder, parts={"unet": tmp_path / f"{name}.safetensors"}, metadata=about)
+        refused(message, folder, unet=tmp_path / f"{name}.safetensors", metadata=about)
     bare = {key: value for key, value in weights_of("vae").items() if "quant_conv" not in key}  # Flux has such ones
     save_file(bare, tmp_path / "flux.safetensors")
-    message = (
-        r"flux.safetensors: holds an autoencoder that is none of those known here: it has no post_quant_conv.weight"
-    )
-    refused(message, folder, parts={"vae": tmp_path / "flux.safetensors"}, metadata=about)
+    message = r"flux.safetensors: holds an unknown kind of autoencoder: it has no post_quant_conv.weight"
+    refused(message, folder, vae=tmp_path / "flux.safetensors", metadata=about)
     with pytest.raises(ValueError, match=message):
         load_autoencoder(tmp_path / "flux.safetensors", device="cpu")
     (folder / "unet").rename(folder / "transformer")
@@ -178,4 +176,4 @@ def test_released_folders_need_nothing_told(tmp_path: Path) -> None:
     for role, name in parts.items():
         theirs = {key: tuple(shape) for key, shape in THEIRS[name].items()}
         shapes[role] = split(Checkpoint(tmp_path / role, theirs, {}, torch.zeros))[role].shapes
-    assert identify(shapes, {}) == FAMILIES["lcm"]
+    assert detect_family(shapes, {}) == FAMILIES["lcm"]

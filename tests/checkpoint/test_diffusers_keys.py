@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.reader import Component, load_weights, on_meta, open_checkpoint, split
-from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.t2i_adapter import T2IAdapter
+from ldm_lite.models.controlnet import ControlNet, infer_spec
+from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.inference import infer_adapter, infer_control, infer_text, infer_unet, infer_vae
-from ldm_lite.zoo.networks import SDXL_UNET, Spec, build
+from ldm_lite.zoo.networks import SDXL_UNET, Spec, build, infer_vae
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "diffusers.npz")
@@ -72,13 +71,13 @@ def test_every_key_of_a_released_network_has_its_place(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RELEASED if name.startswith("unet_")])
 def test_a_released_unet_is_its_family(name: str) -> None:
     shapes = {key: source.shape for key, source in original_layout(shapes_of(name)).items()}
-    assert identify({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
+    assert detect_family({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
 
 
 def controlnet(shapes: Mapping[str, tuple[int, ...]], like: UNetSpec) -> ControlNet:
     """A ControlNet as its shapes say, with the heads of its UNet."""
     with on_meta():
-        return ControlNet(replace(infer_control(shapes), num_heads=like.num_heads, head_dim=like.head_dim))
+        return ControlNet(replace(infer_spec(shapes), num_heads=like.num_heads, head_dim=like.head_dim))
 
 
 @pytest.mark.parametrize("name", toy.DIFFUSERS_CONTROLS)
@@ -123,7 +122,7 @@ def component(path: Path, name: str, values: Mapping[str, Tensor], role: str, **
 def test_a_unet_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
     spec = toy.DIFFUSERS_UNETS[name]
     part = component(tmp_path, name, weights_of(f"unet_{name}"), "unet")
-    inferred = infer_unet(part.shapes)
+    inferred = UNetSpec.from_shapes(part.shapes)
     assert inferred == replace(spec, num_heads=None, head_dim=None)
     x, context, y = toy.unet_inputs(spec)
     out = loaded(part, spec)(x, toy.T, context, y)
@@ -150,7 +149,7 @@ def test_a_controlnet_computes_what_diffusers_does(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("name", toy.ADAPTERS)
 def test_an_adapter_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
     part = component(tmp_path, name, weights_of(f"adapter_{name}"), "adapter")
-    assert infer_adapter(part.shapes, 3) == toy.ADAPTERS[name]
+    assert AdapterSpec.from_shapes(part.shapes, 3) == toy.ADAPTERS[name]
     with on_meta():
         adapter = T2IAdapter(toy.ADAPTERS[name])
     load_weights(adapter, part, "adapter", torch.device("cpu"), torch.float32)
@@ -188,8 +187,8 @@ def test_a_text_encoder_computes_what_transformers_does(tmp_path: Path, name: st
         for key, value in weights_of(name).items()
     }
     part = component(tmp_path, "text", values, "text_encoder", hidden_act="gelu")
-    row = small("sd2").text if name == "text_openclip_h14" else small("sdxl_base").text_2
-    encoder = loaded(part, infer_text(part.shapes, row))
+    row = small("sd2").text if name == "text_openclip_h14" else small("sdxl_base").text_encoders[1]
+    encoder = loaded(part, row.fitted(part.shapes))
     ids = toy.token_ids(row.vocab_size, row.length)
     if name == "text_openclip_bigg14":
         context, pooled = encoder.context_and_pooled(ids)

@@ -17,11 +17,15 @@ import ldm_lite
 from ldm_lite import generate
 from ldm_lite.checkpoint.lora import Lora, file_names, merge_lora, open_lora, parse, targets
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.quantization import Quantized
+from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.zoo.families import SD1, SDXL
 from ldm_lite.zoo.networks import build
 
@@ -46,7 +50,7 @@ def write(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Lora:
 
 @pytest.fixture
 def small(small_path: Path) -> Pipeline:
-    """With weights of its own: the tests change them."""
+    """Load a pipeline anew: the tests change its weights."""
     return ldm_lite.load(small_path, device="cpu")
 
 
@@ -55,7 +59,7 @@ def networks(pipe: Pipeline) -> dict[str, torch.nn.Module]:
 
 
 def check(pipe: Pipeline) -> None:
-    """The networks compute what kohya's did, and a run what diffusers' did."""
+    """Check that the networks compute what kohya's did, and a run what diffusers' did."""
     x, context, _ = toy.unet_inputs(SMALL.unet)
     assert toy.relative_error(pipe.unet(x, toy.T, context), GOLDEN["unet"]) < 1e-5
     ids = torch.from_numpy(GOLDEN["ids"])
@@ -70,7 +74,7 @@ def check(pipe: Pipeline) -> None:
 
 
 def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
-    """Linears, convolutions of 1x1 and 3x3, alphas: in both networks, and taken out again bit for bit."""
+    """Linears, convolutions of 1x1 and 3x3, alphas: merged into both networks, and removed again bit for bit."""
     before = {role: {k: v.clone() for k, v in net.state_dict().items()} for role, net in networks(small).items()}
     pointers = [p.data_ptr() for p in small.unet.parameters()]
     merged = merge_lora(networks(small), [(write(tmp_path / "a.safetensors", kohya()), SCALE)])
@@ -91,7 +95,7 @@ def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
 
 
 def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
-    """As diffusers writes it: dotted names; ranks and alphas of convolutions differ, so it has an alpha of its own."""
+    """As diffusers writes it: dotted names, without alphas, which are folded into the weights here."""
     values, names = kohya(), golden("peft")
     tensors = {}
     for key, same in names.items():
@@ -105,7 +109,7 @@ def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
 
 
 def filled(name: str) -> dict[str, Tensor]:
-    """The file of a golden, as the script filled it: what has no shape is an alpha of 3."""
+    """Make the file of a golden as its script does: entries without a shape are alphas of 3."""
     shapes = {key: tuple(shape) for key, shape in golden(f"{name}.shapes").items()}
     return {key: random_tensor(key, shape) if shape else torch.tensor(3.0) for key, shape in shapes.items()}
 
@@ -146,7 +150,7 @@ def test_the_text_encoder_of_stable_diffusion_2(tmp_path: Path, caplog: pytest.L
 
 def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
     with on_meta():
-        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_2)}
+        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_encoders[1])}
     weights = {role: targets(network) for role, network in networks.items()}
     table = {
         name: weights[role][module]
@@ -233,7 +237,7 @@ def test_several_loras_add_up(tmp_path: Path, small: Pipeline) -> None:
 
 
 def test_tucker(tmp_path: Path, small: Pipeline) -> None:
-    """A convolution of 1x1, one of 3x3, and one of 1x1 are the convolution that the merged weight is."""
+    """Convolutions of 1x1, 3x3 and 1x1 in a row equal one with the merged weight."""
     down, mid, up = toy.normal(0, 2, 32, 1, 1), toy.normal(1, 2, 2, 3, 3), toy.normal(2, 32, 2, 1, 1)
     name = "lora_unet_down_blocks_0_resnets_0_conv1.lora_{}.weight"
     tensors = {name.format("down"): down, name.format("mid"): mid, name.format("up"): up}
@@ -268,7 +272,7 @@ def test_half_precision_is_computed_in_float32(tmp_path: Path, small_path: Path)
     assert torch.equal(weight, (before + change).bfloat16())
 
 
-def test_what_is_not_matched_is_said(tmp_path: Path, small: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_what_does_not_match(tmp_path: Path, small: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ldm_lite")
     stray = {f"lora_unet_up_blocks_9.lora_{part}.weight": torch.ones(2, 2) for part in ("up", "down")}
     lora = write(tmp_path / "a.safetensors", kohya() | stray | {"emphasis": torch.ones(1)})
@@ -322,3 +326,102 @@ def test_loading_with_loras(tmp_path: Path, small: Pipeline, small_path: Path) -
     check(pipe)
     with pytest.raises(FileNotFoundError, match="no such file"):
         ldm_lite.load(small_path, device="cpu", lora=["none.safetensors:0.5"])
+
+
+# ---- weights that are offloaded or quantised ------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def values(pipe: Pipeline) -> dict[str, Tensor]:
+    """The weights that LoRAs change, as the networks compute with them."""
+    offloader = pipe.offloader or Offloader({}, CPU)
+    named = {f"{role}.{key}": value for role, each in networks(pipe).items() for key, value in each.named_parameters()}
+    return {key: offloader.read(value, CPU).clone() for key, value in named.items() if key.endswith("weight")}
+
+
+def kept(pipe: Pipeline) -> list[Quantized]:
+    offloader = pipe.offloader or Offloader({}, CPU)
+    return [offloader.save(value) for network in networks(pipe).values() for value in network.parameters()]
+
+
+def same(one: Quantized, other: Quantized) -> bool:
+    if (one.scale is None) != (other.scale is None) or not torch.equal(*(each.values.float() for each in (one, other))):
+        return False
+    return one.scale is None or other.scale is None or torch.equal(one.scale, other.scale)
+
+
+def image(pipe: Pipeline) -> Tensor:
+    [result] = txt2img(pipe, Options(prompt="a red apple", steps=2, height=16, width=16))
+    return result.pixels
+
+
+def rounding(storage: str | None, weight: Tensor) -> Tensor:
+    """How much quantising a weight may change it; 0 if it is not quantised."""
+    if storage is None or weight.ndim < 2:
+        return torch.zeros_like(weight)
+    largest = weight.abs().flatten(1).amax(dim=1).view(-1, *[1] * (weight.ndim - 1))
+    step = largest / 254 if storage == "int8" else weight.abs() / 16 + largest / 2**17
+    return 1.1 * step.expand_as(weight)
+
+
+@pytest.mark.parametrize("storage", [None, "int8", "fp8"])
+@pytest.mark.parametrize("offload", [None, "model", "sequential"])
+def test_merging_into_a_loaded_pipeline(
+    tmp_path: Path, small: Pipeline, small_path: Path, offload: str | None, storage: str | None
+) -> None:
+    """Within rounding it is merging before quantising; removal restores every bit, and the image."""
+    lora, tuning = write(tmp_path / "a.safetensors", kohya()), {"offload": offload, "storage": storage}
+    pipe = ldm_lite.load(small_path, device="cpu", tuning=tuning)
+    early = ldm_lite.load(small_path, device="cpu", tuning=tuning, lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"])
+    plain, before, before_image = values(small), kept(pipe), image(pipe)
+    merge_lora(networks(small), [(lora, SCALE)])
+    exact, wanted = values(small), values(early)
+
+    with merge_lora(pipe.networks, [(lora, SCALE)], pipe.offloader):
+        changed = 0
+        for key, value in values(pipe).items():
+            bound = rounding(storage, plain[key]) + 2 * rounding(storage, exact[key])
+            assert ((value - wanted[key]).abs() <= bound).all(), key
+            changed += bool(((value - plain[key]).abs() > bound).any())
+        assert changed == len(golden("changes"))
+        with_lora = image(pipe)
+        assert not torch.equal(with_lora, before_image)
+        if storage is None:
+            assert torch.equal(with_lora, image(early))
+    assert all(map(same, kept(pipe), before))
+    assert torch.equal(image(pipe), before_image)
+
+
+def test_thirds_of_a_quantised_weight(tmp_path: Path) -> None:
+    """OpenCLIP's q, k and v: rows that a LoRA does not change keep their bits, and LoRAs are removed in turn."""
+    write_checkpoint(tmp_path / "sdxl.safetensors", miniature("sdxl_base"))
+    pipe = ldm_lite.load(tmp_path / "sdxl.safetensors", device="cpu", storage="int8", offload="model")
+    assert pipe.offloader is not None
+    attention = pipe.text_encoder_2.transformer.resblocks[0].attn
+    weight, width = attention.in_proj_weight, attention.out_proj.in_features
+    name = "lora_te2_text_model_encoder_layers_0_self_attn_k_proj.lora_{}.weight"
+    down, up = toy.normal(0, 2, width), toy.normal(1, width, 2)
+    lora = write(tmp_path / "a.safetensors", {name.format("down"): down, name.format("up"): up})
+    before = [pipe.offloader.read(weight, CPU).clone(), pipe.offloader.save(weight)]
+    first = merge_lora(pipe.networks, [(lora, 1.0)], pipe.offloader)
+    once, middle = pipe.offloader.save(weight), pipe.offloader.read(weight, CPU)
+    bound = 2 * rounding("int8", middle)[width : 2 * width]
+    assert ((middle - before[0])[width : 2 * width] - up @ down).abs().le(bound).all()
+    for rows in (slice(width), slice(2 * width, None)):
+        assert torch.equal(once.values[rows], before[1].values[rows])
+    second = merge_lora(pipe.networks, [(lora, -0.5)], pipe.offloader)
+    second.remove()
+    assert same(pipe.offloader.save(weight), once)
+    first.remove()
+    assert same(pipe.offloader.save(weight), before[1])
+
+
+def test_quantised_weights_without_their_offloader(tmp_path: Path, small_path: Path) -> None:
+    lora = write(tmp_path / "a.safetensors", kohya())
+    for storage in ("int8", "fp8"):
+        pipe = ldm_lite.load(small_path, device="cpu", storage=storage)
+        before = kept(pipe)
+        with pytest.raises(ValueError, match="the weights are quantised: merging needs the offloader"):
+            merge_lora(pipe.networks, [(lora, 1.0)])
+        assert all(map(same, kept(pipe), before))

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_one_line(
     unread = replace(load("sd2"), tokenizer=None)
     with pytest.raises(ValueError, match="reads no text with CLIP, for which embeddings are: leave out --embedding"):
         with_embeddings(unread, [tmp_path / "xl.safetensors"])
-    with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for --embedding\), wanted a latent diff"):
+    with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for `embedding`\), wanted a latent diff"):
         split(open_checkpoint(a1111(tmp_path / "w.pt", torch.ones(2, 96))))
     assert with_embeddings(load("sd2"), [tmp_path / "xl.safetensors"]).learned.keys() == {64}
     assert "xl.safetensors: its vectors of width 96 are not read by this model" in caplog.text

@@ -1,6 +1,5 @@
 """ControlNets and T2I-Adapters in a pipeline: their files, what users write, and whole runs against diffusers."""
 
-import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,9 @@ from torch._dynamo.testing import CompileCounter
 import ldm_lite
 from ldm_lite import generate
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.control.control import Request, Steering, load_controls, natural_size, parse, read_picture
+from ldm_lite.control.apply import ActiveControls
+from ldm_lite.control.control import Control, natural_size, parse
+from ldm_lite.control.loading import load_controls
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.controlnet import ControlNet
@@ -61,16 +62,16 @@ def spec(folder: Path, rest: str = "", net: str = "net.safetensors") -> str:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("a.pth:b.png", Request("a.pth", "b.png")),
-        ("a.pth:b.png:0.5", Request("a.pth", "b.png", weight=0.5)),
-        ("a.pth:b.png:-1", Request("a.pth", "b.png", weight=-1)),
-        ("a.pth:b.png:.5:0.1-0.6", Request("a.pth", "b.png", weight=0.5, start=0.1, end=0.6)),
-        ("a.pth:b.png:guess:0-0.5", Request("a.pth", "b.png", guess=True, end=0.5)),
-        ("a.pth:b.png:pool:2", Request("a.pth", "b.png", pool=True, weight=2)),
-        (r"C:\nets\a.pth:D:\b.png:1", Request(r"C:\nets\a.pth", r"D:\b.png")),
+        ("a.pth:b.png", Control("a.pth", "b.png")),
+        ("a.pth:b.png:0.5", Control("a.pth", "b.png", weight=0.5)),
+        ("a.pth:b.png:-1", Control("a.pth", "b.png", weight=-1)),
+        ("a.pth:b.png:.5:0.1-0.6", Control("a.pth", "b.png", weight=0.5, start=0.1, end=0.6)),
+        ("a.pth:b.png:guess:0-0.5", Control("a.pth", "b.png", guess=True, end=0.5)),
+        ("a.pth:b.png:pool:2", Control("a.pth", "b.png", pool=True, weight=2)),
+        (r"C:\nets\a.pth:D:\b.png:1", Control(r"C:\nets\a.pth", r"D:\b.png")),
     ],
 )
-def test_a_control_is_read(text: str, wanted: Request) -> None:
+def test_a_control_is_read(text: str, wanted: Control) -> None:
     assert parse([text]) == [wanted]
 
 
@@ -84,10 +85,10 @@ def test_preprocessing_is_for_all_or_for_each() -> None:
     two = ["a:b", "c:d"]
     assert [each.preprocess for each in parse(two, "canny")] == ["canny", "canny"]
     assert [each.preprocess for each in parse(two, "canny:50:100,none")] == ["canny:50:100", "none"]
-    for wrong, message in (("cany", "got preprocess 'cany', wanted none, canny"), ("none,none,none", "got 3 ways")):
+    for wrong, message in (("cany", "got `preprocess` 'cany', wanted none, canny"), ("none,none,none", "got 3 ways")):
         with pytest.raises(ValueError, match=message):
             parse(two, wrong)
-    with pytest.raises(ValueError, match="no --control"):
+    with pytest.raises(ValueError, match="got `preprocess`, but no `control`"):
         parse([], "canny")
 
 
@@ -95,7 +96,7 @@ def test_preprocessing_is_for_all_or_for_each() -> None:
 
 
 def test_a_picture_is_cut_to_size_and_lies_in_0_to_1(folder: Path) -> None:
-    pixels = read_picture(Request("", str(folder / "photo.png")), (96, 64))
+    pixels = Control("", str(folder / "photo.png")).pixels((96, 64))
     assert pixels.shape == (1, 3, 64, 96)
     assert 0 <= pixels.min() < 0.1 < 0.9 < pixels.max() <= 1
 
@@ -104,16 +105,16 @@ def test_what_is_transparent_is_the_hole_of_inpainting(folder: Path) -> None:
     alpha = np.full((64, 64, 1), 255, np.uint8)
     alpha[:, :20] = 0
     Image.fromarray(np.concatenate([toy.photo(), alpha], axis=2)).save(folder / "hole.png")
-    pixels = read_picture(Request("", str(folder / "hole.png"), preprocess="inpaint"), (64, 64))
+    pixels = Control("", str(folder / "hole.png"), preprocess="inpaint").pixels((64, 64))
     assert (pixels[..., :20] == -1).all()
     assert (pixels[..., 20:] >= 0).all()
     with pytest.raises(ValueError, match="has no transparent part"):
-        read_picture(Request("", str(folder / "photo.png"), preprocess="inpaint"), (64, 64))
+        Control("", str(folder / "photo.png"), preprocess="inpaint").pixels((64, 64))
 
 
 def test_the_size_follows_the_picture(folder: Path) -> None:
     Image.new("RGB", (600, 400)).save(folder / "wide.png")
-    assert natural_size([f"a:{folder / 'wide.png'}"], 512) == (768, 512)
+    assert natural_size(Control("a", folder / "wide.png"), 512) == (768, 512)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -123,15 +124,14 @@ def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, step
     """The last latents of a guided run of DDIM."""
     cond, uncond = (Conditioning(toy.normal(seed, 1, 5, 64)) for seed in (13, 12))
     plan = make_plan("ddim", pipe.schedule, steps)
-    steering = Steering(pipe, load_controls(pipe, parse(controls, preprocess)), plan, (64, 64))
-    branches, steer = classifier_free(cond, uncond, 7.5), functools.partial(steering, 2)
-    last = generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, steer=steer)
-    return last
+    active = ActiveControls(pipe, load_controls(pipe, parse(controls, preprocess)), plan, (64, 64))
+    branches, extras = classifier_free(cond, uncond, 7.5), generate.Extras(control=active)
+    return generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, extras=extras)
 
 
-def steered(steering: Steering, x: Tensor, context: Tensor) -> Tensor:
+def controlled(active: ActiveControls, x: Tensor, context: Tensor) -> Tensor:
     """What a guided step's network puts out for a batch of two branches, in the first step."""
-    network, reads = steering(2, 0, Conditioning(context))
+    network, reads = active(0, Conditioning(context))
     return network(x, toy.T, context, None, reads.control)
 
 
@@ -212,7 +212,7 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
     network = load_controls(pipe, parse([spec(folder)]))[0].network
     assert isinstance(network, ControlNet)
     x, context = toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 5, 64)
-    hint = network.embed_hint(read_picture(Request("", str(folder / "photo.png")), (64, 64)))
+    hint = network.embed_hint(Control("", str(folder / "photo.png")).pixels((64, 64)))
     added = tuple(each.mean(dim=(2, 3), keepdim=True) for each in network(x, toy.T, context, hint))
     wanted = torch.cat(
         [
@@ -221,8 +221,8 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
         ]
     )
     plan = make_plan("ddim", pipe.schedule, 10)
-    steering = Steering(pipe, load_controls(pipe, parse([spec(folder, ":pool")])), plan, (64, 64))
-    torch.testing.assert_close(steered(steering, x, context), wanted, rtol=1e-4, atol=1e-5)
+    active = ActiveControls(pipe, load_controls(pipe, parse([spec(folder, ":pool")])), plan, (64, 64))
+    torch.testing.assert_close(controlled(active, x, context), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
@@ -234,12 +234,12 @@ def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
 
 def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> None:
     adapter = spec(folder, net="adapter.safetensors")
-    steering = Steering(pipe, load_controls(pipe, parse([adapter])), make_plan("ddim", pipe.schedule, 2), (64, 64))
+    active = ActiveControls(pipe, load_controls(pipe, parse([adapter])), make_plan("ddim", pipe.schedule, 2), (64, 64))
     x, context = toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 5, 64)
     network = toy.fill(T2IAdapter(ADAPTER))
-    features = network.place(network(read_picture(Request("", str(folder / "photo.png")), (64, 64))), (1, 1))
+    features = network.place(network(Control("", str(folder / "photo.png")).pixels((64, 64))), (1, 1))
     wanted = pipe.unet(x, toy.T, context, features=features)
-    torch.testing.assert_close(steered(steering, x, context), wanted)
+    torch.testing.assert_close(controlled(active, x, context), wanted)
     assert toy.relative_error(wanted, pipe.unet(x, toy.T, context).numpy()) > 0.01
     both = run(pipe, [adapter, spec(folder)], steps=2)
     assert toy.relative_error(both, run(pipe, [spec(folder)], steps=2).numpy()) > 0.01
@@ -247,9 +247,9 @@ def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> No
 
 def test_outside_of_its_steps_a_control_is_not_run(pipe: Pipeline, folder: Path) -> None:
     controls = load_controls(pipe, parse([spec(folder, ":0.3-0.6")]))
-    steering = Steering(pipe, controls, make_plan("ddim", pipe.schedule, 10), (64, 64))
+    active = ActiveControls(pipe, controls, make_plan("ddim", pipe.schedule, 10), (64, 64))
     reads = Conditioning(toy.normal(2, 2, 5, 64))
-    plain = [steering(2, step, reads) == (pipe.unet, reads) for step in range(10)]
+    plain = [active(step, reads) == (pipe.unet, reads) for step in range(10)]
     assert plain == [True] * 3 + [False] * 3 + [True] * 4
 
 
@@ -263,7 +263,7 @@ def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> No
     photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
     control = (spec(folder),)
     [plain], [steered] = (
-        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given), pictures=[photo]) for given in ((), control)
+        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given, init_img=[photo])) for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
     nine = replace(SMALL.unet, in_channels=9)
@@ -271,7 +271,7 @@ def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> No
     network: nn.Module = toy.fill(UNet(nine))
     reads_more = replace(pipe, family=family, unet=network)  # type: ignore[arg-type]
     [plain], [steered] = (
-        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given), pictures=[photo], masks=[mask])
+        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given, init_img=[photo], mask=[mask]))
         for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)

@@ -1,6 +1,5 @@
 """ControlNets in the format of diffusers, SDXL's among them: their files, whole runs, and what does not fit."""
 
-import functools
 import json
 import threading
 from collections.abc import Mapping
@@ -23,10 +22,12 @@ from ldm_lite.cli.task_options import Img2imgOptions as ImageOptions
 from ldm_lite.cli.task_options import InpaintOptions as MaskOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.control.control import Steering, load_controls, parse
+from ldm_lite.control.apply import ActiveControls
+from ldm_lite.control.control import parse
+from ldm_lite.control.loading import load_controls
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import denoise
+from ldm_lite.generate import Extras, denoise
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
@@ -77,10 +78,9 @@ def run(pipe: Pipeline, controls: list[str]) -> Tensor:
     """The last latents of a guided run of DDIM, as the goldens'."""
     cond, uncond = encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE])
     plan = make_plan("ddim", pipe.schedule, 4)
-    steering = Steering(pipe, load_controls(pipe, parse(controls)), plan, (64, 64))
+    active = ActiveControls(pipe, load_controls(pipe, parse(controls)), plan, (64, 64))
     branches = classifier_free(cond, uncond, 5.0)
-    last = denoise(pipe, NOISE, branches, plan, steer=functools.partial(steering, 2))
-    return last
+    return denoise(pipe, NOISE, branches, plan, extras=Extras(control=active))
 
 
 def asked(folder: Path, name: str, **files: str) -> list[str]:
@@ -107,10 +107,10 @@ def test_the_configuration_of_a_folder_says_that_a_net_pools(pipe: Pipeline, fol
     before = config.read_text()
     config.write_text(json.dumps({"_class_name": "ControlNetModel", "global_pool_conditions": True}, indent=2))
     [control] = load_controls(pipe, parse([spec(folder, "sdxl", ":0.5")]))
-    assert control.request == replace(parse([spec(folder, "sdxl", ":0.5")])[0], pool=True)
+    assert control.control == replace(parse([spec(folder, "sdxl", ":0.5")])[0], pool=True)
     config.write_text(before)
     [control] = load_controls(pipe, parse([spec(folder, "sdxl")]))
-    assert not control.request.pool
+    assert not control.control.pool
 
 
 def test_half_precision_is_read(pipe: Pipeline, folder: Path) -> None:
@@ -124,7 +124,7 @@ def test_half_precision_is_read(pipe: Pipeline, folder: Path) -> None:
 def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, folder: Path) -> None:
     x, context, y = toy.unet_inputs(XL.unet, h=8, w=8)
     assert y is not None
-    steering = Steering(
+    active = ActiveControls(
         pipe,
         load_controls(pipe, parse([spec(folder, "sdxl", ":guess")])),
         make_plan("ddim", pipe.schedule, 2),
@@ -132,12 +132,12 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
     )
 
     def out(y: Tensor) -> Tensor:
-        network, reads = steering(2, 0, Conditioning(context, y))
+        network, reads = active(0, Conditioning(context, y))
         return network(x, toy.T, context, y, reads.control)
 
     plain = pipe.unet(x, toy.T, context, y)
     torch.testing.assert_close(out(y)[0], plain[0], rtol=1e-4, atol=1e-5)
-    net, hint = load_controls(pipe, parse([spec(folder, "sdxl")]))[0].network, steering._nets[0][1]
+    net, hint = load_controls(pipe, parse([spec(folder, "sdxl")]))[0].network, active._nets[0][1]
     control = net(x[1:], toy.T[1:], context[1:], hint.hint, y[1:])  # type: ignore[operator,index]
     wanted = pipe.unet(
         x[1:],
@@ -181,13 +181,13 @@ def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path) -> None:
     photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
     control = (spec(folder, "sdxl"), spec(folder, "sdxl_small", ":0.5:guess"))
     [plain], [steered] = (
-        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given), pictures=[photo]) for given in ((), control)
+        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given, init_img=[photo])) for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
     nine = replace(XL.unet, in_channels=9)
     reads_more = replace(pipe, family=replace(pipe.family, unet=nine, task="inpaint"), unet=toy.fill(UNet(nine)))  # type: ignore[arg-type]
     [plain], [steered] = (
-        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given), pictures=[photo], masks=[mask])
+        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given, init_img=[photo], mask=[mask]))
         for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
@@ -274,5 +274,5 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
 
 
 def test_a_net_given_as_the_checkpoint_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match="is a ControlNet, to be added to a checkpoint: --control FILE:IMAGE"):
+    with pytest.raises(ValueError, match="is a ControlNet, to be used with a checkpoint: `control=FILE:IMAGE`"):
         ldm_lite.load(folder / "sdxl", device="cpu")

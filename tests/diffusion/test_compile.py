@@ -1,4 +1,4 @@
-"""The compiled step: what torch.compile is promised of it, on the bundled model's UNet.
+"""The compiled step: what torch.compile is promised of it, on a UNet with every kind of layer, and the bundled one's.
 
 With fixed shapes: one graph for every row of every sampler, step count, eta, spacing and guidance scale.  Turning
 guidance, rescale or thresholding on is another graph each, since the code differs.
@@ -10,10 +10,14 @@ size of the latents for the same, and compiles again whenever that ends.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import toy
+from random_checkpoint import SMALL
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -24,14 +28,22 @@ from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
 from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import _tensors
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ldm_lite.Pipeline:
-    return ldm_lite.load(device="cpu")
+@pytest.fixture(scope="module", params=["small", pytest.param("bundled", marks=pytest.mark.slow)])
+def pipe(request: pytest.FixtureRequest) -> Any:
+    """What these tests read of a pipeline: the spec of a UNet, the UNet and the schedule."""
+    if request.param == "bundled":
+        return ldm_lite.load(device="cpu")
+    spec = replace(
+        SMALL.unet, transformer_depth=(0, 0)
+    )  # a transformer in the middle; the fewest layers compile soonest
+    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+    return SimpleNamespace(family=SimpleNamespace(unet=spec), unet=toy.fill(UNet(spec)), schedule=schedule)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +54,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def inputs(pipe: ldm_lite.Pipeline, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Conditioning]:
+def inputs(pipe: Any, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Conditioning]:
     """Registers, noise and text of a guided batch, with its cached keys and values."""
     spec = pipe.family.unet
     shape = (batch, spec.in_channels, h, w)
@@ -56,7 +68,7 @@ def guidance(scale: float | None, rescale: float | None = None, percentile: floa
     return Guidance(*(None if value is None else torch.tensor(value) for value in (weights, rescale, percentile)))
 
 
-def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: ldm_lite.Pipeline) -> None:
+def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -95,7 +107,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
         assert counter.frame_count == count
 
 
-def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: ldm_lite.Pipeline) -> None:
+def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
     table = rows(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)

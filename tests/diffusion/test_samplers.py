@@ -18,7 +18,7 @@ GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = linear_betas(0.00085, 0.012)
 SD = Schedule.from_betas(BETAS, "eps")
 # By default; the slow tests take all others up to 1000.
-COUNTS = [*range(1, 13), 15, 20, 25, 27, 30, 40, 50, 63, 100, 101, 128, 166, 1000]
+COUNTS = [*range(1, 13), 15, 20, 25, 27, 30, 40, 50, 63, 100, 101, 1000]
 DETERMINISTIC = {  # and the order that it converges with, as measured
     "ddim": 1.0,
     "euler": 1.0,
@@ -237,18 +237,21 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
     """Exactly as many as asked for, and if the data is one image, the result is it, exactly.
 
     For such data every step from level to level is exact, in mean and in variance, but LCM's: its boundary condition
-    lets some of x pass.
+    lets some of x pass.  Above 100 steps a slow test takes every sampler and every spacing, but of their pairs a third,
+    another one for each count.
     """
     cases, plans, starts = [], [], []
-    for spacing, make in ANY_COUNT.items():
+    for i, (spacing, make) in enumerate(ANY_COUNT.items()):
         try:
             levels = make(SD, steps)
         except ValueError:
             assert spacing == "original"
             continue
         count = len(range(0, 1000, 1000 // steps)) if spacing == "original" else steps
-        for sampler in SAMPLERS:
-            plan = make_plan(sampler, SD, steps, spacing=spacing)
+        for k, sampler in enumerate(SAMPLERS):
+            if steps > 100 and steps not in COUNTS and (steps + i + k) % 3:
+                continue
+            plan = make_plan(sampler, SD, steps, spacing=lambda schedule, steps, levels=levels: levels)
             case = f"{sampler} {spacing}"
             assert plan.num_steps == count == len(levels) - 1, case
             assert plan.end == levels[-1], case

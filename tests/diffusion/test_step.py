@@ -1,15 +1,18 @@
 """The step, in float32: against textbook loops of each sampler, the goldens, and what it promises about guidance."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import toy
-from torch import Tensor
+from torch import Tensor, nn
 
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.diffusion.guidance import (
     Conditioning,
     Guidance,
@@ -23,7 +26,9 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, linear_betas
-from ldm_lite.diffusion.step import Row, denoise_step, rows, watched
+from ldm_lite.diffusion.step import Row, denoise_step, rows
+from ldm_lite.generate import stream
+from ldm_lite.zoo.families import FAMILIES
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = linear_betas(0.00085, 0.012)
@@ -238,26 +243,40 @@ def row_of(plan: Plan, i: int) -> Row:
     return rows(plan, CPU)[i]
 
 
+class Denoiser(nn.Module):
+    """toy.denoiser as a UNet, which keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(()))
+        self.calls: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
+        self.calls.append((x[: len(x) // 2], t[: len(t) // 2]))
+        return toy.denoiser(x, t, context)
+
+
 @pytest.mark.parametrize("prediction", ["eps", "v"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_watched_step_shows_the_predicted_x0(name: str, prediction: str) -> None:
-    """Song et al. 2021, eq. 9, with what guidance makes of both outputs; and the step is as it was."""
-    plan = SAMPLERS[name](Schedule.from_betas(BETAS, prediction), 6)
-    seen: list[Tensor] = []
-    step, context = watched(denoise_step, seen.append), torch.cat([UNCOND, COND])
-    registers = toy.normal(8, NUM_REGISTERS, *toy.SHAPE)
-    for row, (a, s) in zip(rows(plan, CPU), torch.from_numpy(plan.level).float(), strict=True):
-        given = (registers, row, toy.normal(9, *toy.SHAPE), Conditioning(context), guidance(3.0))
-        x, after = registers[0], step(toy.denoiser, *given)
-        assert torch.equal(after, denoise_step(toy.denoiser, *given))
-        t = row.t.expand(len(x))
+def test_the_state_after_a_step_has_the_x0_that_it_predicted(name: str, prediction: str) -> None:
+    """Song et al. 2021, eq. 9, with what guidance makes of both outputs, of the last call; of the first in PLMS's first
+    step, whose second is not remembered."""
+    schedule = Schedule.from_betas(BETAS, prediction)
+    plan, unet = SAMPLERS[name](schedule, 6), Denoiser()
+    family = replace(FAMILIES["sd1"], unet=replace(FAMILIES["sd1"].unet, in_channels=2, context_dim=3))
+    vae = SimpleNamespace(spec=SimpleNamespace(embed_dim=2))
+    model = Model("toy", family, schedule, unet, vae, None, None, None, "")  # type: ignore[arg-type]
+    branches = classifier_free(Conditioning(COND), Conditioning(UNCOND), 3.0)
+    states = list(stream(model, toy.normal(8, *toy.SHAPE), branches, plan, draw=lambda: toy.normal(9, *toy.SHAPE)))
+    assert [state.step for state in states] == list(range(1, plan.num_steps + 1))
+    assert len(unet.calls) == len(plan.t)
+    for state in states:
+        calls = np.flatnonzero(plan.step == state.step - 1)
+        call = calls[0] if name == "plms" and state.step == 1 else calls[-1]
+        (x, t), (a, s) = unet.calls[call], torch.from_numpy(plan.level[call]).float()
         uncond, cond = (toy.denoiser(x, t, each) for each in (UNCOND, COND))
         out = uncond + 3.0 * (cond - uncond)
-        if seen:
-            torch.testing.assert_close(seen.pop(), (x - s * out) / a if prediction == "eps" else a * x - s * out)
-        else:
-            assert name == "plms"
-        registers = after
+        torch.testing.assert_close(state.x0, (x - s * out) / a if prediction == "eps" else a * x - s * out)
 
 
 def test_rows_are_the_plan_in_float32() -> None:

@@ -13,7 +13,6 @@ import toy
 from random_checkpoint import SMALL
 
 from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.zoo.inference import infer_text
 from ldm_lite.zoo.networks import CLIP_L
 
 DATA = Path(__file__).parents[1] / "data"
@@ -58,4 +57,4 @@ def test_is_inferred_from_its_shapes_in_any_order() -> None:
     items = list(SHAPES.items())
     random.Random(0).shuffle(items)
     unknown = replace(CLIP_L, vocab_size=0, length=0, width=0, mlp_width=0, layers=0, heads=0)
-    assert infer_text(dict(items), unknown, heads=12) == CLIP_L
+    assert unknown.fitted(dict(items), heads=12) == CLIP_L

@@ -14,7 +14,6 @@ from torch import nn
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.t5 import T5Encoder, T5Spec, relative_buckets
-from ldm_lite.zoo.inference import infer_text
 from ldm_lite.zoo.networks import BERT_LARGE, OPEN_CLIP_G, OPEN_CLIP_H
 
 DATA = Path(__file__).parents[1] / "data"
@@ -111,13 +110,13 @@ def test_it_needs_no_text_projection_for_a_context() -> None:
 def test_open_clip_is_inferred_from_its_shapes(name: str, spec: OpenCLIPTextSpec) -> None:
     shapes = {key: tuple(shape) for key, shape in MANIFESTS[f"text_openclip_{name}14"]["shapes"].items()}
     unknown = replace(spec, vocab_size=0, length=0, width=0, mlp_width=0, layers=0, projection=False)
-    assert infer_text(shapes, unknown) == spec
+    assert unknown.fitted(shapes) == spec
 
 
 def test_converted_files_lack_the_layer_that_nothing_reads() -> None:
     shapes = {key: tuple(shape) for key, shape in MANIFESTS["text_openclip_h14"]["shapes"].items()}
     lost = {key: shape for key, shape in shapes.items() if ".23." not in key and key != "text_projection"}
-    assert infer_text(lost, OPEN_CLIP_H) == replace(OPEN_CLIP_H, layers=23, skip=0, projection=False)
+    assert OPEN_CLIP_H.fitted(lost) == replace(OPEN_CLIP_H, layers=23, skip=0, projection=False)
 
 
 # ---- BERT -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.transformer import AttentionBlock, CrossAttention, SpatialTransformer
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.zoo.inference import infer_unet
 from ldm_lite.zoo.networks import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
@@ -109,19 +108,19 @@ def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
     items = [(key, tuple(shape)) for key, shape in MANIFESTS[f"unet_{name}"]["shapes"].items()]
     for seed in range(3):
         random.Random(seed).shuffle(items)
-        assert infer_unet(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
+        assert UNetSpec.from_shapes(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
 def test_miniatures_are_inferred_too(name: str) -> None:
     spec = toy.UNETS[name]
-    assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+    assert UNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
     for name in ("sd1", "ldm_lsun_churches256"):
         spec = replace(toy.UNETS[name], num_res_blocks=(1, 2, 3))
-        assert infer_unet(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+        assert UNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
@@ -243,24 +242,43 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+COMPILED = {
+    "small": replace(  # with everything: SDXL's vector and a guidance scale
+        toy.DIFFUSERS_UNETS["lcm_sdxl"],
+        channel_mult=(1, 2),
+        num_res_blocks=(1, 1),
+        transformer_depth=(0, 1),
+        cross_only=(False, False),
+        middle_depth=1,
+    ),
+    **{
+        name: (toy.UNETS | toy.DIFFUSERS_UNETS)[name]
+        for name in ("sd1", "x4", "sdxl_base", "ldm_lsun_churches256", "lcm")
+    },
+}
+
+
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("name", ["sd1", "x4", "sdxl_base", "ldm_lsun_churches256", "lcm"])
+@pytest.mark.parametrize(
+    "name", ["small", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED if name != "small")]
+)
 def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
-    spec = (toy.UNETS | toy.DIFFUSERS_UNETS)[name]
+    spec = COMPILED[name]
     network, counter = toy.fill(UNet(spec)), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
     x, context, y = toy.unet_inputs(spec)
     for t in (toy.T, toy.T_FRACTIONAL, torch.tensor([0.0, 0.0])):
         torch.testing.assert_close(compiled(x, t, context, y), network(x, t, context, y))
         x, context = x + 1, None if context is None else 2 * context
-        y = -y if name == "lcm" else y  # of another guidance scale
+        y = -y if spec.guidance_dim else y  # of another guidance scale
     assert counter.frame_count == 1
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiles_through_autograd() -> None:
-    network = toy.fill(UNet(SMALL.unet))
+    spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle
+    network = toy.fill(UNet(spec))
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
-    x, context, _ = toy.unet_inputs(SMALL.unet)
+    x, context, _ = toy.unet_inputs(spec)
     for t in (toy.T, toy.T_FRACTIONAL):
         torch.testing.assert_close(compiled(x, t, context), network(x, t, context), rtol=1e-4, atol=1e-5)

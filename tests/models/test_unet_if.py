@@ -12,9 +12,8 @@ import toy
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.models.unet_if import AttentionPooling, TextAttention, UNetIF
+from ldm_lite.models.unet_if import AttentionPooling, IFSpec, TextAttention, UNetIF
 from ldm_lite.runtime.attention import record, use, vanilla
-from ldm_lite.zoo.inference import infer_if
 from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 DATA = Path(__file__).parents[1] / "data"
@@ -31,7 +30,7 @@ def test_has_the_keys_of_the_released_files(name: str) -> None:
     manifest = MANIFESTS[f"unet_{name}"]
     assert {key: list(value.shape) for key, value in network.state_dict().items()} == manifest["shapes"]
     assert sum(p.numel() for p in network.parameters()) == manifest["params"]
-    assert infer_if({key: tuple(shape) for key, shape in manifest["shapes"].items()}) == RELEASED[name]
+    assert IFSpec.from_shapes({key: tuple(shape) for key, shape in manifest["shapes"].items()}) == RELEASED[name]
 
 
 @pytest.mark.parametrize("name", toy.IF_STAGES)

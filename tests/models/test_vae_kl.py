@@ -13,8 +13,7 @@ import toy
 from random_checkpoint import SMALL
 
 from ldm_lite.models.vae_kl import AutoencoderKL, Downsample, VAESpec
-from ldm_lite.zoo.inference import infer_vae
-from ldm_lite.zoo.networks import AUTOENCODERS
+from ldm_lite.zoo.networks import AUTOENCODERS, infer_vae
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")

@@ -3,6 +3,7 @@
 The compiler itself takes long: only the slow test runs it, and the others have a stand-in for what it makes.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -84,6 +85,18 @@ def check(package: Path) -> None:
 
 def test_it_computes_the_same_on_the_weights_of_the_network(package: Path) -> None:
     check(package)
+
+
+def test_a_copy_runs_the_package_on_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "_runners", lambda path: [Runner(2)])
+    compiled, given = network(), inputs(2)
+    aot.use(compiled, tmp_path / "tiny.pt2")
+    wanted = compiled(*given)
+    copied = copy.deepcopy(compiled)
+    copied.inner.weight.zero_()
+    _, t, context = given
+    assert torch.allclose(copied(*given), t[:, None] + context.mean(dim=1))
+    assert torch.equal(compiled(*given), wanted)
 
 
 @pytest.mark.slow

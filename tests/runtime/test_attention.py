@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime import attention
 from ldm_lite.runtime.attention import available, layers, names, record, resolve, use
 
 CPU = torch.device("cpu")
@@ -100,6 +102,23 @@ def test_a_fork_brings_its_own(unet: nn.Module) -> None:
     assert not torch.allclose(unet(x, toy.T, context), before)
 
 
+def test_a_registered_function_is_used_by_its_name(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_FUNCTIONS", dict(attention._FUNCTIONS))
+
+    def average(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.mean(dim=2, keepdim=True).expand_as(q)
+
+    attention.register("average", average)
+    assert "average" in available(CPU, torch.float32)
+    use(unet, "average")
+    assert {layer.attention for layer in layers(unet).values()} == {average}
+    with pytest.raises(ValueError, match=r"unknown attention 'other': wanted one of sdpa, .*, average, mha"):
+        use(unet, "other")
+    for name in ("average", "sdpa", "mha", "sliced:9"):
+        with pytest.raises(ValueError, match=f"attention '{name}' exists already"):
+            attention.register(name, average)
+
+
 def test_two_networks_have_two_backends(unet: nn.Module) -> None:
     other = AutoencoderKL(SMALL.vae)
     use(unet, "vanilla")
@@ -141,10 +160,11 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["math", "flash", "vanilla", "sliced", "mha"])
-def test_each_compiles_to_one_graph(name: str, unet: nn.Module) -> None:
+def test_each_compiles_to_one_graph(name: str) -> None:
+    spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle
+    unet, counter = toy.fill(UNet(spec)), CompileCounter()
     use(unet, name)
-    counter = CompileCounter()
-    x, context, _ = toy.unet_inputs(SMALL.unet)
+    x, context, _ = toy.unet_inputs(spec)
     compiled = torch.compile(unet, fullgraph=True, backend=counter)
     for t in (toy.T, toy.T_FRACTIONAL):
         torch.testing.assert_close(compiled(x, t, context), unet(x, t, context))

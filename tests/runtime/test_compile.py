@@ -41,6 +41,7 @@ PLAIN = replace(  # quick to compile
     cross_only=(False,),
     middle_depth=0,
 )
+ATTENDING = replace(PLAIN, transformer_depth=(1,), middle_depth=1)  # four transformers of one kind
 SCHEDULE = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
 
 
@@ -351,7 +352,7 @@ def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
     counts = []
     for prepare in (lambda unet, given: given, cached):
         torch._dynamo.reset()
-        unet, counter = toy.fill(UNet(SMALL.unet)), CompileCounter()
+        unet, counter = toy.fill(UNet(ATTENDING)), CompileCounter()
         step = CompiledStep("regional", unet, counter)  # type: ignore[arg-type]
         step(unet, *prepare(unet, VARIED[0]))
         counts.append(counter.frame_count)
@@ -441,8 +442,8 @@ def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: 
     with caplog.at_level(logging.INFO, "ldm_lite"):
         for _ in range(2):
             step(lambda *args: tiny(*args), *given)
-    assert [record.getMessage()[:22] for record in caplog.records if record.name == "ldm_lite"] == [
-        "a step of a function, "
+    assert [record.getMessage()[:23] for record in caplog.records if record.name == "ldm_lite"] == [
+        "the model is a function"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What was read through a memory-mapped file is given back, and nothing else."""
+"""Pages read through a memory-mapped file are returned to the system, and nothing else."""
 
 import ctypes
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what
 
 
 def resident(path: Path) -> int:
-    """Bytes of a mapped file that this process has in memory."""
+    """Return the bytes of a mapped file that this process has in memory."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

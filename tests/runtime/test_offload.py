@@ -1,4 +1,4 @@
-"""Offloading and 8-bit storage: weights are where they compute, when they compute, and results are the same.
+"""Offloading and quantisation: weights are on the device while they compute, and results are the same.
 
 What is copied to the device is a clone here, so that on a CPU too "on the device" and "at home" are different memory.
 """
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.control.control import load_controls, parse
+from ldm_lite.control.control import parse
+from ldm_lite.control.loading import load_controls
 from ldm_lite.generate import decode
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.pipeline import Pipeline
@@ -34,7 +35,7 @@ from ldm_lite.tasks.txt2img import txt2img
 
 
 class Device:
-    """Counts what is on the pretended device, in numbers."""
+    """Counts the numbers in the tensors on the pretended device."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -66,7 +67,7 @@ def load(path: Path, **tuning: object) -> Pipeline:
     return ldm_lite.load(path, device="cpu", **tuning)
 
 
-def picture(pipe: Pipeline) -> Tensor:
+def image(pipe: Pipeline) -> Tensor:
     [result] = txt2img(pipe, Options(prompt="a red apple", steps=2))
     return result.pixels
 
@@ -76,10 +77,10 @@ def size(network: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("mode", ["model", "sequential"])
-def test_the_picture_is_the_same_and_the_device_is_empty_after_it(small_path: Path, device: Device, mode: str) -> None:
-    wanted = picture(load(small_path))
+def test_the_image_is_the_same_and_the_device_is_empty_after_it(small_path: Path, device: Device, mode: str) -> None:
+    wanted = image(load(small_path))
     pipe = load(small_path, offload=mode)
-    assert torch.equal(picture(pipe), wanted)
+    assert torch.equal(image(pipe), wanted)
     assert device.now == 0
     assert pipe.device == torch.device("cpu")
     assert pipe.dtype == torch.float32
@@ -96,8 +97,10 @@ def test_the_text_of_a_whole_job_is_embedded_first(small_path: Path, device: Dev
     pipe, options = load(small_path, offload="model"), Options(from_file=str(tmp_path / "prompts.txt"), steps=1)
     results = [result.pixels for result in txt2img(pipe, options)]
     assert device.shapes.count(tuple(pipe.text_encoder.embeddings.token_embedding.weight.shape)) == 1
-    wanted = [result.pixels for result in txt2img(load(small_path), options)]
-    assert all(map(torch.equal, results, wanted))
+    for result, wanted in zip(results, txt2img(load(small_path), options), strict=True):
+        # Not bit for bit: a matrix product of more rows may add them up in another order.
+        torch.testing.assert_close(result, wanted.pixels, rtol=1e-4, atol=1e-4)
+    assert (results[0] - results[1]).abs().max() > 1e-2
 
 
 def test_what_is_needed_next_is_fetched_ahead() -> None:
@@ -123,7 +126,7 @@ def test_what_is_needed_next_is_fetched_ahead() -> None:
 def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     monkeypatch: pytest.MonkeyPatch, name: str | None
 ) -> None:
-    """On a GPU: they are in the computing stream's memory, so they follow what is queued, and are waited for."""
+    """On a GPU: they are allocated on the computing stream, so they wait for its queue, and it waits for them."""
     cpu, events = torch.device("cpu"), list[str]()
     main = SimpleNamespace(wait_event=lambda event: events.append(f"main waits for {event}"))
     stream = SimpleNamespace(
@@ -153,8 +156,57 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     assert events[-2:] == ["kept", "kept"]
 
 
+@pytest.mark.parametrize("name", [None, *STORAGES])
+def test_a_prefetched_copy_is_not_used_after_writing(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    cpu, kept_for = torch.device("cpu"), list[object]()
+    main = SimpleNamespace(wait_event=lambda event: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: "copied")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: kept_for.append(other))
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    offloader = offload.Offloader({}, cpu, storage=name)
+    group = offload._Group({layer.weight: quantize(layer.weight.data, name)}, cpu, stream)
+    offloader._groups[layer.weight] = group
+    fresh = toy.normal(0, 8, 8)
+    group.prefetch()
+    offloader.write(layer.weight, fresh)
+    assert kept_for == [stream], "the memory is used again before the copy has ended"
+    with group:
+        assert torch.equal(layer.weight, dequantize(quantize(fresh, name), cpu))
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.parametrize("mode", ["model", "sequential"])
+def test_writing_while_a_network_computes(small_path: Path, device: Device, mode: str, storage: str | None) -> None:
+    """Both the copy on the device and the kept weight change, and the latter stays in its memory."""
+    pipe = load(small_path, offload=mode, storage=storage)
+    assert pipe.offloader is not None
+    block = pipe.unet.middle_block[0]
+    weight = block.in_layers[2].weight
+    fresh = toy.normal(0, *weight.shape)
+    home, seen = weight.data_ptr(), list[Tensor]()
+
+    def hook(module: nn.Module, args: object) -> None:
+        pipe.offloader.write(weight, fresh)
+        seen.append(weight.clone())
+
+    x, context, _ = toy.unet_inputs(pipe.family.unet)
+    handle = block.in_layers[2].register_forward_pre_hook(hook)
+    with pipe.phase("unet"):
+        first = pipe.unet(x, toy.T, context)
+        handle.remove()
+        assert torch.equal(pipe.unet(x, toy.T, context), first)
+    wanted = dequantize(quantize(fresh, storage), torch.device("cpu"))
+    assert torch.equal(seen[0], wanted)
+    assert torch.equal(pipe.offloader.read(weight, torch.device("cpu")), wanted)
+    assert weight.data_ptr() == home
+    with pipe.phase("unet"):
+        assert torch.equal(pipe.unet(x, toy.T, context), first)
+
+
 def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_path: Path) -> None:
-    """ControlNets, also of differences, and T2I-Adapters; two threads may ask for them; and they go with their job."""
+    """ControlNets, also those of differences, and T2I-Adapters; two threads may use them; the job frees them."""
     weights, base = toy.control(SMALL.unet), load(small_path).unet.state_dict()
     save_file(weights, tmp_path / "net.safetensors")
     deltas = {key: value - base[key] if key in base else value for key, value in weights.items()}
@@ -169,7 +221,7 @@ def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_
     device.peak = 0
     [result] = txt2img(pipe, options)
     torch.testing.assert_close(result.pixels, wanted.pixels, rtol=1e-4, atol=1e-4)  # differences are rounded
-    assert device.shapes.count((16, 3, 3, 3)) == 2  # the pictures are embedded once a job
+    assert device.shapes.count((16, 3, 3, 3)) == 2  # the control images are encoded once a job
     nets = [control.network for control in load_controls(pipe, parse(controls))]
     assert all(sum(map(size, _blocks(net))) == size(net) for net in nets), "a weight is outside of all blocks"
     assert device.now == 0
@@ -191,7 +243,7 @@ def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_
 @pytest.mark.parametrize("name", list(STORAGES))
 @pytest.mark.parametrize("mode", [None, "model", "sequential"])
 def test_eight_bits(small_path: Path, device: Device, name: str, mode: str | None) -> None:
-    """Weights take a quarter of float32's memory, the autoencoder none of it, and the result is near.
+    """Weights take a quarter of their memory in float32, except the autoencoder's, and the result is close.
 
     Random weights do not forgive: a trained model's error is smaller, and in docs/performance.md.
     """
@@ -205,7 +257,7 @@ def test_eight_bits(small_path: Path, device: Device, name: str, mode: str | Non
         error = toy.relative_error(pipe.unet(x, toy.T, context), plain.unet(x, toy.T, context).double().numpy())
     assert 1e-4 < error < {"int8": 0.04, "fp8": 0.15}[name]
     assert pipe.dtype == torch.float32
-    assert torch.isfinite(picture(pipe)).all()
+    assert torch.isfinite(image(pipe)).all()
     if mode is not None:
         assert device.now == 0
 
@@ -225,12 +277,12 @@ def test_the_error_of_a_weight_is_that_of_its_type(name: str, steps: int) -> Non
 
 
 def test_two_threads(small_path: Path, device: Device) -> None:
-    wanted = picture(load(small_path))
+    wanted = image(load(small_path))
     for tuning in ({"offload": "model"}, {"offload": "sequential"}, {"storage": "int8", "offload": "model"}):
         pipe, results = load(small_path, **tuning), []
         if "storage" in tuning:
-            wanted = picture(pipe)
-        threads = [threading.Thread(target=lambda p=pipe, r=results: r.append(picture(p))) for _ in range(2)]
+            wanted = image(pipe)
+        threads = [threading.Thread(target=lambda p=pipe, r=results: r.append(image(p))) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -249,7 +301,7 @@ def test_an_error_leaves_nothing_on_the_device(small_path: Path, device: Device)
 
 
 def test_a_copy_in_float32_has_weights_of_its_own(small_path: Path, device: Device) -> None:
-    """Which decoding needs when half precision overflows."""
+    """Decoding needs one when half precision overflows."""
     for mode in ("model", "sequential"):
         pipe = load(small_path, offload=mode, vae_tiling=True)
         z = toy.normal(0, 1, 4, 8, 8)
@@ -262,7 +314,7 @@ def test_a_copy_in_float32_has_weights_of_its_own(small_path: Path, device: Devi
 def test_a_deleted_pipeline_returns_its_memory(small_path: Path) -> None:
     for tuning in ({}, {"offload": "model"}, {"offload": "sequential"}, {"storage": "int8"}, {"vae_tiling": True}):
         pipe = load(small_path, **tuning)
-        picture(pipe)
+        image(pipe)
         storages = [weakref.ref(value.untyped_storage()) for value in pipe.unet.state_dict().values()]
         networks = [weakref.ref(network) for network in pipe.networks.values()]
         assert any(ref() is not None for ref in networks)

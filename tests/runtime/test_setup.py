@@ -1,4 +1,4 @@
-"""What load does to the networks it has loaded."""
+"""How loaded networks are set up."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A UNet tile by tile: how the tiles lie, and that what does not depend on its surroundings is as without tiles."""
+"""A UNet tile by tile: where the tiles are, and that a network of single positions gives the same as without tiles."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ldm_lite.runtime.tiled_unet import TiledUNet, starts, weights
 
 
 class Pointwise(nn.Module):
-    """A network that looks at one position at a time; counts its calls and their sizes."""
+    """A network that reads one position at a time; counts its calls and their sizes."""
 
     def __init__(self) -> None:
         super().__init__()

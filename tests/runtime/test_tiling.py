@@ -16,7 +16,7 @@ from ldm_lite.runtime.tiling import is_tiled, tiled, tiled_on_cpu
 
 @pytest.fixture(autouse=True)
 def _small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips of a few rows: of the finest feature maps of a (1,3,64,80) picture, 1 to 3."""
+    """Strips of a few rows: of the finest feature maps of a (1,3,64,80) image, 1 to 3."""
     monkeypatch.setattr(tiling, "STRIP", 3 * 80 * 32)
 
 
@@ -28,8 +28,8 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.mark.parametrize("rest", [None, "cpu"])
 @pytest.mark.parametrize("spec", [SMALL.vae, toy.KL_F16], ids=["f8", "f16"])
-def test_it_is_the_whole_picture(spec: VAESpec, rest: str | None) -> None:
-    """To rounding, everywhere: no seams, for encoding and decoding, with attention inside the levels or without."""
+def test_it_is_the_whole_image(spec: VAESpec, rest: str | None) -> None:
+    """Up to rounding and without seams: encoding and decoding, with attention inside the levels and without."""
     vae = toy.fill(AutoencoderKL(spec))
     x = toy.normal(0, 2, 3, 8 * spec.factor, 10 * spec.factor)
     z = toy.normal(1, 2, spec.embed_dim, 8, 10)
@@ -74,8 +74,8 @@ def test_no_convolution_sees_more_than_a_strip() -> None:
     assert largest["strips"] < largest["whole"] / 8
 
 
-def test_a_picture_of_one_strip_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, up to the size of a strip; of a row more it is so to rounding."""
+def test_an_image_of_one_strip_is_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit up to the size of a strip; with one row more, up to rounding."""
     vae, channels = toy.fill(AutoencoderKL(SMALL.vae)), SMALL.vae.channels
     x, z = toy.normal(0, 1, 3, 64, 80), toy.normal(1, 1, 4, 8, 10)
     monkeypatch.setattr(tiling, "STRIP", 64 * 80 * max(channels, vae.decoder.conv_out.in_channels))
@@ -86,7 +86,7 @@ def test_a_picture_of_one_strip_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert not torch.equal(tiled(vae).decode(z), vae.decode(z))
 
 
-def test_gradients_are_those_of_the_whole_picture() -> None:
+def test_gradients_are_those_of_the_whole_image() -> None:
     vae = toy.fill(AutoencoderKL(SMALL.vae))
     gradients = []
     with torch.enable_grad():
@@ -97,8 +97,8 @@ def test_gradients_are_those_of_the_whole_picture() -> None:
     assert toy.relative_error(gradients[1], gradients[0].double().numpy()) < 1e-5
 
 
-def test_it_is_how_pictures_are_decoded_on_a_cpu_in_float32() -> None:
-    """But for an autoencoder of which a part is replaced or hooked: what counts on its calls gets them."""
+def test_it_is_how_images_are_decoded_on_a_cpu_in_float32() -> None:
+    """Except an autoencoder with a replaced or hooked part, which may rely on its calls."""
     vae, calls = toy.fill(AutoencoderKL(SMALL.vae)), []
     assert is_tiled(tiled_on_cpu(vae))
     strips = tiled(vae, "cpu")

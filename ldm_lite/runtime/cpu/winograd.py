@@ -1,12 +1,12 @@
 """3x3 convolutions by Winograd's minimal filtering: the same sums with 2.25 or 4 times fewer multiplications.
 
-PyTorch's CPU convolutions (oneDNN) do not have it on x86.  An output tile of m by m comes from an input tile of m+2 by
-m+2: Y = A^T [(G w G^T) * (B^T d B)] A, where the product * over all channels is a matrix product for each of the
-(m+2)^2 positions.  Weights are transformed at every call, which costs a few percent of it: nothing is kept, so nothing
-grows and nothing can be out of date.
+PyTorch's CPU convolutions (oneDNN) do not use it on x86.  An output tile of m by m is computed from an input tile of
+m+2 by m+2: Y = A^T [(G w G^T) * (B^T d B)] A.  Over all channels the product * is a matrix product for each of the
+(m+2)^2 positions.  Weights are transformed at every call, for a few percent of its time: nothing is cached, so nothing
+can be out of date.
 
-Float32 on a CPU, for inference; everything else takes the plain convolution.  Relative errors against float64, with 640
-channels: 6e-7 for m = 2 and 1.1e-6 for m = 4, where the plain convolution is at 2e-7.
+For inference in float32 on a CPU; everything else runs the plain convolution.  Relative errors against float64, with
+640 channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
 
 Shape letters: B batch, C channels in, K channels out, T tiles.  Source: Lavin and Gray 2016, secs. 4.1 and 4.3;
 the choice of points: Barabasz et al. 2018.
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from ldm_lite.runtime.patching import kernel, patch
 
-# Where polynomials are evaluated beside infinity, by m.  For m = 4 the usual 0, 1, -1, 2, -2 err 1.7 times as much; of
-# 700 sets of eighths and sixteenths none errs less than these by more than a hundredth.  The second must be 1.
+# The points, by m, at which polynomials are evaluated, besides infinity.  For m = 4 the usual 0, 1, -1, 2, -2 have 1.7
+# times the error; the best of 700 sets of eighths and sixteenths is better by less than 1 %.  The second must be 1.
 POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, 1.0, -0.5, 2.0, -1.25)}
-TILES = 512  # worked on at a time: enough to pay for reading the weights, few enough for the cache and for memory
+TILES = 512  # computed at a time: enough to pay for reading the weights, few enough for the cache
 MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
 
 
 def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of input tiles (n*n,n*n), of weights (n*n,9) and of products (m*m,n*n), each over rows and columns of flat tiles.
+    """Return the transforms of input tiles (n*n,n*n), weights (n*n,9) and products (m*m,n*n), for flattened tiles.
 
-    A filter of 3 on n = m+2 values is a product of polynomials, by their values at n points (Toom-Cook), transposed.
+    A filter of 3 on n = m+2 values is the transposed product of polynomials by their values at n points (Toom-Cook).
     """
     n = len(points) + 1
     powers = np.vander(points, n, increasing=True)
@@ -50,9 +50,9 @@ TRANSFORMS = {m: _transforms(points) for m, points in POINTS.items()}
 
 
 def tile(x: Tensor, weight: Tensor) -> int | None:
-    """The side m of the tiles that is fastest for x (B,C,h,w) and weight (K,C,3,3), or None: the plain convolution is.
+    """Return the fastest tile side m for x (B,C,h,w) and weight (K,C,3,3), None if the plain convolution is faster.
 
-    Measured on an x86 CPU with AVX-512: what counts is how many positions share the transformed weights.
+    Measured on an x86 CPU with AVX-512: it depends on how many positions share the transformed weights.
     """
     positions = x.shape[0] * x.shape[2] * x.shape[3]
     if min(weight.shape[:2]) < MIN_CHANNELS or positions < 512:
@@ -61,7 +61,7 @@ def tile(x: Tensor, weight: Tensor) -> int | None:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
-    """x (B,C,h,w) * weight (K,C,3,3), stride 1, padding 1 -> (B,K,h,w), channels last, in tiles of m by m (2 or 4)."""
+    """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, in tiles of m by m (2 or 4): (B,K,h,w), channels last."""
     (batch, channels, h, w), num_out, n = x.shape, weight.shape[0], m + 2
     to_input, to_weight, to_output = TRANSFORMS[m]
     rows, columns = -(-h // m), -(-w // m)
@@ -104,7 +104,7 @@ def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def use(network: nn.Module) -> int:
-    """Let the 3x3 convolutions of a network that can take this way take it where it is faster; how many can."""
+    """Let the 3x3 convolutions of a network run this way where it is faster.  Returns how many of them can."""
     found = [
         module
         for module in network.modules()

@@ -1,4 +1,4 @@
-"""Group norms in strips and written out, against float64, and when they are taken."""
+"""Group norms in strips and written out, against float64, and when they run."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from ldm_lite.runtime.cpu import group_norm
 
 
 def large(batch: int, h: int, w: int) -> Tensor:
-    """A map whose mean and deviation change from line to line."""
+    """Make a map whose mean and deviation change from line to line."""
     slope = torch.linspace(-2, 2, h)[:, None]
     return channels_last(toy.normal(0, batch, 32, h, w) * (1 + slope**2) + slope)
 
 
 def norm(groups: int = 8) -> nn.GroupNorm:
-    """One with weights that are not ones and zeros."""
+    """Make a norm with weights other than ones and zeros."""
     made = nn.GroupNorm(groups, 32, eps=1e-6)
     made.weight.data, made.bias.data = toy.normal(1, 32), toy.normal(2, 32)
     return made.requires_grad_(False)
@@ -64,7 +64,7 @@ def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
 
 
 def test_written_out_it_computes_in_float32() -> None:
-    """Also where all values are far from zero: the error is that of rounding the result."""
+    """The only error is rounding the result, even if all values are far from zero."""
     x, half = (large(2, 16, 16) + 20).half(), norm().half()
     found = fused_norm.written_out(x, half)
     assert found.dtype == torch.float16

@@ -1,24 +1,27 @@
-"""What is measured: a checkpoint from a file, the bundled one, or one of a known size with random weights, made here.
+"""The model to measure: a file, the bundled model, or a family of known size with random weights.
 
-Random weights are good for speed (zeros are not): the networks do the same work, and a full-size file is not needed.
+Random weights do the same work as trained ones (zeros do not), and no full-size file is needed.
 """
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
+from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta, prefix
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.zoo.detection import describe
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 
 
-def subject(size: str, ckpt: str | None) -> Checkpoint:
-    """The checkpoint to measure: a file if one is named, else of a size: "bundled", or a name of FAMILIES.
+def open_model(size: str, ckpt: str | None) -> Checkpoint:
+    """Open the checkpoint to measure: the file `ckpt` if given, otherwise "bundled" or a name of FAMILIES.
 
     Raises ValueError for another name.
     """
@@ -27,6 +30,11 @@ def subject(size: str, ckpt: str | None) -> Checkpoint:
     if size not in FAMILIES:
         raise ValueError(f"unknown size {size!r}: wanted bundled, or one of {', '.join(FAMILIES)}")
     return random_checkpoint(size, FAMILIES[size])
+
+
+def load(checkpoint: Checkpoint, device: str, dtype: str, **options: Any) -> Model:
+    """Load a checkpoint's networks; options are the other fields of LoadOptions."""
+    return load_model(LoadOptions(ckpt=checkpoint, device=device, dtype=dtype, **options), Model)
 
 
 def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:
@@ -44,7 +52,7 @@ def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:
 
 
 def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """float32 values of the size of trained weights: around 1 for the scales of norms, 1/sqrt(fan in) for matrices.
+    """Return float32 values scaled like trained weights: near 1 for norm scales, 1/sqrt(fan in) for matrices.
 
     They depend on the seed and the key alone, and are the same on every machine (numpy's PCG64).
     """
@@ -53,6 +61,6 @@ def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     noise = torch.from_numpy(values.standard_normal(shape, dtype=np.float32))
     if len(shape) == 1:
         return noise.mul_(0.05).add_(1.0 if key.endswith("weight") else 0.0)
-    # Codes are as large as the latents that are compared with them.
+    # Codebook entries are as large as the latents that they are compared with.
     small = "embedding" in key and "quantize" not in key
     return noise.mul_(0.02 if small else float(np.prod(shape[1:])) ** -0.5)

@@ -1,4 +1,4 @@
-"""The run: order, gate, noise floor and budget, with contenders that do nothing."""
+"""The comparison's order, gate, noise floor and budget, with backends that do nothing."""
 
 import time
 from dataclasses import replace
@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ldm_lite.bench.contender import First, Unable
-from ldm_lite.bench.jobs import Cell, Work
-from ldm_lite.bench.measure import calls_in_sample, median, spread, there_and_back
-from ldm_lite.bench.run import AGAIN, Course, Table, Timing, gate, measure, run
+from ldm_lite.bench.backends import FirstCall, Unavailable
+from ldm_lite.bench.comparison import AGAIN, Comparison, Table, Timing, gate
+from ldm_lite.bench.measure import alternating, calls_in_sample, median, spread
+from ldm_lite.bench.workload import Cell, Cost
 
 STEP = Cell("step", "fp32", 1)
 TRUTH = torch.ones(4)
 
 
 class Fake:
-    """A contender that writes down its turns, and takes the time that it is told to."""
+    """A backend that records its turns and reports a fixed time."""
 
     def __init__(self, name: str, turns: list[str], seconds: float = 1.0, error: float = 0.0) -> None:
         self.name, self.turns, self._seconds, self.error = name, turns, seconds, error
 
-    def first(self, cell: Cell) -> First:
-        return First(TRUTH * (1 + self.error), 3.0, 2**20)
+    def first(self, cell: Cell) -> FirstCall:
+        return FirstCall(TRUTH * (1 + self.error), 3.0, 2**20)
 
     def seconds(self, cell: Cell, calls: int) -> float:
         self.turns.append(self.name)
@@ -30,32 +30,32 @@ class Fake:
 
 
 class Broken(Fake):
-    def first(self, cell: Cell) -> First:
-        raise Unable("out of memory")
+    def first(self, cell: Cell) -> FirstCall:
+        raise Unavailable("out of memory")
 
 
-def course(*contenders: Fake, rounds: int = 3, minutes: float = 1, again: str | None = None) -> Course:
-    return Course(Fake("reference", []), contenders, rounds, time.monotonic() + 60 * minutes, again)
+def cost(cell: Cell) -> Cost:
+    return Cost(10_000 if cell.section == "image" else 100 * cell.batch, cell.batch)
 
 
-def work(cell: Cell) -> Work:
-    return Work(100 * cell.batch, cell.batch)
+def compare(*backends: Fake, rounds: int = 3, minutes: float = 1, repeated: str | None = None) -> Comparison:
+    return Comparison(Fake("reference", []), backends, cost, rounds, time.monotonic() + 60 * minutes, repeated)
 
 
-def test_rounds_go_there_and_back() -> None:
+def test_rounds_go_alternating() -> None:
     turns: list[str] = []
-    table = measure(STEP, work(STEP), course(Fake("a", turns), Fake("b", turns), again="b"), time.monotonic() + 60)
+    table = compare(Fake("a", turns), Fake("b", turns), repeated="b").measure(STEP, time.monotonic() + 60)
     there, back = ["a", "b", "b"], ["b", "b", "a"]
     assert turns == [*there, *there, *back, *there]  # the first are warm-up
     assert list(table.timings) == ["a", "b", "b" + AGAIN]
     assert all(timing.samples == [1.0] * 3 for timing in table.timings.values())
-    assert there_and_back("abc", 0) == "abc"
-    assert there_and_back("abc", 1) == "cba"
+    assert alternating("abc", 0) == "abc"
+    assert alternating("abc", 1) == "cba"
 
 
 def test_a_wrong_result_fails_the_gate() -> None:
     turns: list[str] = []
-    table = measure(STEP, work(STEP), course(Fake("right", turns), Fake("wrong", turns, error=1e-3)), time.monotonic())
+    table = compare(Fake("right", turns), Fake("wrong", turns, error=1e-3)).measure(STEP, time.monotonic())
     assert table.timings["right"].passes
     assert table.timings["wrong"].passes is False
     assert table.timings["wrong"].error == pytest.approx(1e-3, rel=1e-3)
@@ -66,11 +66,10 @@ def test_a_wrong_result_fails_the_gate() -> None:
     assert gate(Cell("image", "fp32", 1), 2e-2) is False
 
 
-def test_whole_images_are_compared_with_the_first_contender() -> None:
+def test_images_are_compared_with_the_first_backend() -> None:
     cell, turns = Cell("image", "fp32", 1), list[str]()
-    table = measure(
-        cell, work(cell), course(Fake("a", turns, error=1.0), Fake("b", turns, error=1.0)), time.monotonic()
-    )
+    comparison = compare(Fake("a", turns, error=1.0), Fake("b", turns, error=1.0))
+    table = comparison.measure(cell, time.monotonic())
     assert [timing.error for timing in table.timings.values()] == [0.0, 0.0]
     assert table.calls == 1
 
@@ -79,10 +78,10 @@ def test_who_cannot_go_on_says_why_and_the_others_do() -> None:
     class Ends(Fake):
         def seconds(self, cell: Cell, calls: int) -> float:
             if len(self.turns) > 2:
-                raise Unable("its process ended (status -9)")
+                raise Unavailable("its process ended (status -9)")
             return super().seconds(cell, calls)
 
-    table = measure(STEP, work(STEP), course(Ends("a", []), Fake("b", []), again="a"), time.monotonic() + 60)
+    table = compare(Ends("a", []), Fake("b", []), repeated="a").measure(STEP, time.monotonic() + 60)
     assert [table.timings[name].unable for name in ("a", "a" + AGAIN)] == ["its process ended (status -9)"] * 2
     assert table.timings["a"].seconds is None
     assert table.noise is None
@@ -90,30 +89,26 @@ def test_who_cannot_go_on_says_why_and_the_others_do() -> None:
 
 
 def test_who_cannot_is_left_out_and_says_why() -> None:
-    table = measure(STEP, work(STEP), course(Broken("a", []), Fake("b", [])), time.monotonic() + 60)
+    table = compare(Broken("a", []), Fake("b", [])).measure(STEP, time.monotonic() + 60)
     assert table.timings["a"].unable == "out of memory"
     assert not table.timings["a"].samples
     assert table.timings["b"].samples
-    assert not measure(STEP, work(STEP), course(Broken("a", [])), time.monotonic()).timings["a"].samples
+    assert not compare(Broken("a", [])).measure(STEP, time.monotonic()).timings["a"].samples
 
 
 def test_two_rounds_are_always_done_and_no_more_after_the_deadline() -> None:
-    table = measure(STEP, work(STEP), course(Fake("a", []), rounds=10), time.monotonic() - 1)
+    table = compare(Fake("a", []), rounds=10).measure(STEP, time.monotonic() - 1)
     assert len(table.timings["a"].samples) == 2
 
 
 def test_what_does_not_fit_into_the_time_is_a_note() -> None:
     cells = [STEP, Cell("image", "fp32", 1), Cell("step", "fp32", 2)]
-
-    def heavy(cell: Cell) -> Work:
-        return Work(10_000 if cell.section == "image" else 100, 1)
-
-    results = list(run(course(Fake("a", [])), cells, heavy))
+    results = list(compare(Fake("a", [])).run(cells))
     assert isinstance(results[0], Table)
     assert isinstance(results[1], str)
     assert "image in fp32 at batch 1, needs about 5.0 minutes" in results[1]  # 3 times 100 s
     assert isinstance(results[2], Table)
-    [late] = run(course(Fake("a", []), minutes=-1), [STEP], heavy)
+    [late] = compare(Fake("a", []), minutes=-1).run([STEP])
     assert isinstance(late, str)
 
 

@@ -1,0 +1,157 @@
+"""The comparison: in each cell the backends' results are compared first, then they are timed in turn."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ldm_lite.bench.backends import Backend, Unavailable
+from ldm_lite.bench.measure import alternating, calls_in_sample, median, spread
+from ldm_lite.bench.workload import TRAIN, Cell, Cost
+
+# Largest relative error against the reference.  Whole runs amplify rounding, so in half precision they are not gated.
+GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
+TRAIN_GATES = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 2e-2}  # of the losses of some steps
+AGAIN = " (again)"  # the backend that is timed twice, for the noise floor
+SHARES = {"step": 2, "decode": 1, "text": 0.5, "image": 8, "img2img": 8, "inpaint": 8, TRAIN: 3}  # of the time
+
+
+@dataclass
+class Timing:
+    """How a backend did in a cell."""
+
+    error: float | None = None  # relative, against the reference
+    passes: bool | None = None  # the numerics gate; None if there is none
+    first_s: float | None = None
+    peak: int | None = None  # bytes, beside the weights
+    samples: list[float] = field(default_factory=list)  # seconds per call
+    unable: str | None = None  # why it could not run
+
+    @property
+    def seconds(self) -> float | None:
+        """The median; None without samples."""
+        return median(self.samples) if self.samples else None
+
+
+@dataclass
+class Table:
+    """The results of a cell."""
+
+    cell: Cell
+    flops: int
+    items: int  # steps or images per call
+    calls: int  # per sample
+    timings: dict[str, Timing]
+
+    @property
+    def noise(self) -> float | None:
+        """The noise floor: how far the backend that is timed twice is from itself, or its spread if larger."""
+        for name, timing in self.timings.items():
+            other = self.timings.get(name + AGAIN)
+            if other is not None and timing.seconds and other.seconds:
+                return max(abs(other.seconds / timing.seconds - 1), spread(timing.samples))
+        return None
+
+
+def gate(cell: Cell, error: float) -> bool | None:
+    """Whether a relative error passes; None if the cell has no gate."""
+    if cell.is_image and cell.dtype != "fp32":
+        return None
+    return error <= (TRAIN_GATES if cell.section == TRAIN else GATES)[cell.dtype]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The backends to compare, and for how long."""
+
+    reference: Backend  # runs in float32 and is not timed
+    backends: Sequence[Backend]
+    cost: Callable[[Cell], Cost]
+    rounds: int  # at most
+    deadline: float  # of time.monotonic
+    repeated: str | None  # the backend that is timed twice in every round
+
+    def run(self, cells: Sequence[Cell]) -> Iterator[Table | str]:
+        """Yield each cell's table when it is done, or a note if it was left out for lack of time."""
+        tables: dict[Cell, Table] = {}
+        for i, cell in enumerate(cells):
+            now = time.monotonic()
+            left, needed = self.deadline - now, self._forecast(cell, tables)
+            if needed > left:
+                what = f"{cell.section} in {cell.dtype} at batch {cell.batch}"
+                about = f", needs about {needed / 60:.1f} minutes" if 0 < needed < 1e9 and left > 0 else ""
+                yield f"left out for lack of time: {what}{about} (--minutes)"
+                continue
+            shares = [SHARES[each.section] * each.batch for each in cells[i:]]
+            tables[cell] = self.measure(cell, now + left * shares[0] / sum(shares))
+            yield tables[cell]
+
+    def _forecast(self, cell: Cell, tables: Mapping[Cell, Table]) -> float:
+        """The least seconds that a cell takes: a comparison and two rounds; 0 if nothing is known.
+
+        Estimated for images from the steps at the same batch size, otherwise from the same section before.
+        """
+        known = tables.get(Cell("step", cell.dtype, cell.batch)) if cell.is_image else None
+        if known is None:
+            earlier = [t for c, t in tables.items() if (c.section, c.dtype) == (cell.section, cell.dtype)]
+            if not earlier:
+                return 0.0
+            known = earlier[-1]
+        seconds = sum(timing.seconds or 0.0 for timing in known.timings.values())
+        return 3 * seconds * self.cost(cell).flops / known.flops
+
+    def measure(self, cell: Cell, deadline: float) -> Table:
+        """Compare the backends in a cell and time them in turn.
+
+        Two rounds are always run, more only if they end before the deadline.
+        """
+        flops, items = self.cost(cell)
+        table = Table(cell, flops, items, 1, {})
+        entrants = self._compare(cell, table)
+        if not entrants:
+            return table
+        if not cell.is_image:  # the second call is a warm-up too, and tells how many calls make a sample
+            seconds = [_seconds(backend, cell, 1, table.timings[name]) for name, backend in entrants]
+            table.calls = calls_in_sample(min([each for each in seconds if each is not None], default=1.0))
+        for number in range(self.rounds):
+            start = time.monotonic()
+            for name, backend in alternating(entrants, number):
+                sample = _seconds(backend, cell, table.calls, table.timings[name])
+                table.timings[name].samples += [] if sample is None else [sample]
+            if number >= 1 and 2 * time.monotonic() - start > deadline:
+                break
+        return table
+
+    def _compare(self, cell: Cell, table: Table) -> list[tuple[str, Backend]]:
+        """Do the cell once with each backend, fill in errors and gates, and return those that can be timed, by name.
+
+        Images are compared with the first backend's, everything else with the reference.
+        """
+        truth = None if cell.is_image else self.reference.first(replace(cell, dtype="fp32")).result
+        entrants: list[tuple[str, Backend]] = []
+        for backend in self.backends:
+            timing = table.timings[backend.name] = Timing()
+            try:
+                first = backend.first(cell)
+            except Unavailable as error:
+                timing.unable = str(error)
+                continue
+            truth = first.result if truth is None else truth
+            timing.first_s, timing.peak = first.seconds, first.peak
+            timing.error = float((first.result - truth).norm() / truth.norm())
+            timing.passes = gate(cell, timing.error)
+            entrants.append((backend.name, backend))
+        for name, backend in entrants:
+            if name == self.repeated:
+                table.timings[name + AGAIN] = Timing()
+                return [*entrants, (name + AGAIN, backend)]
+        return entrants
+
+
+def _seconds(backend: Backend, cell: Cell, calls: int, timing: Timing) -> float | None:
+    """Seconds per call; None from the first failure on, for example when the others have taken the memory."""
+    if timing.unable is None:
+        try:
+            return backend.seconds(cell, calls)
+        except Unavailable as error:
+            timing.unable, timing.samples = str(error), []
+    return None

@@ -1,0 +1,136 @@
+"""What is trained, and its loss: an autoencoder, or a diffusion model with its text encoder.
+
+A loss owns the networks that are trained and computes the loss of a batch; the trainer does everything else.
+"""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.unet import Block, UNet
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.train.data import to_float
+
+
+class Loss(Protocol):
+    """The networks to train, and the loss of a batch."""
+
+    networks: dict[str, nn.Module]  # those that are trained, by name
+
+    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
+        """Return the loss () of pixels (B,3,R,R) uint8 and B captions.
+
+        All random numbers come from `generator`, on the CPU.
+        """
+
+
+@dataclass
+class AutoencoderLoss:
+    """Reconstruction: L1, 0.5 L2, 0.5 L1 of the differences of neighbouring pixels, and a small KL term."""
+
+    vae: AutoencoderKL
+    train_encoder: bool = True  # False: train only the decoder, so that latents do not change
+    kl_weight: float = 1e-4
+
+    def __post_init__(self) -> None:
+        self.networks: dict[str, nn.Module] = {"vae": self.vae}
+
+    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
+        """The loss of one batch; captions are ignored."""
+        device = next(self.vae.parameters()).device
+        x = to_float(pixels, device)
+        with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
+            mean, logvar = self.vae.encode(x)
+        noise = torch.randn(mean.shape, generator=generator).to(device)
+        y = self.vae.decode(mean + (logvar / 2).exp() * noise)
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        edges = sum(F.l1_loss(y.diff(dim=dim), x.diff(dim=dim)) for dim in (2, 3))
+        return F.l1_loss(y, x) + 0.5 * F.mse_loss(y, x) + 0.5 * edges + self.kl_weight * kl
+
+
+@dataclass
+class DiffusionLoss:
+    """Mean squared error of the prediction (eps, v or x0) at random timesteps.
+
+    Rombach et al. 2022, eq. 3; Hang et al. 2023 for min-SNR weights.
+    """
+
+    model: Model  # with a KL autoencoder, which stays frozen, and a CLIP-L text encoder
+    networks: dict[str, nn.Module]  # those of the model that are trained, or a LoRA attached to it
+    caption_dropout: float = 0.0  # share of captions replaced by the empty one
+    min_snr: float | None = None  # gamma
+    tokens: int | None = None  # captions are cut or padded to this length, by default all that the text encoder takes
+
+    def __post_init__(self) -> None:
+        vae, text = self.model.vae, self.model.text_encoder
+        assert isinstance(vae, AutoencoderKL)
+        assert isinstance(text, CLIPTextEncoder)
+        self._vae, self._text = vae, text
+        self._tokenizer = CLIPTokenizer(text.spec.length if self.tokens is None else self.tokens)
+        device = next(self.model.unet.parameters()).device
+        alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
+        self._a, self._s = (value.sqrt().float().to(device) for value in (alpha_bar, 1 - alpha_bar))
+
+    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
+        """The loss of one batch.  In place of pixels, it takes the moments (B,2C,h,w) of a LatentDataset too."""
+        mean, logvar = self._moments(pixels)
+        z, noise = (torch.randn(mean.shape, generator=generator).to(mean.device) for _ in range(2))
+        x0 = self.model.family.scale_factor * (mean + (logvar / 2).exp() * z)
+        t = torch.randint(len(self._a), (len(x0),), generator=generator).to(x0.device)
+        a, s = self._a[t][:, None, None, None], self._s[t][:, None, None, None]
+
+        dropped = torch.rand(len(captions), generator=generator) < self.caption_dropout
+        ids = self._tokenizer(
+            ["" if drop else caption for caption, drop in zip(captions, dropped.tolist(), strict=True)]
+        )
+        out = self.model.unet(a * x0 + s * noise, t, self._text(ids.to(x0.device)))
+        target = {"eps": noise, "v": a * noise - s * x0, "x0": x0}[self.model.schedule.prediction]
+        errors = (out.float() - target).square().mean(dim=(1, 2, 3))
+        return errors.mean() if self.min_snr is None else (self._weights(t, self.min_snr) * errors).mean()
+
+    @torch.no_grad()
+    def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of the latents of pixels, or of moments that were encoded beforehand."""
+        device = self._a.device
+        if pixels.dtype == torch.uint8:
+            return self._vae.encode(to_float(pixels, device))
+        mean, logvar = pixels.to(device).float().chunk(2, dim=1)
+        return mean, logvar
+
+    def _weights(self, t: Tensor, gamma: float) -> Tensor:
+        """Min-SNR weights (B,) of timesteps (B,)."""
+        snr = (self._a[t] / self._s[t]).square()
+        capped = snr.clamp(max=gamma)
+        return {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.model.schedule.prediction]
+
+
+def checkpoint_activations(unet: UNet) -> contextlib.ExitStack:
+    """Recompute the activations of each block in the backward pass.  Chen et al. 2016.
+
+    Changes the UNet in place, until close() of the result or the end of its `with` block.
+    """
+    undo = contextlib.ExitStack()
+    for module in unet.modules():
+        if isinstance(module, Block):
+            if "forward" in vars(module):  # patched before
+                undo.callback(setattr, module, "forward", module.forward)
+            else:
+                undo.callback(delattr, module, "forward")
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return undo
+
+
+@torch.no_grad()
+def measure_scale(vae: AutoencoderKL, pixels: Tensor) -> float:
+    """The factor that gives the latents of pixels (B,3,R,R) uint8 unit variance.  Rombach et al. 2022, app. G."""
+    mean, logvar = vae.encode(to_float(pixels, next(vae.parameters()).device))
+    return float(1 / (mean.var() + logvar.exp().mean()).sqrt())

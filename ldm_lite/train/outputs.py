@@ -1,0 +1,108 @@
+"""The files of a run besides its state and log: the checkpoint, grids of samples, and a plot of the loss."""
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.reader import prefix
+from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.image import grid, to_pil
+from ldm_lite.train.data import write_atomically
+from ldm_lite.train.lora import LoRA, kohya_file
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.trainer import LOG, Trainer
+from ldm_lite.zoo.detection import describe
+
+SAMPLES = 4  # per prompt
+SAMPLE_STEPS = 20
+
+
+def checkpoint_path(options: TrainOptions) -> Path:
+    """The file that a run writes."""
+    return Path(options.out) / ("model.safetensors" if options.lora_rank is None else "lora.safetensors")
+
+
+def save(options: TrainOptions, model: Model, trainer: Trainer) -> None:
+    """Write the checkpoint with the EMA weights, a grid of samples, and a plot of the loss."""
+    if options.lora_rank is None:
+        tensors, metadata = _checkpoint(options, model, trainer)
+    else:
+        tensors, metadata = kohya_file(trainer.ema["lora"], model)
+    metadata["step"] = str(trainer.step)
+    write_atomically(checkpoint_path(options), lambda path: save_file(tensors, path, metadata=metadata))
+    if options.stage == "diffusion":
+        with _with_ema(model, trainer) as ema:
+            sheet = _sample_grid(ema, options.samples.split("|"))
+        write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+    plot_losses(trainer.folder)
+
+
+@contextlib.contextmanager
+def _with_ema(model: Model, trainer: Trainer) -> Iterator[Model]:
+    """The model with the EMA in place of the weights that are trained."""
+    if isinstance(lora := trainer.loss.networks.get("lora"), LoRA):
+        with lora.using(trainer.ema["lora"]):
+            yield model
+    else:
+        yield replace(model, **trainer.ema)  # type: ignore[arg-type]
+
+
+def _checkpoint(options: TrainOptions, model: Model, trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors (float16) and the metadata of a checkpoint in the original layout."""
+    roles = ["vae"] if options.stage == "autoencoder" else ["unet", "vae", "text_encoder"]
+    with _with_ema(model, trainer) as ema:
+        weights = {role: getattr(ema, role).state_dict() for role in roles}
+    tensors = {
+        prefix(role, values) + key: value.to("cpu", torch.float16).contiguous()
+        for role, values in weights.items()
+        for key, value in values.items()
+    }
+    if options.preset is not None and "text_encoder" in trainer.ema:
+        table = prefix("text_encoder", weights["text_encoder"]) + "embeddings.token_embedding.weight"
+        tensors[table][trainer.untrained_tokens()] = 0  # tokens in no caption: random values carry no information
+    if options.stage == "autoencoder":
+        return tensors, {}
+    tensors["betas"] = torch.from_numpy(model.schedule.betas).float()  # the family's, or the first checkpoint's own
+    return tensors, describe(model.family)
+
+
+def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
+    """A row of images for each prompt, from the same noise at every checkpoint."""
+    plan = make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
+    side = model.family.resolution
+    noise = generate.SeededNoise(range(SAMPLES), model.latent_shape(side, side))()
+    uncond = encode_prompts(model, [""] * SAMPLES)
+    images = []
+    for prompt in prompts:
+        branches = classifier_free(encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
+        latents = generate.denoise(model, noise, branches, plan)
+        images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
+    return grid(images, columns=SAMPLES)
+
+
+def plot_losses(folder: Path) -> None:
+    """Plot the losses of the log as loss.png, if matplotlib is installed."""
+    log = folder / LOG
+    if importlib.util.find_spec("matplotlib") is None or not log.exists():  # no loss is logged yet
+        return
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy([row["step"] for row in rows], [row["loss"] for row in rows])
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    write_atomically(folder / "loss.png", lambda path: figure.savefig(path, format="png"))

@@ -1,0 +1,98 @@
+"""A training run, from its options to its checkpoint."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.runtime.precision import has_fast_bf16
+from ldm_lite.train import distributed, outputs
+from ldm_lite.train.lora import LoRA
+from ldm_lite.train.losses import Loss, checkpoint_activations
+from ldm_lite.train.norm import use_fast_backward
+from ldm_lite.train.options import TrainOptions, check
+from ldm_lite.train.setup import (
+    encoded,
+    make_loss,
+    make_model,
+    open_dataset,
+    trained_networks,
+    with_measured_scale,
+)
+from ldm_lite.train.trainer import STATE, TrainConfig, Trainer
+
+log = logging.getLogger("ldm_lite")
+
+
+def train(
+    options: TrainOptions, load: LoadOptions, on_step: Callable[[int, float | None], None] = lambda step, loss: None
+) -> Path:
+    """Start or continue a training run and return the path of its checkpoint.
+
+    on_step gets the number of steps done and, now and then, their mean loss.  Raises ValueError, one line, for options,
+    data or models that cannot be used, and if the loss is not finite.
+    """
+    check(options, load)
+    distributed.init()
+    folder = Path(options.out)
+    if (folder / STATE).exists() and not options.resume:
+        raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
+    torch.manual_seed(options.seed)
+    model = make_model(options, load)
+    dataset = open_dataset(options, model.family.resolution)
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.stage == "diffusion":
+        model.vae.requires_grad_(False).eval()
+        if options.preset is not None:
+            model = with_measured_scale(model, dataset, options.seed)
+        if dataset.size is not None:
+            dataset = encoded(options, dataset, model.vae)
+    loss = make_loss(options, model)
+    with contextlib.ExitStack() as stack:
+        if isinstance(lora := loss.networks.get("lora"), LoRA):
+            stack.enter_context(lora.attach(trained_networks(options, model)))
+        trainer = _trainer(options, model, loss)
+        if options.checkpointing:  # after the trainer has copied the networks for the EMA
+            stack.enter_context(checkpoint_activations(model.unet))
+        trainer.fit(dataset, on_step, lambda step: outputs.save(options, model, trainer))
+    return outputs.checkpoint_path(options)
+
+
+def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
+    """A trainer at the step that the run has reached, with networks set up for training."""
+    networks = loss.networks.values()
+    for weight in (p for network in networks for p in network.parameters() if p.ndim == 4):
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    trainer = Trainer(loss, _config(options, model.device), Path(options.out))
+    if options.resume and (trainer.folder / STATE).exists():
+        trainer.resume()
+        log.info("continuing at step %d", trainer.step)
+    if model.device.type == "cpu":
+        for network in networks:
+            use_fast_backward(network)
+    if options.compile_network:
+        for network in networks if options.lora_rank is None else [model.unet]:
+            network.compile()
+    return trainer
+
+
+def _config(options: TrainOptions, device: torch.device) -> TrainConfig:
+    return TrainConfig(
+        steps=options.steps,
+        batch=options.batch,
+        accumulate=options.accumulate,
+        lr=options.lr,
+        warmup=options.warmup,
+        weight_decay=options.weight_decay,
+        ema_decay=options.ema_decay,
+        clip=options.clip,
+        seed=options.seed,
+        minutes=options.minutes,
+        save_every=options.save_every,
+        workers=options.workers,
+        bf16=has_fast_bf16(device),
+    )

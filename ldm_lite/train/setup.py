@@ -1,0 +1,156 @@
+"""From options to what a run starts with: the model, the dataset, and the loss."""
+
+import json
+import logging
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
+from ldm_lite.checkpoint.reader import load_weights
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
+from ldm_lite.models.unet import UNet
+from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
+from ldm_lite.runtime.precision import pick_device
+from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.train import distributed
+from ldm_lite.train.data import (
+    Dataset,
+    LatentDataset,
+    encode_dataset,
+    example_indices,
+    open_folder,
+    open_renderer,
+)
+from ldm_lite.train.lora import LoRA
+from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.presets import PRESETS, initialise, initialise_text
+from ldm_lite.zoo.detection import parse_prediction
+
+log = logging.getLogger("ldm_lite")
+
+
+def make_model(options: TrainOptions, load_options: LoadOptions) -> Model:
+    """Return the model to start from, in float32: a checkpoint, or a preset with new weights.
+
+    Raises ValueError, one line, for an unknown preset, and for a model that cannot be trained here.
+    """
+    if options.preset is None:
+        model = load_model(replace(load_options, dtype="fp32"), Model)
+    else:
+        model = _new_model(options, load_options)
+    check_model(options, model)
+    return model
+
+
+def _new_model(options: TrainOptions, load_options: LoadOptions) -> Model:
+    """A preset with new weights, but for the autoencoder's if there is a file of it."""
+    if options.preset not in PRESETS:
+        raise ValueError(f"unknown preset {options.preset!r}: wanted one of {', '.join(PRESETS)}")
+    device, family = pick_device(load_options.device), PRESETS[options.preset]
+    if load_options.prediction is not None:
+        family = replace(family, prediction=parse_prediction(load_options.prediction))
+    component = None
+    if load_options.vae is not None:
+        component = open_autoencoder(load_options.vae)
+        family = replace(family, vae=autoencoder_spec(component))
+    elif options.stage == "diffusion":
+        raise ValueError(
+            "a new diffusion model needs an autoencoder: train one with `stage=autoencoder`, then give it as `vae=FILE`"
+        )
+    if type(family.vae) is not VAESpec:
+        raise ValueError(f"{load_options.vae}: is not a KL autoencoder, the only kind that can be trained with here")
+    assert isinstance(family.text, CLIPTextSpec)
+    with torch.device(device):
+        unet, vae, text = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
+    initialise(unet)
+    initialise_text(text)
+    if component is not None:
+        load_weights(vae, component, "vae", device, torch.float32)
+    schedule = Schedule.from_betas(family.noise.betas, family.prediction)
+    tokenizer = CLIPTokenizer(text.spec.length)
+    return Model("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
+
+
+def check_model(options: TrainOptions, model: Model) -> None:
+    """Raise ValueError, one line, if this model cannot be trained here."""
+    family = model.family
+    if not isinstance(model.vae, AutoencoderKL):
+        raise ValueError(f"{family.title}: has no KL autoencoder, the only kind that can be trained with here")
+    if options.stage == "autoencoder":
+        return
+    if family.unet.guidance_dim is not None:
+        raise ValueError(f"{family.title}: is distilled: train the model it was distilled from")
+    reads_text = family.task == "txt2img" and family.conditioner == "clip"
+    if not reads_text or not isinstance(model.text_encoder, CLIPTextEncoder):
+        raise ValueError(f"{family.title}: only text-to-image models with one CLIP-L text encoder can be trained here")
+    length = model.text_encoder.spec.length
+    if options.tokens is not None and options.tokens > length:
+        raise ValueError(f"got `tokens` {options.tokens}, wanted 2 to {length}, the length of the text encoder")
+
+
+def open_dataset(options: TrainOptions, resolution: int) -> Dataset:
+    """Open the images of the options.  Raises ValueError, one line, if they are not usable."""
+    if options.data is not None:
+        return open_folder(Path(options.data), resolution)
+    try:
+        arguments = json.loads(options.renderer_options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"got `renderer_options` {options.renderer_options!r}, wanted JSON: {error}") from error
+    return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
+
+
+def with_measured_scale(model: Model, dataset: Dataset, seed: int) -> Model:
+    """Return a new model with the scale factor that gives the latents of up to 512 images unit variance."""
+    assert isinstance(model.vae, AutoencoderKL)
+    indices = example_indices(dataset, seed, 0, min(512, dataset.size or 512))
+    scale = measure_scale(model.vae, torch.stack([dataset.example(i)[0] for i in indices]))
+    log.info("scale factor %.4f", scale)
+    return replace(model, family=replace(model.family, scale_factor=scale))
+
+
+def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module) -> LatentDataset:
+    """Encode a finite dataset, or read its latents from the run's folder if they are of this data and autoencoder."""
+    assert isinstance(vae, AutoencoderKL)
+    path = Path(options.out) / "latents.pt"
+    encoder = [*vae.encoder.parameters(), *vae.quant_conv.parameters()]
+    weights = float(sum(p.double().abs().sum() for p in encoder))
+    code = "" if options.renderer is None else zlib.crc32(Path(options.renderer).read_bytes())
+    key = f"{options.data} {options.renderer} {code} {options.renderer_options} {dataset.size} {weights}"
+    if distributed.rank() == 0 and LatentDataset.read(path, key) is None:
+        log.info("encoding %d images", dataset.size)
+        encode_dataset(dataset, vae, options.batch, options.workers).write(path, key)
+    distributed.barrier()
+    latents = LatentDataset.read(path, key)
+    assert latents is not None
+    return latents
+
+
+def make_loss(options: TrainOptions, model: Model) -> Loss:
+    """Return the loss with the networks to train: the autoencoder, the diffusion model, or a new LoRA for it.
+
+    The LoRA is not attached yet.
+    """
+    if options.stage == "autoencoder":
+        assert isinstance(model.vae, AutoencoderKL)
+        return AutoencoderLoss(model.vae, not options.freeze_encoder)
+    networks = trained_networks(options, model)
+    if options.lora_rank is not None:
+        networks = {"lora": LoRA(networks, options.lora_rank, options.lora_alpha)}
+    return DiffusionLoss(model, networks, options.caption_dropout, options.min_snr, options.tokens)
+
+
+def trained_networks(options: TrainOptions, model: Model) -> dict[str, nn.Module]:
+    """The networks of a diffusion model that are trained, or changed by a LoRA, by role."""
+    networks: dict[str, nn.Module] = {"unet": model.unet}
+    if options.lora_text if options.lora_rank is not None else not options.freeze_text:
+        assert model.text_encoder is not None
+        networks["text_encoder"] = model.text_encoder
+    return networks

@@ -1,0 +1,32 @@
+"""Files that ldm_lite does not read as a checkpoint: recognised by their keys, to be refused by name."""
+
+import re
+from collections.abc import Iterable
+
+FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
+    r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with `lora`)",
+    r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
+    r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for `embedding`)",
+    r"^(image_proj|ip_adapter)\.": "an IP-Adapter",
+    r"^task_embedding$": "a ControlNet++ (union, ProMax)",
+    r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
+    r"^lora_controlnet$": "a Control-LoRA",
+    r"\blllite_": "a ControlNet-LLLite",
+    r"^controlnet_(single_)?blocks\.": "a ControlNet for Stable Diffusion 3, Flux or another diffusion transformer",
+    r"^controlnet_\w+\.": "a ControlNet in the format of diffusers, of a kind that is not read",
+    r"joint_blocks\.": "Stable Diffusion 3",
+    r"double_blocks\.|^transformer_blocks\.": "Flux or another diffusion transformer",
+    r"time_stack|time_mixer": "Stable Video Diffusion",
+    r"motion_modules\.": "AnimateDiff",
+    r"^cond_stage_model\.roberta\.": "AltDiffusion",
+    r"^edm_(mean|std)$": "Playground 2.5",
+    r"^edm_vpred\.": "CosXL",
+    r"^(unet\.)?(down_blocks|up_blocks|mid_block)\.": "a UNet in the format of diffusers, of a kind that is not read",
+    r"^(first_stage_model\.)?quantize\.(embed|proj)\.": "a Gumbel VQ autoencoder, or a model on top of one",
+}
+
+
+def foreign(keys: Iterable[str]) -> str | None:
+    """The kind of a file with these keys if ldm_lite does not read it, else None."""
+    text = "\n".join(keys)
+    return next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None)

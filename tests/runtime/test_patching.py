@@ -1,0 +1,122 @@
+"""Patched forwards: found again, undone, copied; and whether a network runs as written."""
+
+import copy
+import functools
+from types import MethodType
+
+import pytest
+import torch
+import toy
+from random_checkpoint import SMALL
+from torch import Tensor, nn
+
+from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.models.unet import UNet
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime.attention import record, use
+from ldm_lite.runtime.cpu import group_norm, winograd
+from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.patching import kernel, patch, patch_of, runs_as_written, unpatch, unpatched
+from ldm_lite.runtime.setup import prepare
+from ldm_lite.train.norm import use_fast_backward
+
+CPU = torch.device("cpu")
+
+
+def doubled(layer: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * nn.Linear.forward(layer, x)
+
+
+@kernel
+def product(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight.t() + layer.bias
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_a_patch_is_found_and_undone(layer: nn.Linear) -> None:
+    x = toy.normal(0, 2, 4)
+    plain = layer(x)
+    assert patch_of(layer) is None
+    patch(layer, doubled)
+    assert torch.equal(layer(x), 2 * plain)
+    assert patch_of(layer) is doubled
+    with unpatched(layer):
+        assert torch.equal(layer(x), plain)
+        assert patch_of(layer) is None
+    assert torch.equal(layer(x), 2 * plain)
+    patch(layer, product)
+    assert patch_of(layer) is product
+    unpatch(layer)
+    unpatch(layer)
+    assert torch.equal(layer(x), plain)
+
+
+def test_a_deep_copy_computes_with_its_own_weights(layer: nn.Linear) -> None:
+    x, network = toy.normal(0, 2, 4), nn.Sequential(layer)
+    patch(layer, doubled)
+    wanted, copied = network(x), copy.deepcopy(network)
+    copied[0].weight.zero_()
+    assert torch.equal(copied(x), 2 * layer.bias.expand(2, 4))
+    assert torch.equal(network(x), wanted)
+    assert patch_of(copied[0]) is doubled
+    unpatch(copied[0])
+    assert torch.equal(network(x), wanted)
+
+
+def test_only_kernels_leave_a_network_as_written(layer: nn.Linear) -> None:
+    network = nn.Sequential(layer)
+    assert runs_as_written(network)
+    patch(layer, product)
+    assert runs_as_written(network)
+    assert runs_as_written(copy.deepcopy(network))
+    assert not runs_as_written(copy.copy(layer)), "it computes with the other one's attributes"
+    patch(layer, doubled)
+    assert not runs_as_written(network)
+    for foreign in (MethodType(doubled, layer), functools.partial(doubled, layer), lambda x: x):
+        layer.forward = foreign
+        assert not runs_as_written(network)
+    unpatch(layer)
+    for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
+        handle = register(lambda *args: None)
+        assert not runs_as_written(network)
+        handle.remove()
+    assert runs_as_written(network)
+
+
+def test_which_of_our_own_networks_run_as_written() -> None:
+    """Kernels do; another attention layer and the hooks of the offloader do not."""
+    unet = toy.fill(UNet(SMALL.unet))
+    prepare({"unet": unet}, RuntimeOptions(), CPU)
+    assert any(patch_of(module) for module in unet.modules())
+    assert runs_as_written(unet)
+    use_fast_backward(unet)
+    assert runs_as_written(unet)
+    use(unet, "mha")
+    assert not runs_as_written(unet)
+    with record(unet):
+        assert runs_as_written(unet)
+    assert not runs_as_written(unet)
+    use(unet, "vanilla")
+    assert runs_as_written(unet)
+    Offloader({"unet": unet}, CPU, offload="model")
+    assert runs_as_written(unet)
+    Offloader({"unet": unet}, CPU, offload="sequential")
+    assert not runs_as_written(unet)
+
+
+def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    vae = toy.fill(AutoencoderKL(SMALL.vae))
+    assert winograd.use(vae) > 0
+    group_norm.use(vae)
+    z = toy.normal(0, 1, 4, 8, 8)
+    with torch.no_grad():
+        wanted, copied = vae.decode(z), copy.deepcopy(vae)
+        for parameter in copied.decoder.parameters():
+            parameter.zero_()
+        assert copied.decode(z).abs().max() == 0
+        assert torch.equal(vae.decode(z), wanted)

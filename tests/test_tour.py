@@ -1,0 +1,85 @@
+"""docs/tour.md, executed block by block on the bundled model."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_checkpoint
+import torch
+import toy
+import toy_zoo
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite.checkpoint.lora import file_names, targets
+from ldm_lite.diffusion import names
+
+TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", TOUR.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def write_files(folder: Path) -> None:
+    """The files that the page names: a LoRA and a ControlNet for the bundled model, and an x4 upscaler in miniature."""
+    unet = ldm_lite.load(device="cpu").unet
+    values = {}
+    known = file_names("unet", unet)
+    for number, (module, target) in enumerate(targets(unet).items()):
+        if module.endswith(("to_q", "to_v")):
+            rows, columns = target.shape
+            name = known[module][0]
+            values[f"{name}.lora_down.weight"] = toy.normal(number, 4, columns) / columns**0.5
+            values[f"{name}.lora_up.weight"] = toy.normal(1000 + number, rows, 4) / 2
+    save_file(values, folder / "style.safetensors")
+    save_file(toy.control(unet.spec), folder / "control_canny.safetensors")
+    random_checkpoint.write(folder / "x4-upscaler.safetensors", toy_zoo.small("x4"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The names that all blocks leave behind, run in order as a reader would."""
+    folder, space = tmp_path_factory.mktemp("tour"), {"__name__": "tour"}
+    write_files(folder)
+    before = {name: dict(getattr(names, name)) for name in ("SAMPLERS", "LABELS", "ALIASES")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for block in BLOCKS:
+            start = TOUR.read_text(encoding="utf-8").split(block)[0].count("\n")
+            exec(compile("\n" * start + block, str(TOUR), "exec"), space)  # line numbers of the page
+    for name, entries in before.items():
+        getattr(names, name).clear()
+        getattr(names, name).update(entries)
+    return space
+
+
+def test_the_page_has_its_blocks(done: dict[str, Any]) -> None:
+    assert len(BLOCKS) >= 10
+
+
+def test_images_come_in_the_kinds_and_numbers_that_are_asked_for(done: dict[str, Any]) -> None:
+    assert [image.size for image in done["images"]] == [(64, 64)] * 2
+    assert len(done["four"]) == 4
+    assert done["arrays"][0].shape == (64, 64, 3)
+    assert done["large"].size == (256, 256)
+    assert done["styled"][0].tobytes() != done["plain"][0].tobytes()
+    assert done["sharp"][0].tobytes() != done["plain"][0].tobytes()
+
+
+def test_the_lora_is_gone_after_its_block(done: dict[str, Any]) -> None:
+    pipe = done["pipe"]
+    again = pipe.txt2img("a cat", steps=10)[0]
+    assert again.tobytes() == done["plain"][0].tobytes()
+
+
+def test_guidance_by_number_schedule_and_function_agree(done: dict[str, Any]) -> None:
+    pipe, noise, cond, uncond, plan = (done[name] for name in ("pipe", "noise", "cond", "uncond", "plan"))
+    number = pipe.denoise(noise, cond, uncond, plan, guidance=2.5)
+    assert torch.equal(number, pipe.denoise(noise, cond, uncond, plan, guidance=lambda step: 2.5))
+    both = pipe.denoise(noise, cond, uncond, plan, guidance=lambda c, u: u + 2.5 * (c - u))
+    assert torch.allclose(number, both, atol=1e-5)
+    assert not torch.allclose(number, done["late"], atol=1e-2)
+    assert not torch.allclose(number, done["mine"], atol=1e-2)
+
+
+def test_a_registered_sampler_is_in_the_png_text(done: dict[str, Any]) -> None:
+    assert "Sampler: Half Euler" in done["image"].info["parameters"]

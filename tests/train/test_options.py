@@ -1,0 +1,79 @@
+"""Options that a run would not use are refused, before torch or a model is loaded."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.train.options import TrainOptions, check
+
+AUTOENCODER = {"stage": "autoencoder"}
+
+
+@pytest.mark.parametrize(
+    ("given", "load", "message"),
+    [
+        ({}, {"storage": "int8"}, "`storage` has no effect on training: leave it out"),
+        ({}, {"offload": "model"}, "`offload` has no effect on training: leave it out"),
+        ({}, {"compiled": "unet.pt2"}, "`compiled` has no effect on training: leave it out"),
+        ({}, {"compile": "step"}, "`compile` has no effect on training: leave it out, or use `compile_network`"),
+        ({}, {"dtype": "fp16"}, "got `dtype=fp16`, but weights are trained in float32: leave it out"),
+        ({"preset": "emoji64"}, {"ckpt": "a"}, "`ckpt` has no effect with `preset`, which starts from new weights"),
+        ({"preset": "emoji64"}, {"lora": ("a",)}, "`lora` has no effect with `preset`"),
+        ({"preset": "emoji64"}, {"zero_snr": True}, "`zero_snr` has no effect with `preset`"),
+        ({"preset": "emoji64"}, {"ema": "no"}, "`ema` has no effect with `preset`"),
+        ({"preset": "emoji64"}, {"attention": "math"}, "`attention` has no effect with `preset`"),
+        (AUTOENCODER, {"lora": ("a",)}, "`lora` has no effect with `stage=autoencoder`: leave it out"),
+        (AUTOENCODER | {"min_snr": 5.0}, {}, "`min_snr` has no effect with `stage=autoencoder`"),
+        (AUTOENCODER | {"freeze_text": True}, {}, "`freeze_text` has no effect with `stage=autoencoder`"),
+        (AUTOENCODER | {"samples": "a"}, {}, "`samples` has no effect with `stage=autoencoder`"),
+        (AUTOENCODER | {"checkpointing": True}, {}, "`checkpointing` has no effect with `stage=autoencoder`"),
+        ({"freeze_encoder": True}, {}, "`freeze_encoder` has no effect without `stage=autoencoder`"),
+        ({"lora_alpha": 2.0}, {}, "`lora_alpha` has no effect without `lora_rank`"),
+        ({"lora_text": True}, {}, "`lora_text` has no effect without `lora_rank`"),
+        ({"lora_rank": 2, "freeze_text": True}, {}, "`freeze_text` has no effect with `lora_rank`"),
+        (AUTOENCODER | {"lora_rank": 2}, {}, "`lora_rank` trains a LoRA for the diffusion model of"),
+        (
+            {"lora_rank": 2, "preset": "emoji64"},
+            {},
+            "`lora_rank` trains a LoRA for the diffusion model of",
+        ),
+        ({"scenes": 5}, {}, "`scenes` has no effect without `renderer`"),
+        ({"renderer_options": "{1: 2}"}, {}, "`renderer_options` has no effect without `renderer`"),
+        ({"renderer": "a.py"}, {}, "wanted either `data=FOLDER` or `renderer=FILE.py`"),
+        ({"data": None}, {}, "wanted either `data=FOLDER` or `renderer=FILE.py`"),
+    ],
+)
+def test_an_option_without_effect_is_refused(given: dict[str, object], load: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(TrainOptions(**{"data": "photos", **given}), LoadOptions(**load))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "load"),
+    [
+        ({"data": "a"}, {"ckpt": "a", "vae": "b", "lora": ("c",), "ema": "no", "attention": "math", "compile": "off"}),
+        ({"data": "a", "lora_rank": 2, "lora_alpha": 1.0, "lora_text": True, "checkpointing": True}, {"dtype": "fp32"}),
+        ({"renderer": "a.py", "renderer_options": "{}", "scenes": 3, "preset": "emoji64"}, {"vae": "b"}),
+        ({"data": "a", **AUTOENCODER, "freeze_encoder": True, "preset": "emoji64"}, {"device": "cpu"}),
+    ],
+)
+def test_the_options_of_each_kind_of_run_are_taken(given: dict[str, object], load: dict[str, object]) -> None:
+    check(TrainOptions(**given), LoadOptions(**load))  # type: ignore[arg-type]
+
+
+def test_every_refused_option_exists() -> None:
+    """A renamed option must not slip through."""
+    from ldm_lite.train import options
+
+    assert set(options._OF_CHECKPOINTS) <= {each.name for each in fields(LoadOptions)}
+    assert set(options._OF_DIFFUSION) <= {each.name for each in fields(TrainOptions)}
+
+
+def test_the_options_and_the_package_do_without_torch() -> None:
+    """A process of its own, since this one has imported torch."""
+    code = "import sys, ldm_lite.train.options, ldm_lite.train.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
