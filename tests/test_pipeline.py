@@ -143,7 +143,7 @@ def test_the_file_s_own_noise_schedule_is_used_and_said(
     save_file(tensors, tmp_path / "other", metadata=random_checkpoint.metadata(SMALL))
     other = ldm_lite.load(tmp_path / "other", device="cpu").schedule.alpha_bar
     assert np.allclose(other, np.cumprod(1 - np.linspace(1e-4, 2e-2, 1000)), rtol=1e-5)
-    assert "takes the noise schedule from the file" in caplog.text
+    assert "other: using the noise schedule in the file" in caplog.text
     tensors["betas"][-1] = 1.0
     save_file(tensors, tmp_path / "zero", metadata=random_checkpoint.metadata(SMALL))
     with pytest.raises(ValueError, match="eps prediction is undefined at zero terminal SNR"):
