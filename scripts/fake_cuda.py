@@ -78,7 +78,7 @@ def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float16) -> A
 def fake_model(name: str, family: Family) -> Model:
     """Make a model of a family in half precision."""
     networks = {role: made(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
-    schedule, tokenizer = Schedule.from_betas(family.betas, family.prediction), tokenizer_of(family.text)
+    schedule, tokenizer = Schedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
     return Model(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
 

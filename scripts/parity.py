@@ -204,7 +204,7 @@ def _diffusers_steps(name: str, dtype: str, noise: Tensor) -> tuple[float, float
     checkpoint = random_checkpoint(name, family)
     weights = {key: checkpoint.read(key).to(DTYPES[dtype]) for key in checkpoint.shapes}
     first, second = goldens.tokenizers()
-    if family.text_2 is None:
+    if len(family.text_encoders) == 1:
         pipe = goldens.sd2_pipeline(family, weights, second)
     else:
         pipe = goldens.sdxl_pipeline(family, weights, first, second)

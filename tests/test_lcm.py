@@ -80,7 +80,7 @@ def test_there_is_one_branch_which_is_told_the_scale(pipe: Pipeline) -> None:
 def test_the_defaults_are_those_of_the_paper() -> None:
     for name in ("lcm", "lcm_sdxl"):
         row = FAMILIES[name]
-        schedule = Schedule.from_betas(row.betas, row.prediction)
+        schedule = Schedule.from_betas(row.noise.betas, row.prediction)
         assert make_plan(row.sampler, schedule, row.steps).t.tolist() == [999, 759, 499, 259]
         assert row.scale == 8
 

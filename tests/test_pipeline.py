@@ -20,7 +20,7 @@ from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import CLIP_L, KL_F8, UNETS
 
@@ -93,7 +93,7 @@ def test_every_known_unet_is_named(name: str) -> None:
     with torch.device("meta"):
         unet, vae, text = UNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextEncoder(CLIP_L)
     found = {"unet": shapes(unet), "vae": shapes(vae), "text_encoder": shapes(text)}
-    assert identify(found, {}) == FAMILIES[name]
+    assert detect_family(found, {}) == FAMILIES[name]
 
 
 def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path, small_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_file_s_own_noise_schedule_is_used_and_said(
     save_file(tensors, tmp_path / "other", metadata=random_checkpoint.metadata(SMALL))
     other = ldm_lite.load(tmp_path / "other", device="cpu").schedule.alpha_bar
     assert np.allclose(other, np.cumprod(1 - np.linspace(1e-4, 2e-2, 1000)), rtol=1e-5)
-    assert "takes the noise schedule from the file" in caplog.text
+    assert "other: using the noise schedule in the file" in caplog.text
     tensors["betas"][-1] = 1.0
     save_file(tensors, tmp_path / "zero", metadata=random_checkpoint.metadata(SMALL))
     with pytest.raises(ValueError, match="eps prediction is undefined at zero terminal SNR"):

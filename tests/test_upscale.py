@@ -94,6 +94,7 @@ def test_prompt_and_noise_level_are_heeded(pipes: dict[str, Pipeline]) -> None:
 
     plain = made()
     assert np.array_equal(made(prompt=""), plain)
+    assert Options("a cat", steps=2).prompt == "a cat"  # the first argument, as of the other tasks' options
     for changes in ({"prompt": "a cat"}, {"noise_level": 0}, {"scale": 1.0, "prompt": "a cat"}):
         assert not np.array_equal(made(**changes), plain)
 

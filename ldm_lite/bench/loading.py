@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ldm_lite.bench.loading_worker import CKPT, METHODS, PEER, PEER_BIN, SAFETENSORS, Ready
 from ldm_lite.bench.measure import alternating, median, spread
 from ldm_lite.checkpoint.reader import Checkpoint, split
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 
 
 @dataclass
@@ -40,7 +40,7 @@ def write(checkpoint: Checkpoint, folder: Path, methods: Iterable[str]) -> None:
         from ldm_lite.bench import peers
 
         components = split(checkpoint)
-        family = identify({role: each.shapes for role, each in components.items()}, checkpoint.metadata)
+        family = detect_family({role: each.shapes for role, each in components.items()}, checkpoint.metadata)
         for role in components:
             network: Any = peers.NETWORKS[role](family, weights)
             for parameter in network.parameters():

@@ -28,7 +28,7 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.vae_kl import VAESpec
-from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.families import Family, ScaledLinear
 from ldm_lite.zoo.networks import EncoderSpec
 
 Weights = Mapping[str, Tensor]
@@ -98,7 +98,8 @@ def text_encoder(family: Family, weights: Weights) -> nn.Module:
 
 def text_encoder_2(family: Family, weights: Weights) -> nn.Module:
     """Build transformers' CLIPTextModelWithProjection from a whole original state dict: SDXL's second text encoder."""
-    return _text(family.text_2, weights, prefix("text_encoder_2", _probes(family.text_2), True), True)
+    spec = family.text_encoders[1]
+    return _text(spec, weights, prefix("text_encoder_2", _probes(spec), True), True)
 
 
 def _probes(spec: EncoderSpec | None) -> list[str]:
@@ -142,9 +143,10 @@ NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder, "text_encode
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
     """diffusers' schedulers: DDIM and PLMS as Stable Diffusion 1.x was released; Euler and DPM++ 2M end at sigma 0."""
+    assert isinstance(family.noise, ScaledLinear)
     common = {
-        "beta_start": family.beta_start,
-        "beta_end": family.beta_end,
+        "beta_start": family.noise.start,
+        "beta_end": family.noise.end,
         "beta_schedule": "scaled_linear",
         "set_alpha_to_one": False,
         "steps_offset": 1,

@@ -19,7 +19,7 @@ from ldm_lite.bench.configurations import CONFIGURATIONS, Models
 from ldm_lite.bench.workload import CHECK_SCALE, Inputs, Job, Setting, Target, inputs
 from ldm_lite.checkpoint.reader import split
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import Family
 
 PEERS = ("diffusers", "diffusers-compiled", "openvino")
@@ -158,7 +158,7 @@ class TorchNetworks:
         checkpoint = open_model(target.size, target.ckpt)
         self._components = split(checkpoint)
         shapes = {role: component.shapes for role, component in self._components.items()}
-        self.family = identify(shapes, checkpoint.metadata)
+        self.family = detect_family(shapes, checkpoint.metadata)
         self._device, self._dtype, self._compiled = target.device, DTYPES[dtype], compiled
 
     def _made(self, role: str) -> Any:

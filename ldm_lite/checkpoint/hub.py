@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a path, a file on the Hugging Face hub, or the bundled model."""
+"""Find checkpoints: local paths, files on the Hugging Face hub, and the bundled model."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 log = logging.getLogger("ldm_lite")
 
 BUNDLED = "emoji.safetensors"
-SHORT = {  # names for files that are asked for often
+ALIASES = {  # short names of common files
     "taesd": "madebyollin/taesd/diffusion_pytorch_model.safetensors",
     "taesdxl": "madebyollin/taesdxl/diffusion_pytorch_model.safetensors",
 }
@@ -18,9 +18,9 @@ ENDINGS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin", ".pt2")  # of files, 
 
 
 def bundled() -> Path:
-    """The model that comes with the package: inside an installed wheel, or beside the package in a checkout.
+    """Return the path of the bundled model, inside an installed wheel or beside the package in a checkout.
 
-    Raises FileNotFoundError if neither is there.
+    Raises FileNotFoundError if neither exists.
     """
     package = Path(__file__).parents[1]
     for folder in (package / "weights", package.parent / "weights"):
@@ -30,24 +30,24 @@ def bundled() -> Path:
 
 
 def resolve(source: str | os.PathLike[str] | None) -> Path:
-    """A checkpoint's name -> its local path.
+    """Return the local path of a checkpoint.
 
-    None is the bundled model; an existing path is itself; one of SHORT stands for what it says; "owner/repository/file"
-    that is no local path is downloaded from the hub, once, into its cache, going on where a download was cut off; where
-    it lies is said.  Raises FileNotFoundError with what to do.
+    `source` is None (the bundled model), a path, one of ALIASES, or "owner/repository/file" on the hub.  A file on the
+    hub is downloaded once into the hub's cache, resuming an interrupted download, and its path is logged.  Raises
+    FileNotFoundError with what to do.
     """
     if source is None:
         return bundled()
     if not os.fspath(source):
-        raise FileNotFoundError("got an empty name of a checkpoint, wanted a path or a name on the Hugging Face hub")
-    path = Path(os.path.expanduser(source))  # Path.expanduser raises for a user who is not there
+        raise FileNotFoundError("got an empty checkpoint name, wanted a path or a name on the Hugging Face hub")
+    path = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
     if path.exists():
         return path
-    parts = SHORT.get(os.fspath(source), os.fspath(source)).split("/")
-    # A path below a folder that is there is a path with a mistake in it, not a name on the hub.
+    parts = ALIASES.get(os.fspath(source), os.fspath(source)).split("/")
+    # A path below an existing folder is a mistyped path, not a name on the hub.
     if len(parts) < 3 or not all(parts) or parts[0] == "~" or Path(parts[0]).is_dir():
         raise FileNotFoundError(
-            f"{source}: no such file (wanted a path, or owner/repository/file for one on the Hugging Face hub)"
+            f"{source}: no such file (wanted a path, or owner/repository/file on the Hugging Face hub)"
         )
     path = download("/".join(parts[:2]), "/".join(parts[2:]))
     log.info("%s: at %s", source, path)
@@ -55,9 +55,9 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
 
 
 def repository(source: str | os.PathLike[str] | None) -> str | None:
-    """The name of a whole repository on the hub, "owner/repository"; None where a source is anything else.
+    """Return the name "owner/repository" if the source is a whole repository on the hub; else None.
 
-    What ends as a checkpoint does is a path with a mistake in it, and so is what begins with a folder that is there.
+    A name that ends like a checkpoint file or begins with an existing folder is a mistyped path.
     """
     parts = [] if source is None else os.fspath(source).split("/")
     names = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
@@ -67,13 +67,13 @@ def repository(source: str | os.PathLike[str] | None) -> str | None:
 
 
 def title(path: Path) -> str:
-    """The name of a file or folder; for a repository's folder in the hub's cache, the repository's."""
+    """Return the name of a file or folder; for a repository's folder in the hub's cache, the repository's name."""
     is_snapshot = path.parent.name == "snapshots"  # models--owner--repository/snapshots/commit
     return path.parents[1].name.rpartition("--")[2] if is_snapshot else path.name
 
 
 def files(repository: str) -> list[str]:
-    """The names of a repository's files; without a network, of those in the cache.
+    """Return the file names of a repository; without a network, of its files in the cache.
 
     Raises FileNotFoundError with what to do.
     """
@@ -92,7 +92,7 @@ def files(repository: str) -> list[str]:
 
 
 def download(repository: str, file: str) -> Path:
-    """A file of a repository -> its path in the hub's cache, where folders are as in the repository.
+    """Download a file of a repository and return its path in the hub's cache, which keeps the repository's folders.
 
     Raises FileNotFoundError with what to do.
     """
@@ -105,18 +105,18 @@ def download(repository: str, file: str) -> Path:
 
 
 def _download(repository: str, file: str) -> Path:
-    """A file on the hub -> its path in the hub's cache, where it is downloaded to if it is not there.
+    """Return a file's path in the hub's cache; download it first if it is missing.
 
-    huggingface_hub (2.4) throws away what it has when it is interrupted; so what it would download is put where it
-    looks first, and kept until it is whole.  A version that lacks the parts for this downloads by itself.
+    huggingface_hub (2.4) discards an interrupted download, so the file is downloaded here, to where the library looks
+    first, and a partial file is kept.  If a version lacks the functions for this, it downloads the file itself.
     """
-    # Here, not above: it takes a third of a second that local files need not wait for.
+    # Imported here: it takes a third of a second, which local files need not wait for.
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     url = hf_hub_url(repository, file)
     try:
         about = get_hf_file_metadata(url)
-    except Exception:  # no connection, for one
+    except Exception:  # for example no connection
         cached = try_to_load_from_cache(repository, file)
         if isinstance(cached, str):
             return Path(cached)
@@ -132,7 +132,7 @@ def _download(repository: str, file: str) -> Path:
 
 
 def _fetch(url: str, file: str, blob: Path, lock: Path, size: int | None) -> None:
-    """Download to blob, going on with what an earlier try has left beside it."""
+    """Download to `blob`, resuming the partial file of an earlier attempt."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
 
@@ -142,34 +142,34 @@ def _fetch(url: str, file: str, blob: Path, lock: Path, size: int | None) -> Non
             return
         with open(part, "r+b" if part.exists() else "wb") as stream:
             if stream.seek(0, os.SEEK_END):
-                log.info("%s: goes on after the %.2f GB that are here", file, stream.tell() / 1e9)
+                log.info("%s: resumes after %.2f GB", file, stream.tell() / 1e9)
             http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=size)
         _check(part, blob.name)
         part.replace(blob)
 
 
 def _check(path: Path, etag: str) -> None:
-    """Raises ValueError, having removed the file, if the hub's name for its content, a SHA-256, is not of it."""
-    if len(etag) == 64:  # others name small files, in another way
+    """Check a file's SHA-256 against the hub's etag.  If it differs, remove the file and raise ValueError."""
+    if len(etag) == 64:  # small files have another kind of etag
         digest = hashlib.sha256()
         with open(path, "rb") as file:
             while chunk := file.read(2**20):
                 digest.update(chunk)
         if digest.hexdigest() != etag:
             path.unlink()
-            raise ValueError("what came is not what it should be, and was removed: try again")
+            raise ValueError("the downloaded file has a wrong checksum and was removed: try again")
 
 
 def _reason(error: Exception, repository: str) -> str:
-    """Why the hub did not give a file of a repository, in a line: the library's own, where ours says no more."""
+    """Say in one line why the hub did not give a file: in our words for common errors, else the library's."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{repository}"
     if isinstance(error, errors.GatedRepoError):
         return f"accept its licence at {page}, and log in with `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{repository} is not there, was moved, or is private and wants `hf auth login`"
+        return f"{repository} does not exist, was moved, or is private and needs `hf auth login`"
     if isinstance(error, errors.EntryNotFoundError):
-        return f"the repository has no such file; what it has is listed at {page}/tree/main"
+        return f"the repository has no such file; its files are listed at {page}/tree/main"
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"

@@ -30,13 +30,13 @@ from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, prepare
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
-    complete,
-    identify,
-    known,
+    check_complete,
+    check_metadata,
+    detect_family,
+    detect_prediction,
+    metadata_prediction,
     parse_prediction,
-    read_prediction,
-    stated_prediction,
-    turbo_of,
+    turbo_variant,
     with_prediction,
     with_vae,
 )
@@ -140,7 +140,8 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         f"parameters, {_words(dtypes)} on {device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    if "turbo" in title.lower() and "family" not in options.added_metadata and (turbo := turbo_of(family)) is not None:
+    turbo = turbo_variant(family)
+    if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
     return kind(
         name=title if path.is_dir() else path.stem,
@@ -165,13 +166,13 @@ def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[
     components = own | _others(options.parts)
     main = _main(components)
     marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
-    metadata = {**marked, **main.metadata, **known(options.added_metadata)}
+    metadata = {**marked, **main.metadata, **check_metadata(options.added_metadata)}
     try:
         # Detected by its own autoencoder, which another one must fit.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
         sgm = any(key.startswith(SGM) for key in main.shapes)
-        family = identify({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
-        complete(components, family.networks)
+        family = detect_family({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
+        check_complete(components, family.networks)
         _check_latents(own, options.parts, family)
     except ValueError as error:
         raise ValueError(f"{main.path}: {error}") from error
@@ -185,8 +186,8 @@ def _predicting(family: Family, prediction: str | None, about: Mapping[str, str]
     """The family's variant with the prediction that the user, the file or the weights give."""
     if prediction is not None:
         return with_prediction(family, parse_prediction(prediction))
-    if family.v_resolution is not None and stated_prediction(about) is None:
-        family, why = read_prediction(family, unet)
+    if family.v_resolution is not None and metadata_prediction(about) is None:
+        family, why = detect_prediction(family, unet)
         log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
     return family
 
@@ -236,7 +237,7 @@ def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], fa
     checkpoint = own["unet"].checkpoint
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     try:
-        theirs = identify({role: each.shapes for role, each in own.items()}, checkpoint.metadata, sgm)
+        theirs = detect_family({role: each.shapes for role, each in own.items()}, checkpoint.metadata, sgm)
     except ValueError:  # an unknown model
         return
     if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
@@ -262,7 +263,7 @@ def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) ->
 
 def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:
     """The family's noise schedule, or the file's own where its betas differ, with a warning."""
-    betas = family.betas
+    betas = family.noise.betas
     if "betas" in checkpoint.shapes:
         stored = checkpoint.read("betas").double().numpy()
         # Half-precision merges have rounded this buffer too.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, argument, option, pair
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
 class ConditioningOptions(CheckedOptions):
     """What some families read beside the prompt."""
 
@@ -66,7 +66,7 @@ class ConditioningOptions(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
 class SamplingOptions(CheckedOptions):
     """How to sample."""
 
@@ -250,7 +250,7 @@ class InpaintOptions(ImageOptions):
 MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # noise_level would come before the prompt
 class UpscaleOptions(Txt2imgOptions):
     """What to enlarge.  None = the default of the checkpoint's family."""
 

@@ -132,7 +132,7 @@ def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
     parts = _read(model.tokenizer, prompts, options)
     context = model.text_encoder(parts.ids.to(model.device), options.clip_skip, _learned(model, model.text_encoder))
     context = weighted(context, parts.weights)
-    context_2, pooled = _big(model, model.text_encoder_2, model.family.text_2, prompts, options)
+    context_2, pooled = _big(model, model.text_encoder_2, model.family.text_encoders[1], prompts, options)
     context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
     target = _size(model, options) if options.extra.target_size is None else options.extra.target_size
     given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)

@@ -1,7 +1,7 @@
-"""Prompts as DeepFloyd IF's training texts were cleaned: lower case, without addresses, tags, codes and file names.
+"""Clean prompts like DeepFloyd IF's training texts: lower case, without addresses, tags, codes and file names.
 
-Rules that its deepfloyd_if/modules/t5.py applies, in its order, as one table; twice, as there.  Its repair of broken
-encodings (ftfy) is not here, and tags are found by a pattern in place of a parser.
+The tables hold the rules of its deepfloyd_if/modules/t5.py in their order, applied twice.  The repair of broken
+encodings (ftfy) is left out, and a pattern finds tags in place of a parser.
 """
 
 import html
@@ -62,7 +62,7 @@ _LATE = (
 
 
 def clean(text: str) -> str:
-    """A prompt -> what T5 is to read of it."""
+    """Return the cleaned prompt for T5."""
     return _once(_once(text))
 
 

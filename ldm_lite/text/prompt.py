@@ -1,8 +1,9 @@
-"""Prompts -> token ids and weights, in chunks of what the text encoder takes at a time.
+"""Turn prompts into token ids and weights, in chunks of the text encoder's length.
 
-"plain": the text is the text, one chunk, and what does not fit is dropped.  "a1111": AUTOMATIC1111's syntax, with as
-many chunks as needed: (more) and [less] attention by 1.1, (this much:1.3), \\( for a bracket itself, BREAK for a new
-chunk; a chunk that ends within 20 tokens of a comma ends there.  The vectors of an embedding stay together.
+"plain": the text as it is, in one chunk; tokens that do not fit are dropped.  "a1111": AUTOMATIC1111's syntax, in as
+many chunks as needed: (more) and [less] attention by a factor of 1.1, (this much:1.3), \\( for a literal bracket,
+BREAK for a new chunk.  A full chunk ends at its last comma if that is among its last 20 tokens.  The vectors of an
+embedding stay together.
 """
 
 import re
@@ -16,7 +17,7 @@ from ldm_lite.text.tokenizer import TextTokenizer
 
 SYNTAXES = ("plain", "a1111")
 BREAK = "BREAK"
-MOST_BACK = 20  # tokens from a comma to the end of a chunk
+MAX_CARRIED = 20  # tokens after the last comma that may move to the next chunk
 
 _TOKENS = re.compile(
     r"(?P<escaped>\\[\\()\[\]])|(?P<open>[(\[])|:\s*(?P<weight>[+-]?(\d+\.?\d*|\.\d+))\s*\)|(?P<close>[)\]])"
@@ -26,12 +27,12 @@ _TOKENS = re.compile(
 
 
 def parse(text: str) -> list[tuple[str, float]]:
-    """A1111's syntax -> pieces of text with their weights; BREAK is a piece of its own, with weight -1.
+    """Parse A1111's syntax into (text, weight) pieces.  BREAK is a piece of its own, with weight -1.
 
-    A bracket that is never closed counts to the end, as there; one that was never opened is text.
+    As in A1111, an unclosed bracket extends to the end, and an unopened one is text.
     """
     pieces: list[tuple[str, float]] = []
-    opened: dict[str, list[int]] = {"(": [], "[": []}  # where each open bracket's first piece is
+    opened: dict[str, list[int]] = {"(": [], "[": []}  # index of each open bracket's first piece
 
     def multiply(first: int, factor: float) -> None:
         pieces[first:] = [(piece, weight if piece == BREAK else weight * factor) for piece, weight in pieces[first:]]
@@ -48,7 +49,7 @@ def parse(text: str) -> list[tuple[str, float]]:
             multiply(opened["["].pop(), 1 / 1.1)
         elif kind == "stop":
             pieces.append((BREAK, -1.0))
-        else:  # a backslash that escapes nothing is left out, as there
+        else:  # as in A1111, a backslash that escapes nothing is left out
             pieces.append((token.removeprefix("\\"), 1.0))
     for first in opened["("]:
         multiply(first, 1.1)
@@ -69,14 +70,14 @@ def _merged(pieces: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A prompt for the text encoder: ids (n,T) and the weight of each token (n,T)."""
+    """A prompt for the text encoder: token ids (n,T) int64 and their weights (n,T) float32, in n chunks."""
 
     ids: Tensor
     weights: Tensor
 
 
 def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks:
-    """A prompt -> its chunks.  Raises ValueError for an unknown syntax, and for text that the tokenizer refuses."""
+    """Split a prompt into chunks.  Raises ValueError for an unknown syntax or text that the tokenizer refuses."""
     if syntax not in SYNTAXES:
         raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
     if syntax == "plain":
@@ -90,8 +91,8 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
             continue
         for unit in tokenizer.units(piece):
             if len(full[-1]) + len(unit) > room:
-                most = min(MOST_BACK, room - len(unit) + 1)  # less, if an embedding needs more of the chunk
-                full.append([] if unit == (comma,) else _carried(full[-1], comma, most))
+                most = min(MAX_CARRIED, room - len(unit) + 1)  # fewer if an embedding needs more room
+                full.append([] if unit == (comma,) else _carry(full[-1], comma, most))
             full[-1] += [(token, weight) for token in unit]
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
@@ -108,8 +109,8 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
     return Chunks(ids, weights)
 
 
-def _carried(chunk: list[tuple[int, float]], comma: int, most: int) -> list[tuple[int, float]]:
-    """What a full chunk hands to the next: all after its last comma, if that is near enough to its end."""
+def _carry(chunk: list[tuple[int, float]], comma: int, most: int) -> list[tuple[int, float]]:
+    """Remove from a full chunk the tokens after its last comma, if they are at most `most`, and return them."""
     commas = [i for i, (token, _) in enumerate(chunk) if token == comma]
     if not commas or len(chunk) - commas[-1] > most:
         return []
@@ -119,7 +120,7 @@ def _carried(chunk: list[tuple[int, float]], comma: int, most: int) -> list[tupl
 
 
 def weighted(context: Tensor, weights: Tensor) -> Tensor:
-    """Contexts (n,T,D) times their tokens' weights (n,T), scaled back to the mean that each had."""
+    """Multiply contexts (n,T,D) by their tokens' weights (n,T), then restore the mean of each."""
     if bool((weights == 1).all()):
         return context
     scaled = context.float() * weights.to(context.device)[:, :, None]

@@ -1,12 +1,11 @@
-"""Text -> token ids, on the `tokenizers` library: CLIP's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
+"""Tokenizers on the `tokenizers` library: CLIP's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
 
 Shapes: B texts, T = `length` tokens (77 for all of these).
-The vocabularies of CLIP and BERT are here (`clip_merges.txt.gz`, `bert_vocab.txt.gz`, made by `scripts/make_vocab.py`);
-T5's is read from its checkpoint's file.  The ids of CLIP and BERT are those of transformers 5, T5's SentencePiece's.
-CLIP's tokenizers in the original scripts first run ftfy, `str.split` and `str.lower` over the text, and so straighten
-typographic quotes, unescape HTML, fold full-width letters, repair mojibake, drop control characters and know the final
-sigma; here the text is taken as it is, so that texts with such characters get other ids. Which characters are letters
-is decided by the Unicode version of `tokenizers`.
+The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_vocab.py`); T5's is read from its
+checkpoint's file.  The ids of CLIP and BERT equal those of transformers 5, T5's those of SentencePiece.  CLIP's
+original tokenizer first runs ftfy, `str.split` and `str.lower`: it straightens typographic quotes, unescapes HTML,
+folds full-width letters, repairs mojibake, drops control characters and knows the final sigma.  This one takes the text
+as it is, so texts with such characters get other ids.  The Unicode version of `tokenizers` decides what a letter is.
 Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
 bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_model.proto` of SentencePiece.
 """
@@ -26,7 +25,7 @@ from tokenizers.models import BPE, Unigram, WordPiece
 from torch import Tensor
 
 SOT = 49406  # start of text
-EOT = 49407  # end of text: CLIP reads its pooled output at the first of these
+EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these
 
 _MERGES = Path(__file__).with_name("clip_merges.txt.gz")
 _BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
@@ -36,14 +35,14 @@ _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Texts -> rows of `length` ids: what stands before a text, its tokens, what stands after it, and padding.
+    """Turns texts into rows of `length` ids: start tokens, the text's tokens, end tokens, padding.
 
-    Immutable, so threads may share one.  Raises ValueError if there is no room for what stands around a text.
+    Immutable, so threads may share one.  Raises ValueError if `length` is too small for the start and end tokens.
     """
 
     length: int = 77
     pad_id: int = 0
-    # Names that a text may have in it, in any case, and the tokens that each is, which are beyond the vocabulary.
+    # Names of embeddings, matched in any case, and the token ids of each, which lie beyond the vocabulary.
     added: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     before: ClassVar[tuple[int, ...]] = ()
@@ -55,20 +54,20 @@ class TextTokenizer:
             raise ValueError(
                 f"got length {self.length}, wanted at least {wanted}: the start and the end take a token each"
             )
-        self._backend()  # here, and not inside the first call, so that the first image is not the slow one
+        self._backend()  # built now, so that the first image is not slower
 
     def _backend(self) -> Tokenizer:
         raise NotImplementedError
 
     @property
     def room(self) -> int:
-        """How many tokens of a text fit."""
+        """Number of tokens of a text that fit."""
         return self.length - len(self.before) - len(self.after)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """B texts -> ids (B,T) int64; a text that is too long loses its last tokens.
+        """Return the ids (B,T) int64 of B texts; a text that is too long loses its last tokens.
 
-        Raises ValueError for a single string, for what is no string, and for text that is not valid Unicode.
+        Raises ValueError for a single string, for items that are not strings, and for text that is not valid Unicode.
         """
         if isinstance(texts, str):
             raise ValueError("got a single string, wanted a list of strings: pass [text]")
@@ -79,30 +78,30 @@ class TextTokenizer:
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens alone: no start, end, truncation or padding.  Raises ValueError as a call does."""
+        """Return only a text's tokens: no start, end, truncation or padding.  Raises ValueError as a call does."""
         return [token for unit in self.units(text) for token in unit]
 
     def units(self, text: str) -> list[tuple[int, ...]]:
-        """As encode, but with the tokens of a name together, and any other alone.  Raises ValueError as a call does."""
+        """Like encode, but with the tokens of an embedding grouped.  Raises ValueError as a call does."""
         return [unit for unit, _ in self._units(text)]
 
     def dropped(self, text: str) -> str:
-        """The end of the text, as it was written, that does not fit into `length` tokens; '' if all of it fits.
+        """Return the end of the text that does not fit into `length` tokens; '' if all of it fits.
 
-        It begins with the first character that lost a token, which may lie inside a word: in a script without spaces
-        or in a row of emoji a whole word would be most of the text.  Raises ValueError as a call does.
+        It starts at the first character that lost a token, which may lie inside a word: in a script without spaces or
+        in a row of emoji, a whole word would be most of the text.  Raises ValueError as a call does.
         """
         starts = [start for unit, start in self._units(text) for _ in unit]
         if len(starts) <= self.room:
             return ""
         first = starts[self.room]
-        # Python strips some control characters that are tokens: what was dropped must not look as if all had fitted.
+        # Python strips some control characters that are tokens; the result must not be empty if tokens were dropped.
         return text[first:].strip() or text[first:]
 
     def _units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
-        """One text -> its units and where each begins in it, without start, end, truncation or padding.
+        """Return the units of a text and the position at which each begins, without start, end, truncation or padding.
 
-        One text at a time: encode_batch starts threads, after which older `tokenizers` warn at a fork (a DataLoader's).
+        encode_batch is not used: it starts threads, after which older `tokenizers` warn when a DataLoader forks.
         """
         if not isinstance(text, str):
             raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")
@@ -124,7 +123,7 @@ class TextTokenizer:
 
 
 def _names(added: tuple[tuple[str, tuple[int, ...]], ...], text: str) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Where names are in a text, from and to, and their tokens; the longest, and none inside of another word."""
+    """Yield (begin, end, tokens) of each name in a text: the longest match, and never inside another word."""
     if not added:
         return
     longest = sorted(added, key=lambda pair: -len(pair[0]))
@@ -137,7 +136,7 @@ def _names(added: tuple[tuple[str, tuple[int, ...]], ...], text: str) -> Iterato
 
 @dataclass(frozen=True)
 class CLIPTokenizer(TextTokenizer):
-    """CLIP's tokenizer; rows are padded with 49407 for CLIP-L, with 0 for OpenCLIP."""
+    """CLIP's tokenizer.  Rows are padded with 49407 for CLIP-L and with 0 for OpenCLIP."""
 
     pad_id: int = EOT
 
@@ -161,9 +160,9 @@ class BERTTokenizer(TextTokenizer):
 
 @dataclass(frozen=True)
 class T5Tokenizer(TextTokenizer):
-    """T5's tokenizer from the checkpoint's own `spiece.model` or `tokenizer.json`: the text and </s>.
+    """T5's tokenizer, from its checkpoint's `spiece.model` or `tokenizer.json`: the text, </s>.
 
-    The mask that T5Encoder wants is `ids != pad_id`.  Raises ValueError for a file that is neither, one line.
+    The mask for T5Encoder is `ids != pad_id`.  Raises ValueError, one line, for any other file.
     """
 
     path: Path | None = None
@@ -172,18 +171,18 @@ class T5Tokenizer(TextTokenizer):
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
-            raise ValueError("T5's vocabulary is not here: wanted the path of a spiece.model or tokenizer.json")
+            raise ValueError("T5 needs its vocabulary: wanted the path of a spiece.model or tokenizer.json")
         return _t5(self.path)
 
 
-# ---- backends: nothing may change them, for everyone shares them ----------------------------------------------------
+# ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------
 
 
 @cache
 def _clip() -> Tokenizer:
-    """CLIP's normalisation, word splitting and BPE, in 0.1 s."""
-    _, *lines = gzip.decompress(_MERGES.read_bytes()).decode("utf-8").splitlines()  # the first line is the licence
-    # By code point: OpenAI's order, because bytes that are no printable character stand at 256 and above.
+    """Build CLIP's normalisation, word splitting and BPE, in 0.1 s."""
+    _, *lines = gzip.decompress(_MERGES.read_bytes()).decode("utf-8").splitlines()  # the first line names the licence
+    # Sorted by code point, which is OpenAI's order: unprintable bytes are mapped to 256 and above.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"{byte}</w>" for byte in alphabet), *(line.replace(" ", "") for line in lines), *_SPECIAL]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -197,7 +196,7 @@ def _clip() -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Inverted: the matches are kept and what lies between them, white space, is removed.
+            # Inverted: the matches are kept, and the white space between them is removed.
             pre_tokenizers.Split(Regex(_WORDS), behavior="removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
@@ -207,7 +206,7 @@ def _clip() -> Tokenizer:
 
 @cache
 def _bert() -> Tokenizer:
-    """BERT's normalisation (lower case, no accents), word splitting and WordPiece."""
+    """Build BERT's normalisation (lower case, no accents), word splitting and WordPiece."""
     _, *tokens = gzip.decompress(_BERT_VOCAB.read_bytes()).decode("utf-8").split("\n")[:-1]
     assert len(tokens) == 30522, "bert_vocab.txt.gz is not what scripts/make_vocab.py writes"
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -226,11 +225,11 @@ def _t5(path: Path) -> Tokenizer:
             return Tokenizer.from_str(content.decode("utf-8"))
         return _sentencepiece(content)
     except Exception as error:  # `tokenizers` raises Exception itself
-        raise ValueError(f"{path}: is no spiece.model or tokenizer.json ({error}): download it again") from error
+        raise ValueError(f"{path}: is not a spiece.model or tokenizer.json ({error}): download it again") from error
 
 
 def _sentencepiece(content: bytes) -> Tokenizer:
-    """A serialised sentencepiece ModelProto of a unigram model -> its tokenizer.  Raises ValueError for another."""
+    """Build the tokenizer of a serialised sentencepiece ModelProto.  Raises ValueError if it is not a unigram model."""
     pieces: list[tuple[str, float]] = []
     special: list[str] = []
     unknown, charsmap = 0, b""
@@ -260,7 +259,7 @@ def _sentencepiece(content: bytes) -> Tokenizer:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: (number, int or bytes), fixed-width ones as bytes."""
+    """Yield the fields of a protobuf message: (number, int or bytes), fixed-width ones as bytes."""
     at = 0
 
     def varint() -> int:

@@ -1,11 +1,12 @@
-"""Which family a checkpoint belongs to, told from the keys and shapes of its networks alone, never from its name.
+"""Detect a checkpoint's family from the keys and shapes of its networks, never from its file name.
 
 The specs in models/ read the architecture from the shapes, and families.py has a row for it.  What shapes cannot tell
-(head counts, prediction type, scale factor) comes from the row, or if no row fits, from the file's metadata.
+(head counts, prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,24 +18,24 @@ from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.families import FAMILIES, IN_THE_FILE, SD1, Family
+from ldm_lite.zoo.families import FAMILIES, IN_THE_FILE, SD1, Cosine, Family, ScaledLinear, text_roles
 from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
 
-# What diffusers' folders of them name as their scheduler, and how its timesteps are spaced: their weights do not tell.
+# Scheduler and timestep spacing of the Turbo models' diffusers folders: shapes do not tell them apart.
 TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
 
 
-def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
-    """Shapes of a file's networks by role, keys without prefixes, and the file's metadata -> the family.
+def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
+    """Return the family of a file, from the shapes of its networks by role (keys without prefixes) and its metadata.
 
-    sgm says whether it names text encoders as generative-models does.  A UNet that no row describes is taken at its
-    metadata's word, if that is complete.  Raises ValueError, one line, for an unknown network, for a distilled one, and
-    for contradictory metadata.
+    `sgm` = the file names text encoders as generative-models does.  A UNet that matches no row is described by the
+    metadata if they are complete.  Raises ValueError, one line, for an unknown or distilled network and for
+    contradictory metadata.
     """
     if metadata.get("family", "sd1") not in FAMILIES:
         raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
     if "unet" not in shapes:
-        complete(shapes, SD1.networks)
+        check_complete(shapes, SD1.networks)
     try:
         if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
             stage = IFSpec.from_shapes(shapes["unet"])
@@ -44,36 +45,36 @@ def identify(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
         named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
         if rows:
             row = next((row for row in rows if row.sgm == sgm), rows[0])
-            family = _fitted(named if named in rows else row, shapes)
+            family = _fit_text(named if named in rows else row, shapes)
         elif spec.context_dim is not None and spec.middle_depth == 0:
             raise ValueError(
-                "this UNet has no attention in its middle: it is a distilled one (SSD-1B, Segmind-Vega, BK-SDM or the "
+                "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
                 "like), which is not supported"
             )
         else:
-            family = _described(spec, shapes, metadata)
+            family = _from_metadata(spec, shapes, metadata)
     except KeyError as error:
         raise ValueError(f"a tensor that every such network has is missing: {error.args[0]}") from error
-    stated = stated_prediction(metadata)
-    return family if stated is None else with_prediction(family, stated)
+    prediction = metadata_prediction(metadata)
+    return family if prediction is None else with_prediction(family, prediction)
 
 
-def _fitted(family: Family, shapes: Mapping[str, Shapes]) -> Family:
-    """A row, with a text encoder that lacks what the family has no use for, where the file's does."""
+def _fit_text(family: Family, shapes: Mapping[str, Shapes]) -> Family:
+    """Fit a row to a file whose OpenCLIP lacks the layers and the projection that the family does not use."""
     text = shapes.get("text_encoder", {})
     if family.conditioner == "clip" and isinstance(family.text, OpenCLIPTextSpec) and "ln_final.weight" in text:
-        fitted = family.text.fitted(text)
-        kept = {name: getattr(fitted, name) for name in ("layers", "skip", "projection")}
-        if kept["layers"] - kept["skip"] == family.text.layers - family.text.skip:
-            return replace(family, text=replace(family.text, **kept))
+        found = family.text.fitted(text)
+        if found.layers - found.skip == family.text.layers - family.text.skip:
+            fitted = replace(family.text, layers=found.layers, skip=found.skip, projection=found.projection)
+            return replace(family, text_encoders=(fitted, *family.text_encoders[1:]))
     return family
 
 
 def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
-    """The family with an autoencoder out of another file, of that name, in place of its own.
+    """Return the family with another autoencoder, from the file `name`.
 
-    The scale factor stays the family's, which no autoencoder's file tells; but TAESD's latents are the UNet's own.
-    Raises ValueError if its latents are not like those of the family's autoencoder.
+    It keeps its scale factor, which no autoencoder's file tells; with TAESD it is 1, whose latents are the UNet's.
+    Raises ValueError if the latents have other channels or another size.
     """
     own = family.vae
     if (other.embed_dim, other.factor) != (own.embed_dim, own.factor):
@@ -85,24 +86,24 @@ def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
 
 
 def _as_inferred(spec: UNetSpec) -> UNetSpec:
-    """A row as inference returns it: weights do not tell the number of heads."""
+    """Return a row's spec as inference does: without the number of heads, which shapes do not tell."""
     return replace(spec, num_heads=None, head_dim=None)
 
 
-def turbo_of(family: Family) -> str | None:
-    """The name of the Turbo model with a family's UNet; None if there is none, or it is that."""
+def turbo_variant(family: Family) -> str | None:
+    """Return the name of the Turbo model with the family's UNet; None if there is none, or the family is it."""
     name = next((name for name in TURBOS.values() if FAMILIES[name].unet == family.unet), None)
     return None if name is None or FAMILIES[name].title == family.title else name
 
 
-def stated_prediction(metadata: Mapping[str, str]) -> Prediction | None:
-    """What a file says that it predicts, if it does.  Raises ValueError if that is unknown."""
-    stated = metadata.get("prediction", metadata.get("modelspec.prediction_type"))
-    return None if stated is None else parse_prediction(stated)
+def metadata_prediction(metadata: Mapping[str, str]) -> Prediction | None:
+    """Return the prediction type that the metadata give; None if they do not.  Raises ValueError if it is unknown."""
+    name = metadata.get("prediction", metadata.get("modelspec.prediction_type"))
+    return None if name is None else parse_prediction(name)
 
 
 def with_prediction(family: Family, prediction: Prediction) -> Family:
-    """The family's variant with that prediction."""
+    """Return the family's variant with this prediction type."""
     if prediction == "v" and family.v_resolution is not None:
         return replace(family, prediction=prediction, resolution=family.v_resolution, v_resolution=None)
     return replace(family, prediction=prediction, v_resolution=None)
@@ -111,85 +112,79 @@ def with_prediction(family: Family, prediction: Prediction) -> Family:
 V_DEVIATION = 0.09
 
 
-def read_prediction(family: Family, unet: UNet) -> tuple[Family, str]:
-    """A family that predicts eps or v -> the variant that the UNet's weights are of, and why, in words.
+def detect_prediction(family: Family, unet: UNet) -> tuple[Family, str]:
+    """Decide between eps and v prediction by the UNet's weights; return the family's variant and the reason, in words.
 
-    The bias of the last transformer's first norm spreads wider in networks that were trained to predict v: the
-    statistic that ComfyUI decides by.
+    The bias of the last transformer's first norm spreads wider in networks trained with v prediction.  ComfyUI decides
+    by the same statistic.
     """
     key = next(key for key in reversed(list(unet.state_dict())) if key.endswith("transformer_blocks.0.norm1.bias"))
     deviation = float(unet.state_dict()[key].float().std(correction=0))
     prediction: Prediction = "v" if deviation > V_DEVIATION else "eps"
     sign = ">" if prediction == "v" else "<="
-    return with_prediction(
-        family, prediction
-    ), f"by its weights: {key} deviates by {deviation:.3f} {sign} {V_DEVIATION}"
+    reason = f"by its weights: {key} deviates by {deviation:.3f} {sign} {V_DEVIATION}"
+    return with_prediction(family, prediction), reason
 
 
 def parse_prediction(name: str) -> Prediction:
-    """A prediction type as people write it ("epsilon", "v_prediction") -> eps, v or x0.  Raises ValueError."""
+    """Parse a prediction type: eps, v, x0, or diffusers' names for them.  Raises ValueError."""
     short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(name, name)
     if short not in ("eps", "v", "x0"):
         raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
     return short  # type: ignore[return-value]
 
 
-def complete(got: Collection[str], wanted: Iterable[str]) -> None:
-    """Raises ValueError if one of the wanted roles of networks is not among those got."""
-    if set(got) in ({"control"}, {"adapter"}):
-        what = "a ControlNet" if "control" in got else "a T2I-Adapter"
+def check_complete(found: Collection[str], required: Iterable[str]) -> None:
+    """Raise ValueError if one of the required roles of networks was not found."""
+    if set(found) in ({"control"}, {"adapter"}):
+        what = "a ControlNet" if "control" in found else "a T2I-Adapter"
         raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
-    if lacks := [role for role in wanted if role not in got]:
-        options = " and ".join(dict.fromkeys(f"`{role.removesuffix('_2')}=FILE`" for role in lacks))
-        raise ValueError(f"holds only {', '.join(got)}: name what is missing with {options}")
+    if missing := [role for role in required if role not in found]:
+        options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
+        raise ValueError(f"holds only {', '.join(found)}: name what is missing with {options}")
 
 
-def known(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """Metadata that a user gives, as they are.  Raises ValueError for a name that nothing here reads."""
-    if unknown := [name for name in metadata if name not in KNOWN]:
-        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(KNOWN)}")
+def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the metadata that a user gives.  Raises ValueError for an unknown key."""
+    if unknown := [name for name in metadata if name not in METADATA_KEYS]:
+        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(METADATA_KEYS)}")
     return metadata
 
 
-NEEDED = ("unet_num_heads", "text_num_heads", "text_activation", "scale_factor", "beta_start", "beta_end", "resolution")
-KNOWN = (
-    *NEEDED,
+TEXT_KEYS = ("text_num_heads", "text_activation")
+REQUIRED = ("unet_num_heads", *TEXT_KEYS, "scale_factor", "beta_start", "beta_end", "resolution")
+METADATA_KEYS = (
+    *REQUIRED,
     *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
     *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation"),
 )
 
 
-def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
-    """The family that a file's own metadata describes; ValueError naming the nearest row if it is incomplete.
+def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+    """Return the family that a file's metadata describe.  Raises ValueError naming the nearest UNet if they do not.
 
-    With "family", the name of a row, all that the metadata leave open is as there.
+    With "family", the name of a row, that row gives what the metadata do not.
     """
-    lacks = [key for key in (*NEEDED, "prediction") if key not in metadata]
-    if lacks and "family" not in metadata:
-        name, key = nearest(shapes["unet"])
+    missing = [key for key in (*REQUIRED, "prediction") if key not in metadata]
+    if missing and "family" not in metadata:
+        name, key = nearest_unet(unet, shapes["unet"])
         raise ValueError(
-            f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it as what it is, "
-            f"its metadata (or `metadata=KEY=VALUE`) must say {', '.join(lacks)}"
+            f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it, its metadata (or "
+            f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
         )
-    if (
-        metadata.get("beta_schedule", "scaled_linear") != "scaled_linear"
-        or metadata.get("num_timesteps", "1000") != "1000"
-    ):
-        raise ValueError(
-            "the metadata's beta_schedule or num_timesteps is not scaled_linear and 1000, all that is known here"
-        )
+    betas = metadata.get("beta_schedule", "scaled_linear"), metadata.get("num_timesteps", "1000")
+    if betas != ("scaled_linear", "1000"):
+        raise ValueError(f"the metadata give beta_schedule and num_timesteps {betas}: wanted scaled_linear and 1000")
     row = FAMILIES[metadata.get("family", "sd1")]
-    complete(shapes, row.networks)
+    check_complete(shapes, row.networks)
     try:
         family = replace(
             row,
             title=metadata.get("title", row.title if "family" in metadata else "unnamed model"),
             unet=_with_heads(unet, row.unet, metadata),
             vae=infer_vae(shapes["vae"]),
-            text=_text(shapes, metadata, "text", row.text),
-            text_2=_text(shapes, metadata, "text_2", row.text_2),
-            beta_start=float(metadata.get("beta_start", row.beta_start)),
-            beta_end=float(metadata.get("beta_end", row.beta_end)),
+            text_encoders=tuple(_infer_text(shapes, metadata, name, like) for name, like in _texts(row)),
+            noise=_noise(row, metadata),
             scale_factor=float(metadata.get("scale_factor", row.scale_factor)),
             resolution=int(metadata.get("resolution", row.resolution)),
             steps=int(metadata.get("steps", row.steps)),
@@ -201,31 +196,45 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
     return family
 
 
+def _noise(row: Family, metadata: Mapping[str, str]) -> ScaledLinear | Cosine:
+    if isinstance(row.noise, Cosine):
+        return row.noise
+    start, end = metadata.get("beta_start", row.noise.start), metadata.get("beta_end", row.noise.end)
+    return ScaledLinear(float(start), float(end))
+
+
 def _check(family: Family) -> None:
-    """Raises ValueError for numbers that no model can have."""
+    """Raise ValueError for numbers that no model can have."""
     unet, factor = family.unet, family.vae.factor
-    schedule = 0 < family.beta_start <= family.beta_end < 1
     scaled = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
     whole = family.resolution > 0 and family.resolution % factor == 0
-    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it can be, what can be
+    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
         ("scale_factor", family.scale_factor, scaled, "more than 0"),
-        ("beta_start", family.beta_start, schedule, "0 < beta_start <= beta_end < 1"),
         ("resolution", family.resolution, whole, f"a multiple of {factor}"),
         ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
         ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
     ]
+    if isinstance(family.noise, ScaledLinear):
+        increasing = 0 < family.noise.start <= family.noise.end < 1
+        checks.append(("beta_start", family.noise.start, increasing, "0 < beta_start <= beta_end < 1"))
     for name, size in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
-        width = unet.model_channels * unet.channel_mult[-1]  # where there is attention in any of them
+        width = unet.model_channels * unet.channel_mult[-1]  # the width of attention, if any level has it
         checks.append((name, size, size is None or (size > 0 and width % size == 0), f"a divisor of {width}"))
-    for name, text in (("text", family.text), ("text_2", family.text_2)):
+    for name, text in _texts(family):
         if isinstance(text, CLIPTextSpec):
             divides = text.heads > 0 and text.width % text.heads == 0
             checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
             wanted, found = f"one of {', '.join(ACTIVATIONS)}", text.activation
             checks.append((f"{name}_activation", found, found in ACTIVATIONS, wanted))
-    for name, value, can_be, wanted in checks:
-        if not can_be:
+    for name, value, is_valid, wanted in checks:
+        if not is_valid:
             raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
+
+
+def _texts(family: Family) -> Iterator[tuple[str, EncoderSpec]]:
+    """Yield (name in the metadata, spec) of each text encoder: "text", "text_2", ..."""
+    for role, spec in zip(text_roles(family.text_encoders), family.text_encoders, strict=True):
+        yield role.replace("text_encoder", "text"), spec
 
 
 def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
@@ -236,12 +245,8 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
     return replace(unet, num_heads=row.num_heads, head_dim=row.head_dim)
 
 
-def _text(
-    shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec | None
-) -> EncoderSpec | None:
-    """The spec of a text encoder, "text" or "text_2", of the same kind as another."""
-    if like is None:
-        return None
+def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
+    """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
     heads = int(metadata[f"{name}_num_heads"]) if f"{name}_num_heads" in metadata else None
     spec = like.fitted(shapes[name.replace("text", "text_encoder")], heads)
     if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
@@ -250,31 +255,24 @@ def _text(
 
 
 def describe(family: Family) -> dict[str, str]:
-    """The metadata that identify() needs to know a family again that no row describes."""
-
-    def kind(family: Family) -> tuple[object, ...]:
-        return family.conditioner, family.task, family.sgm, type(family.text)
-
-    def alike(name: str) -> int:
-        return sum(value == getattr(family, key) for key, value in vars(FAMILIES[name]).items())
-
-    row = max((name for name, row in FAMILIES.items() if kind(row) == kind(family)), key=alike)
+    """Return the metadata with which detect_family() recognises a family that matches no row."""
+    rows = [name for name, row in FAMILIES.items() if _kind(row) == _kind(family)]
+    own = vars(family)
     about: dict[str, object] = {
-        "family": row,
+        "family": max(rows, key=lambda name: sum(value == own[key] for key, value in vars(FAMILIES[name]).items())),
         "title": family.title,
         "prediction": family.prediction,
         "scale_factor": family.scale_factor,
-        "beta_start": family.beta_start,
-        "beta_end": family.beta_end,
-        "beta_schedule": "scaled_linear",
-        "num_timesteps": 1000,
         "resolution": family.resolution,
         "steps": family.steps,
         "guidance": family.scale,
         "unet_num_heads": family.unet.num_heads,
         "unet_head_dim": family.unet.head_dim,
     }
-    for name, spec in (("text", family.text), ("text_2", family.text_2)):
+    if isinstance(family.noise, ScaledLinear):
+        about |= {"beta_start": family.noise.start, "beta_end": family.noise.end}
+        about |= {"beta_schedule": "scaled_linear", "num_timesteps": 1000}
+    for name, spec in _texts(family):
         if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)):
             about[f"{name}_num_heads"] = spec.heads
         if isinstance(spec, CLIPTextSpec):
@@ -282,14 +280,15 @@ def describe(family: Family) -> dict[str, str]:
     return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 
 
-def nearest(shapes: Shapes) -> tuple[str, str]:
-    """(name of the known UNet that shares most tensors with these shapes, the first key that differs)."""
+def _kind(family: Family) -> tuple[object, ...]:
+    return family.conditioner, family.task, family.sgm, type(family.text)
 
-    def of(spec: UNetSpec) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            return {key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
 
-    known = {name: of(spec) for name, spec in UNETS.items()}
-    name = max(known, key=lambda name: len(known[name].items() & shapes.items()))
-    differing = (key for key in known[name] if shapes.get(key) != known[name][key])
-    return name, next(differing, next((key for key in shapes if key not in known[name]), "nothing"))
+def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
+    """Return the name of the known UNet with most values of `spec`, and the first key whose shape differs from it."""
+    own = vars(spec)
+    name = max(UNETS, key=lambda name: sum(own[key] == value for key, value in vars(_as_inferred(UNETS[name])).items()))
+    with torch.device("meta"):
+        known = {key: tuple(value.shape) for key, value in UNet(UNETS[name]).state_dict().items()}
+    differing = (key for key in known if shapes.get(key) != known[key])
+    return name, next(differing, next((key for key in shapes if key not in known), "nothing"))

@@ -1,9 +1,10 @@
-"""The model families, a row each: the specs of its networks, its noise schedule, and what its users expect.
+"""The model families, one row each: the specs of the networks, the noise process, and the default settings.
 
-identify.py infers a file's architecture from its shapes and looks it up here: the row *is* the fingerprint.
+detection.py infers a file's architecture from its shapes and finds the row with the same specs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,66 +29,83 @@ from ldm_lite.zoo.networks import (
     Spec,
 )
 
-IN_THE_FILE = math.nan  # a scale factor that only the file knows, in its buffer `scale_factor`
+IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
+
+
+@dataclass(frozen=True)
+class ScaledLinear:
+    """A variance-preserving noise process with 1000 betas, linear in their square roots."""
+
+    start: float
+    end: float
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return linear_betas(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A variance-preserving noise process with the cosine schedule of Nichol and Dhariwal 2021."""
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return cosine_betas()
 
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of checkpoint: its networks, its noise schedule, and what its users expect by default."""
+    """One kind of checkpoint: its networks, its noise process, and its default settings."""
 
     title: str
     unet: UNetSpec
     vae: AutoencoderSpec
-    text: EncoderSpec | None  # what reads the prompts (or classes, or boxes)
-    text_2: EncoderSpec | None  # a second one
-    conditioner: str  # how those make what the UNet reads: a name in conditioning.CONDITIONERS
-    task: str  # what it is for: "txt2img" (and all that can be made of it), "inpaint", ...: see job.COMMANDS
-    sgm: bool  # its files have the text encoders' keys as generative-models names them
+    text_encoders: tuple[EncoderSpec, ...]  # encoders of the prompt: text, a class, boxes, a label map
+    conditioner: str  # how their outputs become the UNet's inputs: a name in conditioning.CONDITIONERS
+    task: str  # "txt2img" (and what builds on it), "inpaint", ...: see job.COMMANDS
+    sgm: bool  # its files name text encoders as generative-models does
     prediction: Prediction
-    beta_start: float  # of 1000 betas, linear in their square roots
-    beta_end: float
-    cosine: bool  # the cosine schedule in place of those
-    scale_factor: float  # latents in the UNet's scale = scale_factor * the autoencoder's; may be IN_THE_FILE
-    sampler: str  # by any of its names, with its spacing
-    resolution: int  # pixels a side
-    v_resolution: (
-        int | None
-    )  # of its variant that predicts v, which weights tell and shapes do not; None = there is none
-    vae_overflows: bool  # in float16, so that it is kept in float32
+    noise: ScaledLinear | Cosine
+    scale_factor: float  # UNet latents = scale_factor * autoencoder latents; may be IN_THE_FILE
+    sampler: str  # any of its names, with its timestep spacing
+    resolution: int  # pixels per side
+    v_resolution: int | None  # of its variant with v prediction, which only weights tell apart; None = no such variant
+    vae_overflows: bool  # the autoencoder overflows in float16, so it stays in float32
     steps: int
     scale: float  # classifier-free guidance
-    threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for models of pixels
+    threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
+
+    @property
+    def text(self) -> EncoderSpec | None:
+        """Spec of the first text encoder; None if there is none."""
+        return self.text_encoders[0] if self.text_encoders else None
 
     @property
     def networks(self) -> dict[str, Spec]:
-        """The specs of its networks by their roles, which are the names of Pipeline's fields."""
-        specs: dict[str, Spec | None] = {
-            "unet": self.unet,
-            "vae": self.vae,
-            "text_encoder": self.text,
-            "text_encoder_2": self.text_2,
-        }
-        return {role: spec for role, spec in specs.items() if spec is not None and not isinstance(spec, PixelSpec)}
+        """Specs of its networks by role: "unet", "vae", "text_encoder", "text_encoder_2", ..."""
+        specs: dict[str, Spec] = {"unet": self.unet}
+        if not isinstance(self.vae, PixelSpec):
+            specs["vae"] = self.vae
+        return specs | dict(zip(text_roles(self.text_encoders), self.text_encoders, strict=True))
 
-    @property
-    def betas(self) -> Array:
-        """Its noise schedule, (1000,)."""
-        return cosine_betas() if self.cosine else linear_betas(self.beta_start, self.beta_end)
+
+def text_roles(encoders: Sequence[object]) -> list[str]:
+    """Return the roles of text encoders: "text_encoder", "text_encoder_2", ..."""
+    return [f"text_encoder_{i + 1}" if i else "text_encoder" for i in range(len(encoders))]
 
 
 SD1 = Family(
     title="Stable Diffusion 1.x",
     unet=SD1_UNET,
     vae=KL_F8,
-    text=CLIP_L,
-    text_2=None,
+    text_encoders=(CLIP_L,),
     conditioner="clip",
     task="txt2img",
     sgm=False,
     prediction="eps",
-    beta_start=0.00085,
-    beta_end=0.012,
-    cosine=False,
+    noise=ScaledLinear(0.00085, 0.012),
     scale_factor=0.18215,
     sampler="ddim",
     resolution=512,
@@ -103,7 +121,7 @@ SD2 = replace(
     SD1,
     title="Stable Diffusion 2.x",
     unet=UNETS["sd2"],
-    text=OPEN_CLIP_H,
+    text_encoders=(OPEN_CLIP_H,),
     v_resolution=768,
     scale=9.0,
 )
@@ -121,8 +139,7 @@ SDXL = replace(
     SD1,
     title="Stable Diffusion XL",
     unet=UNETS["sdxl_base"],
-    text=replace(CLIP_L, skip=1, norm=False),
-    text_2=OPEN_CLIP_G,
+    text_encoders=(replace(CLIP_L, skip=1, norm=False), OPEN_CLIP_G),
     conditioner="sdxl",
     sgm=True,
     scale_factor=0.13025,
@@ -134,12 +151,12 @@ SDXL = replace(
 IF = replace(
     SD1,
     title="DeepFloyd IF, stage I",
-    unet=IF_I_XL,  # or of another size
+    unet=IF_I_XL,  # or another size
     vae=PixelSpec(),
-    text=None,  # T5 is a file of its own, which stages share
+    text_encoders=(),  # T5 is in a file of its own, shared by the stages
     conditioner="t5",
     task="cascade",
-    cosine=True,
+    noise=Cosine(),
     scale_factor=1.0,
     sampler="ddpm_respaced",
     resolution=64,
@@ -149,7 +166,7 @@ IF = replace(
 )
 
 TURBO: dict[str, Any] = {"sampler": "euler_a_trailing", "steps": 1, "scale": 1.0}  # Sauer et al. 2023
-LCM: dict[str, Any] = {"sampler": "lcm", "steps": 4, "scale": 8.0}  # Luo et al. 2023; the scale that its card takes
+LCM: dict[str, Any] = {"sampler": "lcm", "steps": 4, "scale": 8.0}  # Luo et al. 2023; scale of its model card
 
 # ---- latent diffusion's own models, and the upscaler ----------------------------------------------------------------
 
@@ -158,10 +175,9 @@ LDM = replace(
     title="LDM unconditional (CelebA-HQ, FFHQ or LSUN bedrooms)",
     unet=UNETS["ldm_celeba_ffhq_beds256"],
     vae=AUTOENCODERS["vq_f4"],
-    text=None,
+    text_encoders=(),
     conditioner="nothing",
-    beta_start=0.0015,
-    beta_end=0.0195,
+    noise=ScaledLinear(0.0015, 0.0195),
     scale_factor=1.0,
     resolution=256,
     steps=200,
@@ -174,7 +190,7 @@ ZOO = {
         title="LDM unconditional (LSUN churches)",
         unet=UNETS["ldm_lsun_churches256"],
         vae=KL_F8,
-        beta_end=0.0155,
+        noise=ScaledLinear(0.0015, 0.0155),
         scale_factor=IN_THE_FILE,
         steps=400,
     ),
@@ -182,7 +198,7 @@ ZOO = {
         SD1,
         title="LDM text-to-image (1.45 B, LAION-400M)",
         unet=UNETS["ldm_text2img_large"],
-        text=BERT_LARGE,
+        text_encoders=(BERT_LARGE,),
         conditioner="bert",
         resolution=256,
         scale=5.0,
@@ -191,7 +207,7 @@ ZOO = {
         LDM,
         title="LDM text-to-image 256",
         unet=UNETS["ldm_text2img256"],
-        text=replace(BERT_LARGE, width=640),
+        text_encoders=(replace(BERT_LARGE, width=640),),
         conditioner="bert",
         steps=100,
     ),
@@ -199,7 +215,7 @@ ZOO = {
         LDM,
         title="LDM ImageNet classes (v2)",
         unet=UNETS["ldm_cin256_v2"],
-        text=ClassSpec(num_classes=1001, width=512, unconditional=1000),
+        text_encoders=(ClassSpec(num_classes=1001, width=512, unconditional=1000),),
         conditioner="classes",
         steps=20,
         scale=3.0,
@@ -209,7 +225,7 @@ ZOO = {
         title="LDM ImageNet classes",
         unet=UNETS["ldm_cin256"],
         vae=AUTOENCODERS["vq_f8"],
-        text=ClassSpec(num_classes=1000, width=512, unconditional=None),
+        text_encoders=(ClassSpec(num_classes=1000, width=512, unconditional=None),),
         conditioner="classes",
         sampler="ddpm",
     ),
@@ -217,17 +233,17 @@ ZOO = {
         LDM,
         title="LDM layout-to-image (OpenImages)",
         unet=UNETS["ldm_layout2img"],
-        text=BERTSpec(vocab_size=8192, length=92, width=512, layers=16),
+        text_encoders=(BERTSpec(vocab_size=8192, length=92, width=512, layers=16),),
         conditioner="layouts",
-        beta_end=0.0205,
+        noise=ScaledLinear(0.0015, 0.0205),
     ),
     "ldm_semantic_synthesis": replace(
         LDM,
         title="LDM semantic synthesis",
         unet=UNETS["ldm_semantic_synthesis"],
-        text=LabelMapSpec(num_labels=182, channels=3, halvings=2),
+        text_encoders=(LabelMapSpec(num_labels=182, channels=3, halvings=2),),
         conditioner="label_maps",
-        beta_end=0.0205,
+        noise=ScaledLinear(0.0015, 0.0205),
     ),
     "rdm768": replace(
         LDM,
@@ -235,7 +251,7 @@ ZOO = {
         unet=UNETS["rdm768"],
         vae=AUTOENCODERS["kl_f16"],
         conditioner="embeddings",
-        beta_end=0.015,
+        noise=ScaledLinear(0.0015, 0.015),
         scale_factor=0.22765929,
         resolution=768,
         steps=50,
@@ -247,7 +263,7 @@ ZOO = {
         unet=UNETS["ldm_inpainting_big"],
         vae=AUTOENCODERS["vq_f4_noattn"],
         task="inpaint_ldm",
-        beta_end=0.0205,
+        noise=ScaledLinear(0.0015, 0.0205),
         resolution=512,
         steps=50,
     ),
@@ -256,7 +272,7 @@ ZOO = {
         title="LDM super-resolution",
         unet=UNETS["ldm_bsr_sr"],
         task="upscale",
-        beta_end=0.0155,
+        noise=ScaledLinear(0.0015, 0.0155),
         steps=100,
         sampler="ddpm",
     ),
@@ -265,11 +281,10 @@ ZOO = {
         title="Stable Diffusion x4 upscaler",
         unet=UNETS["x4"],
         vae=AUTOENCODERS["kl_f4_x4upscaler"],
-        text=OPEN_CLIP_H,
+        text_encoders=(OPEN_CLIP_H,),
         task="upscale",
         prediction="v",
-        beta_start=0.0001,
-        beta_end=0.02,
+        noise=ScaledLinear(0.0001, 0.02),
         scale_factor=0.08333,
         scale=9.0,
     ),
@@ -297,15 +312,14 @@ FAMILIES = {
         UNCLIP, title="Stable Diffusion 2.1 unCLIP (L)", unet=UNETS["sd2_unclip_l"], conditioner="unclip_l"
     ),
     "sdxl_base": SDXL,
-    "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # weights do not tell: identify.TURBOS
+    "sdxl_turbo": replace(SDXL, title="SDXL-Turbo", resolution=512, **TURBO),  # shapes do not tell: detection.TURBOS
     "sdxl_inpaint": replace(SDXL, title="Stable Diffusion XL inpainting", unet=UNETS["sdxl_inpaint"], task="inpaint"),
     "lcm_sdxl": replace(SDXL, title="Latent Consistency Model (Stable Diffusion XL)", unet=UNETS["lcm_sdxl"], **LCM),
     "sdxl_refiner": replace(
         SDXL,
         title="Stable Diffusion XL refiner",
         unet=UNETS["sdxl_refiner"],
-        text=OPEN_CLIP_G,
-        text_2=None,
+        text_encoders=(OPEN_CLIP_G,),
         conditioner="refiner",
     ),
     **ZOO,

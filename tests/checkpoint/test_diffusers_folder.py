@@ -16,7 +16,7 @@ from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.checkpoint.reader import Checkpoint, split
 from ldm_lite.conditioning.prompts import PromptOptions
-from ldm_lite.zoo.detection import describe, identify
+from ldm_lite.zoo.detection import describe, detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
 from tests.zoo.test_families import NEGATIVE, PROMPT, run
@@ -176,4 +176,4 @@ def test_released_folders_need_nothing_told(tmp_path: Path) -> None:
     for role, name in parts.items():
         theirs = {key: tuple(shape) for key, shape in THEIRS[name].items()}
         shapes[role] = split(Checkpoint(tmp_path / role, theirs, {}, torch.zeros))[role].shapes
-    assert identify(shapes, {}) == FAMILIES["lcm"]
+    assert detect_family(shapes, {}) == FAMILIES["lcm"]

@@ -19,7 +19,7 @@ from ldm_lite.checkpoint.reader import Component, load_weights, on_meta, open_ch
 from ldm_lite.models.controlnet import ControlNet, infer_spec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.detection import identify
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import SDXL_UNET, Spec, build, infer_vae
 
@@ -71,7 +71,7 @@ def test_every_key_of_a_released_network_has_its_place(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RELEASED if name.startswith("unet_")])
 def test_a_released_unet_is_its_family(name: str) -> None:
     shapes = {key: source.shape for key, source in original_layout(shapes_of(name)).items()}
-    assert identify({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
+    assert detect_family({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
 
 
 def controlnet(shapes: Mapping[str, tuple[int, ...]], like: UNetSpec) -> ControlNet:
@@ -187,7 +187,7 @@ def test_a_text_encoder_computes_what_transformers_does(tmp_path: Path, name: st
         for key, value in weights_of(name).items()
     }
     part = component(tmp_path, "text", values, "text_encoder", hidden_act="gelu")
-    row = small("sd2").text if name == "text_openclip_h14" else small("sdxl_base").text_2
+    row = small("sd2").text if name == "text_openclip_h14" else small("sdxl_base").text_encoders[1]
     encoder = loaded(part, row.fitted(part.shapes))
     ids = toy.token_ids(row.vocab_size, row.length)
     if name == "text_openclip_bigg14":

@@ -1,4 +1,4 @@
-"""Names of files: paths, the bundled model, and the hub, whose part a server on this machine plays."""
+"""Finding checkpoints: paths, the bundled model, and the hub, which a local server stands in for."""
 
 import hashlib
 import json
@@ -34,9 +34,9 @@ ERRORS = {  # by repository
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as the hub does, and remembers which ranges it was asked for.
+    """Answers as the hub does and records the requested ranges.
 
-    `files` are those of the repository owner/pipe, by their names in it; all others have one content.
+    `files` are the files of the repository owner/pipe by name; all other files have the same content.
     """
 
     ranges: ClassVar[list[str | None]] = []
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The hub's empty cache, while the server stands for the hub."""
+    """The hub's empty cache; a local server stands in for the hub."""
     monkeypatch.setattr(socket.socket, "connect", CONNECT)
     monkeypatch.setattr(socket, "getaddrinfo", GETADDRINFO)
     monkeypatch.setattr(Handler, "ranges", [])
@@ -104,7 +104,7 @@ def part(cache: Path) -> Path:
     return path
 
 
-def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.resolve(None) == hub.bundled()
     assert hub.resolve(DATA) == DATA
     (tmp_path / "models").mkdir()
@@ -112,11 +112,11 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("nothing.ckpt", "a/b", "/no/such/file", "./no/such/file", "models/ldm/model.ckpt", "~nobody/x.ckpt"):
         with pytest.raises(FileNotFoundError, match="no such file"):
             hub.resolve(name)
-    with pytest.raises(FileNotFoundError, match="got an empty name"):
+    with pytest.raises(FileNotFoundError, match="got an empty checkpoint name"):
         hub.resolve("")
 
 
-def test_a_file_is_downloaded_once_and_where_it_is_is_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_is_downloaded_once_and_its_path_is_logged(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ldm_lite")
     first, again = (hub.resolve("owner/repo/folder/file.ckpt") for _ in range(2))
     assert first == again
@@ -127,7 +127,7 @@ def test_a_file_is_downloaded_once_and_where_it_is_is_said(cache: Path, caplog: 
     assert caplog.messages == [f"owner/repo/folder/file.ckpt: at {first}"] * 2
 
 
-def test_a_download_that_was_cut_off_goes_on(cache: Path) -> None:
+def test_an_interrupted_download_is_resumed(cache: Path) -> None:
     part(cache).write_bytes(CONTENT[:8_000])
     assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
     assert Handler.ranges == ["bytes=8000-"]
@@ -135,7 +135,7 @@ def test_a_download_that_was_cut_off_goes_on(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [None, lambda url, stream: stream], ids=["missing", "another signature"])
-def test_a_library_without_the_parts_for_that_downloads_by_itself(
+def test_a_library_without_these_functions_downloads_by_itself(
     cache: Path, monkeypatch: pytest.MonkeyPatch, broken: object
 ) -> None:
     part(cache).write_bytes(CONTENT[:8_000])
@@ -153,15 +153,15 @@ def test_a_library_without_the_parts_for_that_downloads_by_itself(
     assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
 
 
-def test_a_server_that_knows_no_ranges_sends_all_of_it(cache: Path) -> None:
+def test_a_server_without_ranges_sends_the_whole_file(cache: Path) -> None:
     part(cache).write_bytes(CONTENT[:8_000])
     assert hub.resolve("owner/repo/whole.ckpt").read_bytes() == CONTENT
     assert Handler.ranges == ["bytes=8000-"]
 
 
-def test_what_is_not_the_file_is_not_kept(cache: Path) -> None:
+def test_a_file_with_a_wrong_checksum_is_removed(cache: Path) -> None:
     part(cache).write_bytes(bytes(8_000))
-    with pytest.raises(FileNotFoundError, match="is not what it should be, and was removed: try again"):
+    with pytest.raises(FileNotFoundError, match="has a wrong checksum and was removed: try again"):
         hub.resolve("owner/repo/file.ckpt")
     assert hub.resolve("owner/repo/file.ckpt").read_bytes() == CONTENT
 
@@ -170,17 +170,17 @@ def test_what_is_not_the_file_is_not_kept(cache: Path) -> None:
     ("repository", "reason"),
     [
         ("owner/gated", r"accept its licence at https://huggingface.co/owner/gated, and log in with `hf auth login`"),
-        ("owner/gone", r"owner/gone is not there, was moved, or is private and wants `hf auth login`"),
-        ("owner/other", r"the repository has no such file; what it has is listed at \S+/owner/other/tree/main"),
+        ("owner/gone", r"owner/gone does not exist, was moved, or is private and needs `hf auth login`"),
+        ("owner/other", r"the repository has no such file; its files are listed at \S+/owner/other/tree/main"),
     ],
 )
-def test_what_the_hub_does_not_give_is_one_line(cache: Path, repository: str, reason: str) -> None:
+def test_a_refusal_of_the_hub_is_one_line(cache: Path, repository: str, reason: str) -> None:
     wanted = rf"^{repository}/file.ckpt: no such file, and the hub did not give it: {reason}$"
     with pytest.raises(FileNotFoundError, match=wanted):
         hub.resolve(f"{repository}/file.ckpt")
 
 
-def test_without_a_network_what_is_in_the_cache_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_cached_file_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = hub.resolve("owner/repo/file.ckpt")
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -198,16 +198,14 @@ def test_without_a_network_what_is_in_the_cache_is_taken(cache: Path, monkeypatc
 
 
 def publish(folder: Path, *more: str) -> None:
-    """Have the server's repository owner/pipe hold a folder, and files of no use here."""
+    """Put a folder into the server's repository owner/pipe, with files that ldm_lite does not read."""
     names = (path for path in folder.rglob("*") if path.is_file())
     Handler.files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in names}
     Handler.files |= dict.fromkeys(("README.md", "safety_checker/model.safetensors", *more), b"")
 
 
-def test_a_repository_that_diffusers_has_saved_is_a_checkpoint(
-    cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Only what is read of it is downloaded; without a network what is in the cache is taken."""
+def test_a_diffusers_repository_is_a_checkpoint(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Only the files that are read are downloaded."""
     folder = save(tmp_path_factory.mktemp("saved"), "lcm")
     publish(folder)
     here, there = (ldm_lite.load(source, metadata=told(LCM), device="cpu") for source in (folder, "owner/pipe"))
@@ -222,7 +220,7 @@ def test_a_repository_that_diffusers_has_saved_is_a_checkpoint(
     }
 
 
-def test_without_a_network_a_repository_in_the_cache_is_taken(
+def test_without_a_network_the_cached_repository_is_used(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     publish(save(tmp_path_factory.mktemp("saved"), "lcm"))
@@ -239,7 +237,7 @@ def test_without_a_network_a_repository_in_the_cache_is_taken(
         open_source("owner/none")
 
 
-def test_a_network_alone_and_in_several_files(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_one_network_in_several_files(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = save(tmp_path_factory.mktemp("saved"), "lcm") / "vae"
     whole = open_source(folder)
     values = load_file(folder / "diffusion_pytorch_model.safetensors")
@@ -252,13 +250,13 @@ def test_a_network_alone_and_in_several_files(cache: Path, tmp_path_factory: pyt
     assert open_source("owner/pipe").shapes == whole.shapes
 
 
-def test_a_repository_of_other_files_names_them(cache: Path) -> None:
+def test_the_files_of_another_repository_are_named(cache: Path) -> None:
     Handler.files |= {"README.md": b"", "v1-4.ckpt": b"", "lora/more.safetensors": b""}
     with pytest.raises(
         ValueError, match=r"is not a diffusers folder .*: owner/pipe/v1-4.ckpt, owner/pipe/lora/more.safetensors$"
     ):
         open_source("owner/pipe")
-    with pytest.raises(FileNotFoundError, match=r"^owner/gone: no such file or folder, .* is not there, was moved, or"):
+    with pytest.raises(FileNotFoundError, match=r"^owner/gone: no such file or folder, .* does not exist"):
         open_source("owner/gone")
     Handler.files.clear()
     Handler.files["README.md"] = b""
@@ -266,7 +264,7 @@ def test_a_repository_of_other_files_names_them(cache: Path) -> None:
         open_source("owner/pipe")
 
 
-def test_what_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_not_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     assert (

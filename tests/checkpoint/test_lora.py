@@ -150,7 +150,7 @@ def test_the_text_encoder_of_stable_diffusion_2(tmp_path: Path, caplog: pytest.L
 
 def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
     with on_meta():
-        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_2)}
+        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_encoders[1])}
     weights = {role: targets(network) for role, network in networks.items()}
     table = {
         name: weights[role][module]

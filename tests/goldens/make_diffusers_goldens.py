@@ -241,7 +241,7 @@ def lcm() -> tuple[Arrays, dict[str, Shapes]]:
         **networks,
         tokenizer=first,
         scheduler=diffusers.LCMScheduler(
-            beta_start=LCM.beta_start, beta_end=LCM.beta_end, beta_schedule="scaled_linear", prediction_type="epsilon"
+            beta_start=LCM.noise.start, beta_end=LCM.noise.end, beta_schedule="scaled_linear", prediction_type="epsilon"
         ),
         safety_checker=None,
         feature_extractor=None,

@@ -225,7 +225,7 @@ def autoencoders_and_text(originals: Path) -> Arrays:
     arrays["small.vae.decode"] = vae.decode(toy.normal(8, 1, 4, 4, 6)).sample
     ids = toy.token_ids(SMALL.text.vocab_size, SMALL.text.length)
     for activation in ("quick_gelu", "gelu"):
-        text = peers.text_encoder(replace(SMALL, text=replace(SMALL.text, activation=activation)), weights)
+        text = peers.text_encoder(replace(SMALL, text_encoders=(replace(SMALL.text, activation=activation),)), weights)
         arrays[f"small.clip.{activation}"] = text(ids).last_hidden_state
     return arrays
 

@@ -137,7 +137,7 @@ def encoders(lora: ModuleType) -> dict[str, object]:
                     hidden_size=spec.width, num_hidden_layers=spec.layers, intermediate_size=spec.mlp_width
                 )
             )
-            for spec in (SDXL.text, SDXL.text_2)
+            for spec in SDXL.text_encoders
         ]
     wrapped = [OldTextModel(text) for text in full]
     shapes = lora.LoRANetwork(wrapped, nn.Module(), SCALE, lora_dim=4, alpha=3, varbose=False)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import img2img, inpaint, txt2img
+from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
@@ -29,8 +30,9 @@ from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import img2img as img2img_task
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.zoo.detection import describe, identify, known, turbo_of, with_prediction
+from ldm_lite.zoo.detection import check_metadata, describe, detect_family, turbo_variant, with_prediction
 from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
+from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "families.npz")
@@ -82,7 +84,7 @@ def run(
 # ---- against diffusers ----------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_sd2_are_read_as_by_diffusers(load: Load) -> None:
+def test_encoded_prompts_of_sd2_equal_diffusers(load: Load) -> None:
     """Traps 1 and 2: the layer before the last, with the final norm, of tokens padded with 0."""
     pipe = load("sd2")
     context = encode_prompts(pipe, [PROMPT]).context
@@ -92,7 +94,7 @@ def test_prompts_of_sd2_are_read_as_by_diffusers(load: Load) -> None:
 
 
 @pytest.mark.parametrize("prediction", ["eps", "v"])
-def test_runs_of_sd2_end_as_those_of_diffusers(files: Callable[[str], Path], prediction: str) -> None:
+def test_runs_of_sd2_equal_diffusers(files: Callable[[str], Path], prediction: str) -> None:
     pipe = ldm_lite.load(files("sd2"), device="cpu", prediction=prediction)
     latents = run(pipe, NEGATIVE, 9.0, PromptOptions())
     assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
@@ -100,7 +102,7 @@ def test_runs_of_sd2_end_as_those_of_diffusers(files: Callable[[str], Path], pre
     assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
 
 
-def test_runs_with_a_depth_map_end_as_those_of_diffusers(load: Load) -> None:
+def test_runs_with_a_depth_map_equal_diffusers(load: Load) -> None:
     pipe = load("sd2_depth")
     depth = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
     cond, uncond = (encode_prompts(pipe, [text])._replace(concat=depth) for text in (PROMPT, NEGATIVE))
@@ -109,21 +111,21 @@ def test_runs_with_a_depth_map_end_as_those_of_diffusers(load: Load) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), [("sd2", "sd2.eps"), ("sdxl_base", "sdxl.none")])
-def test_pictures_are_those_of_diffusers(load: Load, name: str, key: str) -> None:
+def test_images_equal_diffusers(load: Load, name: str, key: str) -> None:
     """Trap 6: the autoencoders are alike, their scale factors are not."""
     [pixels] = decode(load(name), torch.from_numpy(GOLDEN[f"{key}.latents"]))
     wanted = GOLDEN[f"{key.split('.')[0]}.pixels"].clip(-1, 1)
     assert toy.relative_error(pixels[None, :, ::4, ::4], wanted) < 1e-5
 
 
-def test_prompts_of_sdxl_are_read_as_by_diffusers(load: Load) -> None:
+def test_encoded_prompts_of_sdxl_equal_diffusers(load: Load) -> None:
     """Traps 1, 2 and 3: no final norm, paddings of 49407 and 0, the pooled output projected."""
     conditioning = encode_prompts(load("sdxl_base"), [PROMPT])
     assert toy.relative_error(conditioning.context, GOLDEN["sdxl.context"]) < 1e-5
     assert toy.relative_error(conditioning.y[:, :96], GOLDEN["sdxl.pooled"]) < 1e-5
 
 
-def test_runs_of_sdxl_end_as_those_of_diffusers(load: Load) -> None:
+def test_runs_of_sdxl_equal_diffusers(load: Load) -> None:
     """Traps 4 and 28: sizes height first; no negative prompt is not the empty one."""
     pipe = load("sdxl_base")
     none, empty = (run(pipe, negative, 5.0, PromptOptions()) for negative in (None, ""))
@@ -183,7 +185,7 @@ def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load) -> None:
         ("sdxl_base", ["--crop-top-left", "-1,0"], "got --crop-top-left '-1,0', wanted Y,X, 0,128 for instance"),
     ],
 )
-def test_sizes_that_nobody_reads_are_one_line(
+def test_unused_sizes_are_one_line(
     files: Callable[[str], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -203,7 +205,7 @@ def test_sizes_that_nobody_reads_are_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_sizes_are_told_in_the_picture(files: Callable[[str], Path], tmp_path: Path) -> None:
+def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: Path) -> None:
     assert command(tmp_path, files("sdxl_base"), "--original-size", "96X80", "--crop_top_left", "8,4") == 0
     told = Image.open(tmp_path / "out.png").info["parameters"]
     assert 'Original size: 96x80, Crop top left: "8,4"' in told
@@ -224,7 +226,7 @@ def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_says_what_it_predicts_before_its_weights_do(
+def test_metadata_decide_the_prediction_before_weights(
     files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Trap 7: Stable Diffusion 2's files of eps and of v have the same keys and shapes."""
@@ -244,7 +246,7 @@ def test_a_file_says_what_it_predicts_before_its_weights_do(
     assert (stated.prediction, stated.resolution) == ("v", 768)
 
 
-def test_the_marker_of_v_prediction_is_heeded(files: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_marker_of_v_prediction(files: Callable[[str], Path], tmp_path: Path) -> None:
     weights, about = dict(state_dict(small("sdxl_base"))), describe(small("sdxl_base"))
     del about["prediction"]
     save_file({**weights, "v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, tmp_path / "v", metadata=about)
@@ -253,32 +255,34 @@ def test_the_marker_of_v_prediction_is_heeded(files: Callable[[str], Path], tmp_
     assert schedule.alpha_bar[-1] == 0
 
 
-def test_turbo_is_told_by_its_layout_or_by_metadata() -> None:
+def test_turbo_is_detected_by_layout_or_metadata() -> None:
     assert (FAMILIES["sd_turbo"].steps, FAMILIES["sd_turbo"].scale) == (1, 1.0)
     shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
-    assert identify(shapes, {}, sgm=True) == SDXL
-    assert identify(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert detect_family(shapes, {}, sgm=True) == SDXL
+    assert detect_family(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
     ancestral, euler = ({"scheduler": f"Euler{kind}DiscreteScheduler, trailing"} for kind in ("Ancestral", ""))
-    assert identify(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
-    assert identify(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
-    assert identify(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
-    assert identify(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
+    assert detect_family(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert detect_family(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
+    assert detect_family(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
+    assert detect_family(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
     of_sd2 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}}
-    assert identify(of_sd2, euler) == FAMILIES["sd_turbo"]
-    assert identify(of_sd2, ancestral) == SD2
+    assert detect_family(of_sd2, euler) == FAMILIES["sd_turbo"]
+    assert detect_family(of_sd2, ancestral) == SD2
     of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
-    assert identify(of_sd1, euler) == FAMILIES["sd1"]
+    assert detect_family(of_sd1, euler) == FAMILIES["sd1"]
     assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
 
 
-def test_a_name_that_says_turbo_is_not_passed_over(
+def test_a_turbo_file_name_gives_a_hint(
     small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [turbo_of(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
+    assert [turbo_variant(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
         *("sdxl_turbo", "sd_turbo", None, None, None)
     ]
-    assert turbo_of(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
-    monkeypatch.setattr("ldm_lite.checkpoint.model.turbo_of", lambda family: "sdxl_turbo")  # a small one has no row
+    assert turbo_variant(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
+    monkeypatch.setattr(
+        "ldm_lite.checkpoint.model.turbo_variant", lambda family: "sdxl_turbo"
+    )  # small ones have no row
     for name in ("sd_xl_turbo_1.0.safetensors", "other.safetensors"):
         (tmp_path / name).symlink_to(small_path)
         caplog.clear()
@@ -287,12 +291,12 @@ def test_a_name_that_says_turbo_is_not_passed_over(
 
 
 def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
-    from ldm_lite.diffusion.schedule import Schedule, linear_betas
+    from ldm_lite.diffusion.schedule import Schedule
 
-    return Schedule.from_betas(linear_betas(SDXL.beta_start, SDXL.beta_end), "eps")
+    return Schedule.from_betas(SDXL.noise.betas, "eps")
 
 
-def test_the_autoencoder_of_sdxl_is_kept_out_of_half_precision(files: Callable[[str], Path]) -> None:
+def test_the_autoencoder_of_sdxl_stays_in_float32(files: Callable[[str], Path]) -> None:
     """Trap 27."""
     pipe = ldm_lite.load(files("sdxl_base"), device="cpu", dtype="fp16")
     assert next(pipe.vae.parameters()).dtype == torch.float32
@@ -301,19 +305,16 @@ def test_the_autoencoder_of_sdxl_is_kept_out_of_half_precision(files: Callable[[
     assert next(brain.vae.parameters()).dtype == torch.bfloat16
 
 
-def test_converted_files_of_sd2_lack_what_is_not_read(tmp_path: Path) -> None:
+def test_converted_files_of_sd2_lack_unused_layers(tmp_path: Path) -> None:
     whole = {key: tuple(s) for key, s in MANIFESTS["text_openclip_h14"]["shapes"].items()}
     shapes = {key: s for key, s in whole.items() if ".resblocks.23." not in key and key != "text_projection"}
     unet = {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}
-    family = identify({"unet": unet, "text_encoder": shapes}, {})
-    assert family == replace(SD2, text=replace(SD2.text, layers=23, skip=0, projection=False))
-    assert identify({"unet": unet, "text_encoder": whole}, {}) == SD2
+    family = detect_family({"unet": unet, "text_encoder": shapes}, {})
+    assert family == replace(SD2, text_encoders=(replace(SD2.text, layers=23, skip=0, projection=False),))
+    assert detect_family({"unet": unet, "text_encoder": whole}, {}) == SD2
 
 
-def test_miniatures_are_known_again_by_their_metadata() -> None:
-    from ldm_lite.checkpoint.reader import on_meta
-    from ldm_lite.zoo.networks import build
-
+def test_miniatures_are_detected_by_their_metadata() -> None:
     for name in [name for name in FAMILIES if re.match("sd2|sd_|sdxl_[bir]", name)]:
         family = small(name)
         with on_meta():
@@ -321,22 +322,22 @@ def test_miniatures_are_known_again_by_their_metadata() -> None:
                 role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
                 for role, spec in family.networks.items()
             }
-        assert with_prediction(identify(shapes, describe(family)), family.prediction) == with_prediction(
+        assert with_prediction(detect_family(shapes, describe(family)), family.prediction) == with_prediction(
             family, family.prediction
         )
 
 
-def test_all_that_describes_a_family_can_be_given_and_nothing_else() -> None:
+def test_metadata_keys() -> None:
     for family in FAMILIES.values():
-        assert set(describe(family)) <= set(known(describe(family)))
+        assert set(describe(family)) <= set(check_metadata(describe(family)))
     with pytest.raises(ValueError, match="got `metadata` guidence, wanted one of unet_num_heads, "):
-        known({"family": "sd1", "guidence": "5"})
+        check_metadata({"family": "sd1", "guidence": "5"})
 
 
 def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
     unet = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}
     with pytest.raises(ValueError, match=r"the metadata name the family 'sdxl_turb', wanted one of sd1, .*sdxl_turbo"):
-        identify({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
+        detect_family({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ def command(tmp_path: Path, path: Path, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["sd2", "sd_turbo", "sdxl_base", "sdxl_refiner"])
-def test_the_command_makes_a_picture(
+def test_the_command_makes_an_image(
     files: Callable[[str], Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(tmp_path, files(name), "--negative_prompt", NEGATIVE) == 0
@@ -359,15 +360,15 @@ def test_the_command_makes_a_picture(
 def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
     refiner = str(files("sdxl_refiner"))
     assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
-    picture = Image.open(tmp_path / "out.png")
-    assert "Refiner: sdxl_refiner, Refiner from step: 2" in picture.info["parameters"]
+    image = Image.open(tmp_path / "out.png")
+    assert "Refiner: sdxl_refiner, Refiner from step: 2" in image.info["parameters"]
     options = Txt2imgOptions(prompt=PROMPT, steps=2, height=64, width=64)
     refined = replace(options, refiner=load("sdxl_refiner"))
     pixels = {
         start: next(txt2img_task.txt2img(load("sdxl_base"), replace(refined, refiner_start=start)))
         for start in (0.0, 0.5, 1.0)
     }
-    assert np.array_equal(pixels[0.5].array, np.asarray(picture))
+    assert np.array_equal(pixels[0.5].array, np.asarray(image))
     assert not np.array_equal(pixels[0.5].array, pixels[1.0].array)
     alone = next(txt2img_task.txt2img(load("sdxl_base"), options))
     assert torch.equal(pixels[1.0].pixels, alone.pixels)
@@ -375,7 +376,7 @@ def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load,
     assert torch.equal(pixels[0.0].pixels, last.pixels)
 
 
-def test_a_picture_then_the_refiner_as_by_diffusers(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     """The share of the steps is of all from pure noise on: of 8, 2 are left out, 2 the base's, 4 the refiner's."""
     caplog.set_level("INFO", "ldm_lite")
     settings = {"steps": 8, "scale": 5.0, "sampler": "ddim", "strength": 0.75, "refiner_start": 0.5}
@@ -388,7 +389,7 @@ def test_a_picture_then_the_refiner_as_by_diffusers(load: Load, caplog: pytest.L
 
 
 @pytest.mark.parametrize("name", ["sdxl_base", "sdxl_inpaint"])
-def test_painting_into_a_picture_is_refined(load: Load, name: str) -> None:
+def test_inpainting_with_a_refiner(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
     mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
     options = InpaintOptions(
@@ -408,7 +409,7 @@ def test_painting_into_a_picture_is_refined(load: Load, name: str) -> None:
 
 
 @pytest.mark.parametrize("command", [img2img, inpaint])
-def test_a_picture_then_the_refiner_by_one_flag(
+def test_img2img_with_a_refiner_by_one_flag(
     files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: ModuleType
 ) -> None:
     Image.fromarray(toy.waves()).save(tmp_path / "in.png")
@@ -423,7 +424,7 @@ def test_a_picture_then_the_refiner_by_one_flag(
     assert "got --refiner-start 1.5, wanted 0 to 1" in capsys.readouterr().err
 
 
-def test_where_a_refiner_or_noise_begins_without_either_is_one_line(
+def test_options_without_a_refiner_or_embedding_are_one_line(
     files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
@@ -449,12 +450,12 @@ def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsy
     grey = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
     Image.fromarray(grey).save(tmp_path / "depth.png")
     Image.fromarray(grey[::-1].copy()).save(tmp_path / "turned.png")
-    pictures = []
+    images = []
     for name in ("depth", "turned"):
         assert command(tmp_path, files("sd2_depth"), "--depth", str(tmp_path / f"{name}.png")) == 0
-        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        images.append(np.asarray(Image.open(tmp_path / "out.png")))
         (tmp_path / "out.png").unlink()
-    assert not np.array_equal(*pictures)
+    assert not np.array_equal(*images)
     assert command(tmp_path, files("sd2_depth")) == 2
     assert "got no depth map, but small Stable Diffusion 2 depth wants one: --depth FILE" in capsys.readouterr().err
     assert command(tmp_path, files("sd2"), "--depth", str(tmp_path / "depth.png")) == 2
@@ -482,12 +483,12 @@ def test_an_image_embedding_is_read(
 ) -> None:
     np.save(tmp_path / "image.npy", toy.normal(10, 24).numpy())
     save_file({"embedding": toy.normal(10, 1, 24)}, tmp_path / "image.safetensors")
-    pictures = []
+    images = []
     for name in ("image.npy", "image.safetensors"):
         assert command(tmp_path, files("sd2_unclip_h"), "--image_embedding", str(tmp_path / name)) == 0
-        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        images.append(np.asarray(Image.open(tmp_path / "out.png")))
         (tmp_path / "out.png").unlink()
-    assert np.array_equal(*pictures)
+    assert np.array_equal(*images)
     np.save(tmp_path / "wrong.npy", np.zeros((1, 7)))
     for arguments, message in (
         ([], r"reads an image's CLIP embedding (1, 24) beside the prompt: give one with --image-embedding FILE"),
@@ -509,13 +510,13 @@ def test_statistics_of_embeddings_are_read(
     torch.save((mean, deviation), tmp_path / "ViT-L-14_stats.th")
     save_file({"mean": mean[None], "std": deviation[None]}, tmp_path / "normalizer.safetensors")
     torch.save({"no": mean}, tmp_path / "other.th")
-    embedding, pictures = ["--image-embedding", str(tmp_path / "image.npy"), "--noise-level", "500"], []
+    embedding, images = ["--image-embedding", str(tmp_path / "image.npy"), "--noise-level", "500"], []
     for name in ("ViT-L-14_stats.th", "normalizer.safetensors"):
         arguments = [*embedding, "--image-statistics", str(tmp_path / name)]
         assert command(tmp_path, files("sd2_unclip_l"), *arguments) == 0
-        pictures.append(np.asarray(Image.open(tmp_path / "out.png")))
+        images.append(np.asarray(Image.open(tmp_path / "out.png")))
         (tmp_path / "out.png").unlink()
-    assert np.array_equal(*pictures)
+    assert np.array_equal(*images)
     for family, arguments, message in (
         ("sd2_unclip_l", embedding, "statistics that its file lacks: give karlo's ViT-L-14_stats.th with"),
         ("sd2_unclip_l", [*embedding, f"--image-statistics={tmp_path}/other.th"], "holds no mean and standard deviati"),
@@ -527,14 +528,14 @@ def test_statistics_of_embeddings_are_read(
     assert command(tmp_path, files("sd2_unclip_l"), *embedding[:2]) == 0
 
 
-def test_pictures_are_begun_with_and_painted_into(files: Callable[[str], Path], tmp_path: Path) -> None:
-    picture, mask = tmp_path / "picture.png", tmp_path / "mask.png"
-    Image.fromarray(toy.depth_map()).convert("RGB").resize((64, 64)).save(picture)
+def test_img2img_and_inpainting(files: Callable[[str], Path], tmp_path: Path) -> None:
+    image, mask = tmp_path / "image.png", tmp_path / "mask.png"
+    Image.fromarray(toy.depth_map()).convert("RGB").resize((64, 64)).save(image)
     Image.fromarray(255 * (toy.depth_map() > 200).astype(np.uint8)).resize((64, 64)).save(mask)
-    common = ["--init-img", str(picture), "--steps", "2", "--sampler", "ddim", "--device", "cpu", PROMPT]
+    common = ["--init-img", str(image), "--steps", "2", "--sampler", "ddim", "--device", "cpu", PROMPT]
     for number, (command, name, arguments) in enumerate(
         (
-            (img2img, "sd2_depth", ["--depth", str(picture)]),
+            (img2img, "sd2_depth", ["--depth", str(image)]),
             (img2img, "sdxl_refiner", []),
             (inpaint, "sd2_inpaint", ["--mask", str(mask)]),
             (inpaint, "sdxl_inpaint", ["--mask", str(mask)]),
@@ -545,7 +546,7 @@ def test_pictures_are_begun_with_and_painted_into(files: Callable[[str], Path], 
         assert Image.open(out).size == (64, 64)
 
 
-def test_inpainting_files_are_refused_where_they_are_of_no_use(
+def test_inpainting_files_are_refused_by_other_commands(
     files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("sd2_inpaint", "sdxl_inpaint"):
@@ -553,9 +554,7 @@ def test_inpainting_files_are_refused_where_they_are_of_no_use(
         assert "which txt2img cannot use: take python -m ldm_lite.inpaint" in capsys.readouterr().err
 
 
-def test_what_is_too_long_is_said_once_though_two_encoders_read_it(
-    load: Load, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_prompt_warns_once_with_two_encoders(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     encode_prompts(load("sdxl_base"), ["a " * 75 + "fox", None])
     assert [record.getMessage() for record in caplog.records] == ["prompt is too long, dropped from it: fox"]
 
@@ -569,7 +568,7 @@ def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
     assert torch.allclose(long.y, first.y, atol=1e-5)  # the pooled output is the first chunk's
 
 
-def test_what_is_not_for_these_families_says_so(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unsupported_options_are_one_line(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
     from ldm_lite.bench import __main__ as bench
     from ldm_lite.train.options import TrainOptions
     from ldm_lite.train.run import train
@@ -585,9 +584,7 @@ def test_what_is_not_for_these_families_says_so(load: Load, files: Callable[[str
     assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
 
 
-def test_a_unet_is_not_put_beside_an_autoencoder_of_other_latents(
-    files: Callable[[str], Path], small_path: Path
-) -> None:
+def test_a_unet_with_an_autoencoder_of_other_latents_is_refused(files: Callable[[str], Path], small_path: Path) -> None:
     xl = files("sdxl_base")
     with pytest.raises(
         ValueError, match=rf"{small_path}: is a UNet of .*SD1, and {xl} a checkpoint of .*XL.*other latents"

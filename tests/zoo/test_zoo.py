@@ -22,7 +22,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import mask_latent, to_array
 from ldm_lite.models.vae_kl import VAESpec
@@ -40,7 +40,7 @@ Load = Callable[[str], Pipeline]
 
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's name -> the file of its miniature."""
+    """Return the file of a family's miniature, by name."""
     folder = tmp_path_factory.mktemp("zoo")
 
     def path(name: str) -> Path:
@@ -54,12 +54,12 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def load(path_of: Callable[[str], Path]) -> Load:
-    """A family's name -> its miniature, loaded."""
+    """Return a family's loaded miniature, by name."""
     return functools.cache(lambda name: ldm_lite.load(path_of(name), device="cpu"))
 
 
 @pytest.mark.parametrize("name", toy_zoo.SMALL)
-def test_a_file_is_loaded_as_what_it_is(name: str, load: Load) -> None:
+def test_a_file_is_loaded_as_its_family(name: str, load: Load) -> None:
     wanted, got = toy_zoo.small(name), load(name).family
     assert got.networks == wanted.networks
     assert got.title == wanted.title
@@ -67,7 +67,7 @@ def test_a_file_is_loaded_as_what_it_is(name: str, load: Load) -> None:
 
 
 def conditionings(pipe: Pipeline, name: str, folder: Path) -> tuple[Conditioning, Conditioning | None]:
-    """What a run reads of its prompt, from files where it has them, and of what to keep away from."""
+    """Encode the prompt and the negative prompt of a run."""
     prompts = {"ldm_text2img_large": toy_zoo.PROMPTS[0], "ldm_text2img256": toy_zoo.PROMPTS[0]}
     prompts |= {"ldm_cin256_v2": str(toy_zoo.CLASS), "ldm_cin256": str(toy_zoo.CLASS)}
     height, width = (4 * side for side in toy_zoo.latent_size(name))
@@ -92,7 +92,7 @@ FROM_PROMPTS = [name for name in toy_zoo.RUNS if name not in ("ldm_inpainting_bi
 
 @pytest.mark.parametrize("name", FROM_PROMPTS)
 def test_a_run_equals_the_originals(name: str, load: Load, tmp_path: Path) -> None:
-    """DDIM with the original's timesteps; the picture, too, with the scale factor or codes."""
+    """DDIM with the original's timesteps; the image too, with the scale factor or codes."""
     pipe, run = load(name), toy_zoo.RUNS[name]
     cond, uncond = conditionings(pipe, name, tmp_path)
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
@@ -108,7 +108,7 @@ def test_a_run_equals_the_originals(name: str, load: Load, tmp_path: Path) -> No
 
 @pytest.fixture
 def prompt_of(tmp_path: Path) -> dict[str, list[str]]:
-    """Families that make pictures of prompts -> the flags of one."""
+    """The prompt flags of each family that reads prompts."""
     boxes = [{"class": 3, "box": [0.1, 0.2, 0.5, 1.0]}]
     (tmp_path / "boxes.json").write_text(json.dumps(boxes))
     Image.fromarray(toy_zoo.labels()[0].numpy().astype(np.uint8)).save(tmp_path / "labels.png")
@@ -127,7 +127,7 @@ def prompt_of(tmp_path: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", [name for name in toy_zoo.SMALL if toy_zoo.small(name).task == "txt2img"])
-def test_the_command_makes_a_picture(
+def test_the_command_makes_an_image(
     name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path
 ) -> None:
     arguments = [*prompt_of[name], "--ckpt", str(path_of(name)), "--device", "cpu", "--steps", "2"]
@@ -135,7 +135,7 @@ def test_the_command_makes_a_picture(
     image = Image.open(tmp_path / "out.png")
     assert image.size == (32, 48)
     assert np.asarray(image).std() > 1
-    # another prompt is another picture
+    # another prompt gives another image
     if prompt_of[name] and name not in ("ldm_layout2img", "ldm_semantic_synthesis", "rdm768"):
         others = [*prompt_of[name][:-1], "3", *arguments[len(prompt_of[name]) :]]
         assert txt2img.main([*others, "--out", str(tmp_path / "other.png"), "--H", "48"]) == 0
@@ -163,7 +163,7 @@ def test_the_command_makes_a_picture(
         ("ldm_inpainting_big", [], "take python -m ldm_lite.inpaint"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_one_line(
+def test_an_invalid_prompt_is_one_line(
     name: str,
     arguments: list[str],
     message: str,
@@ -185,7 +185,7 @@ def test_a_prompt_that_cannot_be_is_one_line(
 # ---- what only some files hold --------------------------------------------------------------------------------------
 
 
-def test_churches_scale_factor_is_the_files(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_scale_factor_of_churches_is_read_from_the_file(path_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Trap 22: it was measured when training began, and stands in a buffer."""
     path = path_of("ldm_lsun_churches256")
     assert ldm_lite.load(path, device="cpu").family.scale_factor == pytest.approx(random_checkpoint.SCALE_FACTOR)
@@ -215,7 +215,7 @@ def test_the_autoencoder_that_inpainting_holds_twice_is_read_once(
 
 
 @pytest.mark.parametrize("name", ["ldm_celeba_ffhq_beds256", "ldm_cin256"])
-def test_the_average_is_taken_where_there_is_one(name: str, load: Load, tmp_path: Path) -> None:
+def test_the_ema_copy_is_used(name: str, load: Load, tmp_path: Path) -> None:
     """Trap 13: the original sampled inside of ema_scope."""
     random_checkpoint.write(tmp_path / "ema.ckpt", toy_zoo.small(name), container="zip", ema=True)
     metadata = describe(toy_zoo.small(name))
@@ -243,7 +243,7 @@ def test_schedules_are_the_originals(names: tuple[str, ...], alpha_bar: tuple[fl
     """Trap 16: what the configurations call linear is linear in the square roots."""
     for name in names:
         family = FAMILIES[name]
-        schedule = Schedule.from_betas(linear_betas(family.beta_start, family.beta_end), family.prediction)
+        schedule = Schedule.from_betas(family.noise.betas, family.prediction)
         assert schedule.alpha_bar[[0, 500, 999]] == pytest.approx(alpha_bar, rel=1e-7)
 
 
@@ -270,7 +270,7 @@ def test_head_counts_are_the_rows() -> None:
 
 
 def test_inpainting_equals_the_original(load: Load) -> None:
-    """Trap 12: a black hole, the picture before the mask, and a mask of 1 and -1: all unlike Stable Diffusion's."""
+    """Trap 12: a black hole, the image before the mask, and a mask of 1 and -1: all unlike Stable Diffusion's."""
     name = "ldm_inpainting_big"
     pipe, run = load(name), toy_zoo.RUNS[name]
     hole = toy_zoo.hole()[0]
@@ -300,9 +300,7 @@ def test_inpainting_needs_no_prompt(path_of: Callable[[str], Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", toy_zoo.SMALL)
-def test_another_autoencoder_takes_the_place_of_any_familys(
-    name: str, path_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[str], Path], tmp_path: Path) -> None:
     """One of the same kind, and where it is a VQ one, a KL one of such latents: its scale factor is the family's."""
     spec = toy_zoo.small(name).vae
     fields = {key: value for key, value in vars(spec).items() if key != "num_codes"}
@@ -347,11 +345,11 @@ def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_
     list(txt2img_task.txt2img(pipe, Txt2imgOptions(prompt="a red apple", steps=3, sampler="ddim"), on_step))
     assert len(shown) == len(states) == 3
     for image, wanted in zip(shown, [states[0].x0, states[1].x0, states[2].latents], strict=True):
-        picture = np.asarray(image.crop((2, 2, 66, 66)), dtype=int)  # of a grid of one
-        assert np.abs(picture - to_array(taesd.decode(wanted)[0])).max() <= 1
+        pixels = np.asarray(image.crop((2, 2, 66, 66)), dtype=int)  # of a grid of one
+        assert np.abs(pixels - to_array(taesd.decode(wanted)[0])).max() <= 1
 
 
-def test_a_preview_that_does_not_fit_is_said(
+def test_a_preview_that_does_not_fit_is_an_error(
     path_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file(dict(toy.fill(build(toy.TINY)).state_dict()), tmp_path / "taesd.safetensors")
@@ -361,9 +359,7 @@ def test_a_preview_that_does_not_fit_is_said(
 
 
 @pytest.mark.parametrize("name", ["ldm_celeba_ffhq_beds256", "ldm_cin256_v2"])
-def test_pictures_can_be_begun_with(
-    name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path
-) -> None:
+def test_img2img(name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path) -> None:
     """img2img, through a VQ autoencoder, with whatever the family reads."""
     Image.new("RGB", (32, 32), "orange").save(tmp_path / "in.png")
     arguments = [*prompt_of[name], "--init-img", str(tmp_path / "in.png"), "--ckpt", str(path_of(name))]
