@@ -372,8 +372,8 @@ def test_merging_into_a_loaded_pipeline(
 ) -> None:
     """Within rounding it is merging before quantising; removal restores every bit, and the image."""
     lora, tuning = write(tmp_path / "a.safetensors", kohya()), {"offload": offload, "storage": storage}
-    pipe = ldm_lite.load(small_path, device="cpu", tuning=tuning)
-    early = ldm_lite.load(small_path, device="cpu", tuning=tuning, lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"])
+    pipe = ldm_lite.load(small_path, device="cpu", **tuning)
+    early = ldm_lite.load(small_path, device="cpu", lora=[f"{tmp_path / 'a.safetensors'}:{SCALE}"], **tuning)
     plain, before, before_image = values(small), kept(pipe), image(pipe)
     merge_lora(networks(small), [(lora, SCALE)])
     exact, wanted = values(small), values(early)
