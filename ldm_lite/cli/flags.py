@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
             formatter.add_argument(action)
             action.once = shown  # type: ignore[attr-defined]
         formatter.end_section()
-        formatter.add_text(f"--help-all shows all {len(self._actions)} options.")
+        formatter.add_text(f"--help-all shows all {sum(bool(each.option_strings) for each in self._actions)} options.")
         text = formatter.format_help()
         for action in self.common:
             action.shown = action.once  # type: ignore[attr-defined]

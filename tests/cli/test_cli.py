@@ -217,6 +217,9 @@ def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> list[l
     assert (status.value.code, error) == (0, "")
     assert text.startswith(f"usage: python -m ldm_lite.{command} ")
     assert text.endswith("\n")
+    if flag != "--help-all":
+        [number] = re.findall(r"^--help-all shows all (\d+) options\.$", text, re.MULTILINE)
+        assert int(number) == len(shown(command, "--help-all", capsys))
     lines = re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
     return [re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", line) for line in lines]
 
