@@ -1,7 +1,7 @@
 """Make the README's images with the bundled model: `python scripts/make_readme_pictures.py`.
 
-docs/grid.png is one image for each prompt of PROMPTS; docs/img2img.png and docs/inpaint.png are what the README's commands
-make of docs/circle.png and docs/mask.png, beside what they start from.
+docs/grid.png is one image for each prompt of PROMPTS; docs/img2img.png and docs/inpaint.png are what the README's
+commands make of docs/circle.png and docs/mask.png, beside what they start from.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ import ldm_lite
 from ldm_lite.image import grid
 
 DOCS = Path(__file__).parent.parent / "docs"
-PROMPTS = """a red apple on a blue background | a rocket on a yellow background | a cat on a green background | a red heart
-a fox face on a green background | a snowman on a blue background | a sunflower on a purple background
+PROMPTS = """a red apple on a blue background | a rocket on a yellow background | a cat on a green background
+a red heart | a fox face on a green background | a snowman on a blue background | a sunflower on a purple background
 a penguin on an orange background | a dolphin | a pizza on a white background | a house on a blue background
 a strawberry on a green background | a lion on an orange background | a guitar on a white background | a butterfly
 a cactus on a yellow background | a robot on a blue background | a panda on a red background"""

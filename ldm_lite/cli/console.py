@@ -8,6 +8,8 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
+from tqdm import tqdm
+
 from ldm_lite.cli.progress import end_bars
 
 # How messages name an option: `name`, `name=VALUE` or `name="value"`, as one writes it in Python.
@@ -35,8 +37,6 @@ class _Messages(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
         line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(record.getMessage())
         if line not in self._shown:
             self._shown.add(line)

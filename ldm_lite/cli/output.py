@@ -1,4 +1,4 @@
-"""Pictures as files that are never overwritten: whole, or not there at all."""
+"""Images as files that are never overwritten: complete, or not there at all."""
 
 import contextlib
 import os
@@ -7,19 +7,18 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from PIL.Image import Image
+from PIL.PngImagePlugin import PngInfo
 
 from ldm_lite.cli.options import SaveOptions
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 
 class Saver:
-    """Writes images under the next free names: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
+    """Writes images under the next free name: DIR/samples/00000.png like the original scripts, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions, command: str) -> None:
-        """Raises ValueError for a folder that cannot be written to; makes nothing yet."""
+        """Raises ValueError for a folder that cannot be written to; creates nothing yet."""
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
@@ -27,25 +26,25 @@ class Saver:
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"cannot write to {folder}: take another --out")
+            raise ValueError(f"cannot write to {folder}: take another `out`")
 
-    def sample(self, image: "Image", text: str) -> Path:
-        """Save one image with its parameters -> the path it got."""
+    def sample(self, image: Image, text: str) -> Path:
+        """Save one image with its parameters, and return its path."""
         if self.single:
             return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, text)
         folder = self.out / "samples"
         return _save(lambda i: folder / f"{i:05}.png", image, text, _next_index(folder, ""))
 
-    def preview(self, image: "Image") -> None:
-        """Save what there is so far as preview.png, in place of the last one."""
+    def preview(self, image: Image) -> None:
+        """Save a preview as preview.png, in place of the last one."""
         folder = self.out.parent if self.single else self.out
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".preview-{os.getpid()}.png"
         image.save(temporary)
         os.replace(temporary, folder / "preview.png")
 
-    def grid(self, image: "Image", text: str) -> Path:
-        """Save a grid -> the path it got."""
+    def grid(self, image: Image, text: str) -> Path:
+        """Save a grid, and return its path."""
         if self.single:
             return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, text)
         return _save(lambda i: self.out / f"grid-{i:04}.png", image, text, _next_index(self.out, "grid-"))
@@ -56,10 +55,8 @@ def _next_index(folder: Path, prefix: str) -> int:
     return max((int(number) + 1 for number in taken if number.isdigit()), default=0)
 
 
-def _save(name: Callable[[int], Path], image: "Image", text: str, start: int = 0) -> Path:
-    """Write a PNG whole under the first of name(start), name(start + 1), ... that is free, or not at all."""
-    from PIL.PngImagePlugin import PngInfo
-
+def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) -> Path:
+    """Write a PNG, completely or not at all, under the first free one of name(start), name(start + 1), ..."""
     info = PngInfo()
     info.add_text("parameters", text)
     path = name(start)
@@ -90,7 +87,7 @@ def _save(name: Callable[[int], Path], image: "Image", text: str, start: int = 0
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put off Ctrl-C until the block has ended, so that a file being written is finished."""
+    """Delay Ctrl-C until the end of the block, so that a file being written is finished."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -3,20 +3,19 @@
 import sys
 from typing import Any
 
+from tqdm import tqdm
+
 
 class Progress:
     """A progress bar per batch, in denoising steps; call it after every step."""
 
     def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._tqdm = tqdm
         self._bar: Any = None
 
     def __call__(self, step: int, num_steps: int, images: int) -> None:
         """After step `step`, from 1, of a batch; the bar appears with the first step and closes with the last."""
         if self._bar is None:
-            self._bar = self._tqdm(total=num_steps, desc=f"{images} image{'s' * (images > 1)}", unit="it")
+            self._bar = tqdm(total=num_steps, desc=f"{images} image{'s' * (images > 1)}", unit="it")
         self._bar.update()
         if step == num_steps:
             self._bar.close()
@@ -32,8 +31,6 @@ class TrainingBar:
 
     def __call__(self, step: int, loss: float | None) -> None:
         """step counts from 1, or from where a resumed run stopped; the bar appears with the first call."""
-        from tqdm import tqdm
-
         if self._bar is None:
             self._bar = tqdm(total=self._steps, initial=step - 1, unit="step")
         self._bar.update()
@@ -57,6 +54,5 @@ def memory() -> str:
 
 def end_bars() -> None:
     """Close open progress bars, so that a message starts on a new line."""
-    if (tqdm := sys.modules.get("tqdm")) is not None:
-        for bar in list(getattr(tqdm.tqdm, "_instances", ())):
-            bar.close()
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()

@@ -1,0 +1,91 @@
+"""The diffs of docs/forking.md apply to this checkout, and what they add works."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
+DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+APPLE = ["a red apple", "--steps", "2", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with all diffs applied."""
+    folder = tmp_path_factory.mktemp("fork")
+    shutil.copytree(ROOT / "ldm_lite", folder / "ldm_lite", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "weights").symlink_to(ROOT / "weights")
+    for diff in DIFFS:
+        subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
+    return folder
+
+
+def run(fork: Path, *arguments: str) -> str:
+    """What a Python process in the fork prints."""
+    environment = os.environ | {"PYTHONPATH": str(fork)}
+    done = subprocess.run([sys.executable, *arguments], cwd=fork, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_diff_is_short() -> None:
+    assert len(DIFFS) == 5
+    assert all(len(diff.splitlines()) <= 40 for diff in DIFFS)
+
+
+def test_the_sampler_and_the_attention(fork: Path) -> None:
+    flags = ["--sampler", "Midpoint Karras", "--attention", "top_keys", "--out", "apple.png"]
+    run(fork, "-m", "ldm_lite.txt2img", *APPLE, *flags)
+    assert "Sampler: Midpoint Karras" in Image.open(fork / "apple.png").info["parameters"]
+    run(fork, "-m", "ldm_lite.txt2img", *APPLE, *flags[:2], "--out", "plain.png")
+    assert Image.open(fork / "plain.png").tobytes() != Image.open(fork / "apple.png").tobytes()
+
+
+def test_the_command(fork: Path) -> None:
+    assert "sheet" in run(fork, "-m", "ldm_lite")
+    run(fork, "-m", "ldm_lite", "sheet", *APPLE, "--batch-size", "4", "--out", "sheet.png")
+    assert Image.open(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)
+
+
+def test_the_adapter_changes_a_weight_by_its_formula(fork: Path) -> None:
+    code = """
+import torch, ldm_lite
+from safetensors.torch import save_file
+from ldm_lite.checkpoint.lora import file_names, targets
+pipe = ldm_lite.load(device="cpu")
+module = next(name for name in targets(pipe.unet) if name.endswith("attn1.to_q"))
+name, weight = file_names("unet", pipe.unet)[module][0], pipe.unet.get_submodule(module).weight
+a, c, b, d = (torch.randn(shape) for shape in [(len(weight), 4)] * 2 + [(4, weight.shape[1])] * 2)
+parts = {"w1_a": a, "w1_b": b, "w2_a": c, "w2_b": d}
+values = {f"{name}.hada_{part}": value for part, value in parts.items()}
+save_file(values | {f"{name}.alpha": torch.tensor(2.0)}, "loha.safetensors")
+before = weight.clone()
+with pipe.lora("loha.safetensors", 0.5):
+    torch.testing.assert_close(weight - before, 0.5 * (a @ b) * (c @ d) * 2 / 4, rtol=1e-4, atol=1e-4)
+assert torch.equal(weight, before)
+print("as the formula says")
+"""
+    assert "as the formula says" in run(fork, "-c", code)
+
+
+def test_a_file_of_the_family_is_detected(fork: Path) -> None:
+    code = """
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.zoo.detection import detect_family
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.networks import build
+shapes = {}
+with on_meta():
+    for role, spec in FAMILIES["sd1_wide"].networks.items():
+        shapes[role] = {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
+found = detect_family(shapes, {})
+print(found.title, found.prediction, found.resolution)
+"""
+    assert run(fork, "-c", code).strip() == "a wider Stable Diffusion 1 with OpenCLIP v 768"
