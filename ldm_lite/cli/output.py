@@ -15,7 +15,7 @@ from ldm_lite.cli.options import SaveOptions
 
 
 class Saver:
-    """Writes images under the next free name: DIR/samples/00000.png like the original scripts, or NAME.png, NAME-1.png."""
+    """Writes images under the next free name: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions, command: str) -> None:
         """Raises ValueError for a folder that cannot be written to; creates nothing yet."""
