@@ -80,12 +80,7 @@ def test_every_folder_has_a_layer() -> None:
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_no_printing_environment_or_flags_below_the_commands(path: Path) -> None:
     name = module(path)
-    if name.split(".")[0] in COMMANDS | {"cli", "bench"} or name in (
-        "tasks.serve",
-        "tasks.compare",
-        "tasks.export",
-        "tasks.upscale",
-    ):
+    if name.split(".")[0] in COMMANDS | {"cli", "bench"} or name in PRINTING:
         return
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
