@@ -134,14 +134,19 @@ class CompiledStep:
         given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}
         if self._tier == "max":
             return torch.compile(denoise_step, fullgraph=True, dynamic=False, backend=self._backend, **given)
-        function: Step = torch.compile(_unfolded_step, fullgraph=True, backend=self._backend, **given)
+        return _Folding(torch.compile(_unfolded_step, fullgraph=True, backend=self._backend, **given))
 
-        def step(model: nn.Module, *args: Any) -> Tensor:
-            folded = fold(*args)
-            mark_sizes(*folded)
-            return function(model, *folded)
 
-        return step
+class _Folding:
+    """A compiled _unfolded_step, called as denoise_step: it folds the arguments and marks the sizes that change."""
+
+    def __init__(self, function: Step) -> None:
+        self._function = function
+
+    def __call__(self, model: nn.Module, *args: Any) -> Tensor:
+        folded = fold(*args)
+        mark_sizes(*folded)
+        return self._function(model, *folded)
 
 
 def regions(network: nn.Module) -> Iterator[nn.Module]:

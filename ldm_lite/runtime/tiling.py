@@ -116,7 +116,7 @@ class _Strips:
             return Decoder.ascend(decoder, x)
         for layer in _layers(reversed(decoder.up)):
             x = self.layer(layer, x, device)
-        activate = self.activation(decoder.norm_out, x, device)
+        activate = _Activation(decoder.norm_out, x, device)
         return self.run(lambda rows: decoder.conv_out(activate(rows)), x, decoder.conv_out.out_channels).to(device)
 
     def layer(self, layer: Any, x: Tensor, device: torch.device) -> Tensor:
@@ -132,22 +132,14 @@ class _Strips:
     def resnet(self, block: ResnetBlock, x: Tensor, device: torch.device) -> Tensor:
         """Compute ResnetBlock.forward; in inference the result overwrites the map between the convolutions."""
         skip = block.nin_shortcut if block.shortcut else nn.Identity()
-        first = self.activation(block.norm1, x, device)
+        first = _Activation(block.norm1, x, device)
         h = self.run(lambda rows: block.conv1(first(rows)), x, block.conv1.out_channels)
-        second = self.activation(block.norm2, h, device)
+        second = _Activation(block.norm2, h, device)
 
         def both(rows: slice) -> Tensor:
             return skip(x[:, :, rows].to(device)) + block.conv2(second(rows))
 
         return self.run(both, h, h.shape[1], result=None if torch.is_grad_enabled() else h)
-
-    def activation(self, norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], Tensor]:
-        """Return a function of rows that computes silu(norm(x)) for them, with the statistics of all of x."""
-        mean, variance = _statistics(x, norm.num_groups, device)
-        scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
-        shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
-        scale, shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))
-        return lambda rows: F.silu(torch.addcmul(shift, x[:, :, rows].to(device), scale), inplace=True)
 
     def run(
         self,
@@ -183,6 +175,21 @@ class _Strips:
         assert ready is not None
         ready[1].copy_(ready[0])
         return result
+
+
+class _Activation:
+    """silu(norm(x)) of some rows of a map x (B,C,H,W), with the statistics of all of it."""
+
+    def __init__(self, norm: Any, x: Tensor, device: torch.device) -> None:
+        mean, variance = _statistics(x, norm.num_groups, device)
+        scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
+        shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
+        self._scale, self._shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))
+        self._x, self._device = x, device
+
+    def __call__(self, rows: slice) -> Tensor:
+        """The rows, on the device."""
+        return F.silu(torch.addcmul(self._shift, self._x[:, :, rows].to(self._device), self._scale), inplace=True)
 
 
 def _strips(shape: Sequence[int], before: int = 0, after: int = 0, over: int = 1) -> list[tuple[slice, slice]]:
