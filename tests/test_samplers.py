@@ -11,7 +11,7 @@ from ldm_lite.cli.task_options import CompareOptions as Options
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.compare import compare, table
 
-FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=100)
+FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=60)
 
 
 def test_more_steps_and_higher_order_come_nearer(bundled: Pipeline) -> None:

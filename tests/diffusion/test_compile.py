@@ -107,6 +107,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
         assert counter.frame_count == count
 
 
+@pytest.mark.slow
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)

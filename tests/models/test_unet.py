@@ -274,6 +274,7 @@ def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiles_through_autograd() -> None:
     spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle

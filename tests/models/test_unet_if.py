@@ -46,6 +46,7 @@ def test_works_at_any_size(name: str) -> None:
     assert toy.fill(UNetIF(toy.IF_STAGES[name]))(x, toy.T, context, y).shape == (2, 6, 15, 9)
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph_for_all_steps() -> None:
     torch._dynamo.reset()
     spec = replace(toy.IF_STAGES["if_II"], channel_mult=(1, 2), num_res_blocks=(1, 1), transformer_depth=(0, 1))

@@ -158,6 +158,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["math", "flash", "vanilla", "sliced", "mha"])
 def test_each_compiles_to_one_graph(name: str) -> None:

@@ -143,6 +143,7 @@ def test_an_inpainting_step_is_one_graph_for_sizes(tiny: nn.Module) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
     """Where they are multiples of 8, no size within the UNet is rounded."""
     three = {"channel_mult": (1, 1, 1), "num_res_blocks": (1, 1, 1), "transformer_depth": (0, 0, 0)}
@@ -349,6 +350,7 @@ def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
     assert list(tiny.state_dict()) == list(Tiny().state_dict())
 
 
+@pytest.mark.slow
 def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
     counts = []
     for prepare in (lambda unet, given: given, cached):
