@@ -27,7 +27,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """The public names, imported when first asked for: `--help` and `import ldm_lite` do without torch."""
+    """The public names, imported at first use: `--help` and `import ldm_lite` do without torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "diffusion":  # ldm_lite.diffusion.samplers.register
+        return importlib.import_module("ldm_lite.diffusion")
     raise AttributeError(f"module 'ldm_lite' has no attribute {name!r}")

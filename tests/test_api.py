@@ -1,6 +1,8 @@
 """The Python API: what goes in and comes out, its parts, and errors in Python's terms."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -156,6 +158,12 @@ def test_an_unknown_argument_is_named_with_the_nearest(pipe: Pipeline) -> None:
         ldm_lite.load(ofload="model")
     with pytest.raises(ValueError, match="as an image, wanted a path, PIL, an array"):
         pipe.img2img("a cat", 3.5)
+
+
+def test_samplers_are_registered_after_a_plain_import() -> None:
+    code = "import ldm_lite, sys; ldm_lite.diffusion.samplers.register; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_load_takes_metadata_and_paths_as_python_has_them(small_path: Path) -> None:
