@@ -13,7 +13,6 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-APPLE = ["a red apple", "--steps", "2", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -27,38 +26,22 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(fork: Path, *arguments: str) -> str:
-    """What a Python process in the fork prints."""
-    environment = os.environ | {"PYTHONPATH": str(fork)}
-    done = subprocess.run([sys.executable, *arguments], cwd=fork, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_every_diff_is_short() -> None:
-    assert len(DIFFS) == 5
-    assert all(len(diff.splitlines()) <= 40 for diff in DIFFS)
-
-
-def test_the_sampler_and_the_attention(fork: Path) -> None:
-    flags = ["--sampler", "Midpoint Karras", "--attention", "top_keys", "--out", "apple.png"]
-    run(fork, "-m", "ldm_lite.txt2img", *APPLE, *flags)
-    assert "Sampler: Midpoint Karras" in Image.open(fork / "apple.png").info["parameters"]
-    run(fork, "-m", "ldm_lite.txt2img", *APPLE, *flags[:2], "--out", "plain.png")
-    assert Image.open(fork / "plain.png").tobytes() != Image.open(fork / "apple.png").tobytes()
-
-
-def test_the_command(fork: Path) -> None:
-    assert "sheet" in run(fork, "-m", "ldm_lite")
-    run(fork, "-m", "ldm_lite", "sheet", *APPLE, "--batch-size", "4", "--out", "sheet.png")
-    assert Image.open(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)
-
-
-def test_the_adapter_changes_a_weight_by_its_formula(fork: Path) -> None:
-    code = """
+CODE = """
 import torch, ldm_lite
 from safetensors.torch import save_file
+from ldm_lite import __main__, sheet, txt2img
 from ldm_lite.checkpoint.lora import file_names, targets
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.zoo.detection import detect_family
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.networks import build
+
+apple = ["a red apple", "--steps", "2", "--device", "cpu"]
+assert txt2img.main([*apple, "--sampler", "Midpoint Karras", "--attention", "top_keys", "--out", "apple.png"]) == 0
+assert txt2img.main([*apple, "--sampler", "rk2 karras", "--out", "plain.png"]) == 0
+assert __main__.main(["sheet", *apple, "--batch-size", "4", "--out", "sheet.png"]) == 0
+
+# the adapter: a weight changes by the formula, and back
 pipe = ldm_lite.load(device="cpu")
 module = next(name for name in targets(pipe.unet) if name.endswith("attn1.to_q"))
 name, weight = file_names("unet", pipe.unet)[module][0], pipe.unet.get_submodule(module).weight
@@ -70,22 +53,29 @@ before = weight.clone()
 with pipe.lora("loha.safetensors", 0.5):
     torch.testing.assert_close(weight - before, 0.5 * (a @ b) * (c @ d) * 2 / 4, rtol=1e-4, atol=1e-4)
 assert torch.equal(weight, before)
-print("as the formula says")
-"""
-    assert "as the formula says" in run(fork, "-c", code)
 
-
-def test_a_file_of_the_family_is_detected(fork: Path) -> None:
-    code = """
-from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.zoo.detection import detect_family
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+# the family: a file of these shapes is detected
 shapes = {}
 with on_meta():
     for role, spec in FAMILIES["sd1_wide"].networks.items():
         shapes[role] = {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
 found = detect_family(shapes, {})
-print(found.title, found.prediction, found.resolution)
+assert (found.title, found.prediction, found.resolution) == ("a wider Stable Diffusion 1 with OpenCLIP", "v", 768)
+assert "sheet" in __main__.COMMANDS
 """
-    assert run(fork, "-c", code).strip() == "a wider Stable Diffusion 1 with OpenCLIP v 768"
+
+
+def test_every_diff_is_short() -> None:
+    assert len(DIFFS) == 5
+    assert all(len(diff.splitlines()) <= 40 for diff in DIFFS)
+
+
+def test_what_the_diffs_add_works(fork: Path) -> None:
+    """One process for all, since it takes seconds to start."""
+    environment = os.environ | {"PYTHONPATH": str(fork)}
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=fork, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    apple, plain = Image.open(fork / "apple.png"), Image.open(fork / "plain.png")
+    assert "Sampler: Midpoint Karras" in apple.info["parameters"]
+    assert apple.tobytes() != plain.tobytes()
+    assert Image.open(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)
