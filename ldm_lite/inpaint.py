@@ -1,7 +1,7 @@
 """Inpainting: `python -m ldm_lite.inpaint "a red apple" --init-img photo.png --mask mask.png` repaints what is white.
 
-Takes checkpoints made for it, which see the masked image, and ordinary ones.  `--extend left=128,top=64` paints beyond
-the edges; `--indir` is that of the original scripts/inpaint.py.
+Takes inpainting checkpoints, which see the masked image, and ordinary ones.  `--extend left=128,top=64` paints beyond
+the edges; `--indir` works as in the original scripts/inpaint.py.
 """
 
 import sys

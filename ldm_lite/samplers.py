@@ -1,7 +1,7 @@
 """Compare samplers: `python -m ldm_lite.samplers` prints a table and draws a chart.
 
-The error is that of the last latents on a checkpoint, relative to a long run of Heun's method from the same noise.  The
-chart needs matplotlib (extra "plot").
+The error is that of the final latents, relative to a long run of Heun's method from the same noise.  The chart needs
+matplotlib (extra "plot").
 """
 
 import sys

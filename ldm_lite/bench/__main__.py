@@ -1,8 +1,8 @@
 """Benchmark: `python -m ldm_lite.bench` times text to image on this machine in several configurations.
 
 Every configuration (configurations.py) is first compared with a plain float32 forward and then timed.  The order of the
-configurations is reversed in every other round, so that a machine that slows down slows all alike.  Results are written
-as they come.
+configurations is reversed in every other round, so that a machine that slows down affects all equally.  Results are
+written as they come.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""The options of the tasks that make images, for Python and for the command line.  Nothing here imports torch.
+"""The options of the image tasks, for Python and for the command line.  Nothing here imports torch.
 
-None means: the default of the checkpoint's family.  In Python some options take objects too: images as PIL, numpy or
+None means the default of the checkpoint's family.  In Python some options also take objects: images as PIL, numpy or
 tensors, a list of prompts or seeds, a `Control`, a loaded refiner.
 """
 
@@ -170,12 +170,12 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
 
     @property
     def images_at_a_time(self) -> int:
-        """The batch size, with its default filled in."""
+        """The batch size, or its default."""
         return (self.original_counts[0] if self.compat else 1) if self.batch_size is None else self.batch_size
 
     @property
     def repeats(self) -> int:
-        """How often the job is done."""
+        """How many times the job runs."""
         return (self.original_counts[1] if self.compat else 1) if self.n_iter is None else self.n_iter
 
 

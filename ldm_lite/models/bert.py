@@ -24,10 +24,10 @@ class BERTSpec:
     vocab_size: int
     length: int
     width: int
-    layers: int  # each an attention and a feed-forward
+    layers: int  # each has attention and a feed-forward
 
     def fitted(self, shapes: Shapes, heads: int | None = None) -> "BERTSpec":
-        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+        """Return the spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
         vocab_size, width = shapes["token_emb.weight"]
         layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
         return BERTSpec(vocab_size, shapes["pos_emb.emb.weight"][0], width, layers)

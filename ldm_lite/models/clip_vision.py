@@ -30,7 +30,7 @@ class CLIPVisionSpec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> "CLIPVisionSpec":
-        """The spec of an encoder of OpenAI's whose weights have these shapes.  Raises KeyError if one is missing."""
+        """Return the spec of OpenAI's encoder whose weights have these shapes.  Raises KeyError if one is missing."""
         width, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
         return CLIPVisionSpec(
             size=patch * math.isqrt(shapes["embeddings.position_embedding.weight"][0] - 1),

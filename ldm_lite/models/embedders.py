@@ -47,7 +47,7 @@ class LabelMapSpec:
 
 
 class ClassEmbedder(nn.Module):
-    """Classes (B,) int64 -> context (B,1,D): a class is a sentence of one word."""
+    """Classes (B,) int64 -> context (B,1,D): each class is a single token."""
 
     def __init__(self, spec: ClassSpec) -> None:
         super().__init__()
