@@ -276,14 +276,14 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     got = "none" if context is None else f"one of shape {tuple(context.shape)}"
     if spec.context_dim is None:
         if context is not None:
-            raise ValueError(f"got as context {got}, wanted none")
+            raise ValueError(f"context: got {got}, wanted none")
     elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (len(noise), spec.context_dim):
-        raise ValueError(f"got as context {got}, wanted ({len(noise)}, T, {spec.context_dim})")
+        raise ValueError(f"context: got {got}, wanted ({len(noise)}, T, {spec.context_dim})")
     width = (spec.vector_dim or 0) + (spec.guidance_dim or 0)
     wanted = (len(noise), width) if width else None if spec.num_classes is None else (len(noise),)
     if (None if y is None else tuple(y.shape)) != wanted:
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
-        raise ValueError(f"got as y {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
+        raise ValueError(f"y: got {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
 
 
 # ---- the autoencoder ------------------------------------------------------------------------------------------------

@@ -161,13 +161,13 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
         else:
             parts.setdefault(part[0], {})[part[1]] = key
     if not parts:
-        raise ValueError(f"{file.path}: is no LoRA (has {unknown[0]}): give a whole checkpoint as `ckpt`")
+        raise ValueError(f"{file.path}: is not a LoRA (has {unknown[0]}): give a whole checkpoint as `ckpt`")
     if unknown:
         log.warning("%s: ignored %d tensors that belong to no LoRA: %s, ...", file.path.name, len(unknown), unknown[0])
     modules, alphas = {}, _peft_alphas(file)
     for module, keys in parts.items():
         if not {"up", "down"} <= set(keys):
-            raise ValueError(f"{file.path}: {module} has no up or no down: the file is damaged")
+            raise ValueError(f"{file.path}: {module} lacks its up or down weight: the file is damaged")
         tensors = {part: file.read(key) for part, key in keys.items()}
         up, down, mid = tensors["up"], tensors["down"], tensors.get("mid")
         alpha = next((alpha for prefix, alpha in alphas.items() if module.startswith(prefix)), 0.0)

@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
         ):
             message = f"unknown flag {unknown}: the nearest is {near[0]}"
         elif message.startswith("unrecognized") and not unknown and "[PROMPT]" in (self.usage or ""):
-            message = f"got words beside the prompt, {message.split(': ')[1]!r}: put it into quotes"
+            message = f"got words after the prompt, {message.split(': ')[1]!r}: put it in quotes"
         self.exit(2, f"error: {message} (see --help)\n")
 
 

@@ -106,7 +106,7 @@ class RuntimeOptions(CheckedOptions):
     compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)", common=True)
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
     matmul_precision: str | None = option(
-        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
+        None, "of float32 matmuls on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
     )
     offload: str | None = option(
         None,

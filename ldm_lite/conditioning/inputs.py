@@ -72,7 +72,7 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
         labels = read_image(path, lambda image: _labels(image, size))
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
-                f"{path}: is no label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+                f"{path}: is not a label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
     return Conditioning(concat=model.text_encoder(torch.stack(maps).to(model.device)))
@@ -80,7 +80,7 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
 
 def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
     if image.mode not in ("L", "P", "I;16", "I"):
-        raise ValueError(f"is no label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
+        raise ValueError(f"is not a label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
     return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
 
 
@@ -129,7 +129,7 @@ def read_tensor(path: Path) -> Tensor:
         except OSError:
             raise
         except Exception as error:  # torch raises nearly anything for a broken pickle
-            raise ValueError(f"{path}: is no torch file, or holds more than tensors") from error
+            raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
         found = list(value.values()) if isinstance(value, dict) else [value]
     else:
         file = open_checkpoint(path)
@@ -146,7 +146,7 @@ def _npy(path: Path) -> Tensor:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{path}: is no .npy file of numbers, or not whole") from error
+        raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
     return torch.from_numpy(values.astype(np.float32))

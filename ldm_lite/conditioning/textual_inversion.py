@@ -45,7 +45,7 @@ def open_embedding(source: str | os.PathLike[str]) -> Embedding:
     if not several and (len(file.shapes) > 1 or any(len(shape) not in (1, 2) for shape in file.shapes.values())):
         some = next(iter(file.shapes))
         raise ValueError(
-            f"{file.path}: holds {len(file.shapes)} tensors (has {some}), which are no textual inversion: "
+            f"{file.path}: holds {len(file.shapes)} tensors (has {some}), which are not a textual inversion: "
             "wanted string_to_param, emb_params, clip_l and clip_g, or one tensor by the name of its token"
         )
     found = {key: file.read(key).detach().float().reshape(-1, shape[-1]) for key, shape in list(file.shapes.items())}
@@ -77,7 +77,7 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
         count = _check(embedding, widths, model.tokenizer.room)
         for name in embedding.names:
             if name.lower() in map(str.lower, added):
-                raise ValueError(f"{embedding.file}: there is another embedding of the name {name!r}: rename the file")
+                raise ValueError(f"{embedding.file}: another embedding has the name {name!r}: rename the file")
             added[name] = tuple(range(first, first + count))
         for width in widths:
             learned[width] = torch.cat([*([learned[width]] if width in learned else []), embedding.vectors[width]])

@@ -114,7 +114,7 @@ class _Package:
             key = tuple(None if each is None else (tuple(each[0]), each[1]) for each in about["inputs"])
             runners[key] = runner, own
         if not runners:
-            raise ValueError(f"{self.path}: is no package of ldm_lite.export")
+            raise ValueError(f"{self.path}: is not a package of ldm_lite.export")
         return runners
 
 
@@ -125,7 +125,7 @@ def _runners(path: Path) -> list[Any]:
     """
     path.stat()  # may raise FileNotFoundError
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: is no package of ldm_lite.export")
+        raise ValueError(f"{path}: is not a package of ldm_lite.export")
     # Each model has this file; without it torch 2.11 crashes instead of raising.
     metadata = r"data/aotinductor/([^/]+)/[^/]*_metadata\.json$"
     inside = (re.search(metadata, name) for name in zipfile.ZipFile(path).namelist())

@@ -83,7 +83,7 @@ def _check_place(model: Model, number: int, num_stages: int) -> None:
     family = model.family
     fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
     if not fits and not (family.task == "upscale" and 0 < number == num_stages - 1):
-        raise ValueError(f"{model.name} is {family.title}, which cannot be number {number + 1} of a cascade")
+        raise ValueError(f"{model.name} is {family.title}, which cannot be stage {number + 1} of a cascade")
 
 
 def check(options: CascadeOptions, num_stages: int) -> None:

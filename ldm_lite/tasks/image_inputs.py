@@ -117,7 +117,7 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     whole, last = share(steps, strength, options.exact_steps)
     plan = plan_of(model, options, last=last, steps=whole)
     if strength == 0:
-        log.info("strength 0: no UNet call, the image goes through the autoencoder alone")
+        log.info("strength 0: no UNet call, only the autoencoder")
         return Start(None, CLEAN, 0)
     log.info("strength %g: the last %d of %d steps, %d UNet calls", strength, last, whole, len(plan.t))
     if strength == 1:

@@ -35,7 +35,7 @@ def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageI
     options = as_original(options, "ddim", scale=5.0)
     instructed = model.family.task == "instruct"
     if options.image_scale is not None and not instructed:
-        raise ValueError(f"got `image_scale`, but {model.name} is no InstructPix2Pix: leave it out")
+        raise ValueError(f"got `image_scale`, but {model.name} is not InstructPix2Pix: leave it out")
     if options.compat and instructed:
         raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
     images = sources(options.init_img, "init_img")

@@ -120,7 +120,7 @@ def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
     controls_of(options)
     if options.noise_level and options.image_embedding is None:
-        raise ValueError("`noise_level` is for the image that is followed: name it with `image_embedding=FILE`")
+        raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
     if options.sampler is not None:
         sampler, _ = resolve_sampler(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):
@@ -277,7 +277,7 @@ def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: 
     """Return the refiner, loaded if the options name a file, and the step from which it takes over."""
     if options.refiner is None:
         if options.refiner_start is not None:
-            raise ValueError("`refiner_start` says where a refiner takes over: name it with `refiner=FILE`")
+            raise ValueError("`refiner_start` needs a refiner: give one with `refiner=FILE`")
         return None
     if plan is None:
         return None
@@ -329,7 +329,7 @@ def _settings(
     scale = options.guidance if isinstance(options.guidance, (int, float)) else scale
     settings: dict[str, object] = {
         "Steps": 0 if plan is None else plan.num_steps,
-        "Sampler": label(sampler_of(model, options)) if options.plan is None else "a plan of one's own",
+        "Sampler": label(sampler_of(model, options)) if options.plan is None else "custom plan",
         "CFG scale": "a function" if callable(options.guidance) else scale,
         "Model": model.name,
         "Image CFG scale": image_scale,

@@ -65,7 +65,7 @@ def open_folder(folder: Path, resolution: int) -> ImageFolder:
     Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing or empty.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: is no folder, wanted one with captioned images")
+        raise ValueError(f"{folder}: is not a folder, wanted one with captioned images")
     lists = sorted(folder.glob("*.jsonl"))
     pairs = _from_list(lists[0]) if lists else _from_text_files(folder)
     if not pairs:
@@ -133,7 +133,7 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: 
     """Import a Python file and call its scenes().  Raises ValueError if there is no such file or function."""
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: is no Python file, wanted one with a function scenes(resolution, ...)")
+        raise ValueError(f"{path}: is not a Python file, wanted one with a function scenes(resolution, ...)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # so that worker processes can unpickle its objects
     try:
