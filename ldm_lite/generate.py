@@ -254,7 +254,7 @@ def _check_all(
         if refiner.model.family.prediction != model.family.prediction:
             raise ValueError(
                 f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
-                f"{refiner.model.family.prediction}: the second cannot continue what the first began"
+                f"{refiner.model.family.prediction}: the second cannot continue a run of the first"
             )
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
@@ -266,7 +266,7 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
     if spec.in_channels > model.vae.spec.embed_dim and not given:
         raise ValueError(
-            f"{model.family.title} reads an image beside the text (its UNet has {spec.in_channels} input channels): "
+            f"{model.family.title} reads an image besides the text (its UNet has {spec.in_channels} input channels): "
             "it cannot make an image from a prompt alone; take a checkpoint with 4"
         )
     channels = spec.in_channels - given

@@ -278,7 +278,7 @@ def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
     family = bundled.family
     pipe = replace(bundled, family=replace(family, task="inpaint", unet=replace(family.unet, in_channels=33)))
     plan = make_plan("ddim", pipe.schedule, 2)
-    with pytest.raises(ValueError, match="reads an image beside the text"):
+    with pytest.raises(ValueError, match="reads an image besides the text"):
         denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan)
 
 

@@ -162,7 +162,7 @@ LEGEND = (
     "(of the whole batch) or images per second. speed-up: over the first row, bold if it exceeds the noise floor",
     "(one of our configurations timed twice) in at least five rounds. of matmul: share of a large matmul's rate in",
     "this run. error: relative, against a float32 forward (images: pixels, against the first row). peak: memory",
-    "beside the weights. first: the first call, with compilation.",
+    "without the weights. first: the first call, with compilation.",
 )
 
 

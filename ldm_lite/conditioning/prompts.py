@@ -163,7 +163,7 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
     )
     if embedding is None:
         raise ValueError(
-            f"{model.family.title} reads an image's CLIP embedding (1, {width}) beside the prompt: "
+            f"{model.family.title} reads an image's CLIP embedding (1, {width}) besides the prompt: "
             "give one with `image_embedding=FILE`"
         )
     if embedding.shape != (1, width) or not 0 <= level < 1000:

@@ -491,7 +491,7 @@ def test_an_image_embedding_is_read(
     assert np.array_equal(*images)
     np.save(tmp_path / "wrong.npy", np.zeros((1, 7)))
     for arguments, message in (
-        ([], r"reads an image's CLIP embedding (1, 24) beside the prompt: give one with --image-embedding FILE"),
+        ([], r"reads an image's CLIP embedding (1, 24) besides the prompt: give one with --image-embedding FILE"),
         (["--image_embedding", str(tmp_path / "wrong.npy")], "got an image embedding (1, 7) and noise level 0"),
     ):
         assert command(tmp_path, files("sd2_unclip_h"), *arguments) == 2
