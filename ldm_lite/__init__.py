@@ -27,7 +27,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """The public names, imported at first use: `--help` and `import ldm_lite` do without torch."""
+    """Import a public name on first use, so that `--help` and `import ldm_lite` do not import torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "diffusion":  # ldm_lite.diffusion.samplers.register

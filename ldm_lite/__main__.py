@@ -1,4 +1,4 @@
-"""`python -m ldm_lite`: the commands, the versions of what matters, and the devices; `ldm-lite NAME` runs a command."""
+"""`python -m ldm_lite` lists commands, versions and devices; `ldm-lite NAME` runs a command."""
 
 import difflib
 import importlib
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, or print what there is; the exit status."""
+    """Run the command that the arguments name, or list the commands; return the exit status."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if name in COMMANDS:
         folder = ".__main__" if name in ("train", "bench") else ""

@@ -1,7 +1,7 @@
 """DeepFloyd IF: `python -m ldm_lite.cascade "a red apple" --t5 ... --stage-1 ... --stage-2 ...`.
 
-T5 reads the prompt; the stages make 64 pixels of it, then 256, then (Stable Diffusion's upscaler) 1024.  Each is loaded
-when it is its turn.
+T5 reads the prompt; the stages make images of 64, 256 and (with Stable Diffusion's upscaler) 1024 pixels.  Each stage
+is loaded when it is its turn.
 """
 
 import sys
@@ -18,13 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
     groups = (CascadeOptions, StageOptions, SaveOptions)
     (options, stages, save), _ = parse(argv, "cascade", __doc__.splitlines()[0], groups)
+    return console.run(lambda: run(options, stages, save), (options, stages, save))
 
-    def body() -> None:
-        from ldm_lite.tasks.serve import serve_cascade
 
-        serve_cascade(options, stages, Saver(save, "cascade"))
+def run(options: CascadeOptions, stages: StageOptions, save: SaveOptions) -> None:
+    """Run the stages and save the images."""
+    from ldm_lite.tasks.serve import serve_cascade
 
-    return console.run(body, (options, stages, save))
+    serve_cascade(options, stages, Saver(save, "cascade"))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from ldm_lite.cli.task_options import ExportOptions
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
     (options, load), _ = parse(argv, "export", __doc__.splitlines()[0], (ExportOptions, LoadOptions))
+    return console.run(lambda: run(options, load), (options,))
 
-    def body() -> None:
-        from ldm_lite.tasks.export import run
 
-        run(options, load)
+def run(options: ExportOptions, load: LoadOptions) -> None:
+    """Load the checkpoint, and compile and check the package."""
+    from ldm_lite.tasks.export import run
 
-    return console.run(body, (options,))
+    run(options, load)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Noise and conditioning -> latents -> images: the only denoising loop of the project, as a generator.
 
-Noise depends on the seed alone: every image has its own CPU generator, which draws its first noise and all later
-noise, whatever the batch size or the device.
+Noise depends on the seed alone: every image has its own CPU generator, which draws its initial noise and that of
+all later steps, whatever the batch size or the device.
 """
 
 import contextlib
@@ -38,32 +38,32 @@ class SeededNoise:
         self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
     def __call__(self) -> Tensor:
-        """The next noise, float32 on the CPU, whatever defaults the process has set."""
+        """Return the next noise, float32 on the CPU, whatever defaults the process has set."""
         each = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
         return torch.stack(each)
 
 
 class SharedNoise:
-    """The original scripts' source of noise: one generator on the device for all images, in the order of its calls."""
+    """The original scripts' noise: one generator on the device, shared by all images in call order."""
 
     def __init__(self, generator: torch.Generator, batch: int, shape: tuple[int, int, int]) -> None:
         self.generator, self.size = generator, (batch, *shape)
 
     def __call__(self) -> Tensor:
-        """The next noise, float32 on the generator's device."""
+        """Return the next noise, float32 on the generator's device."""
         return torch.randn(self.size, generator=self.generator, dtype=torch.float, device=self.generator.device)
 
 
 class StepControl(Protocol):
-    """Decides which network runs in a step in place of the model's UNet, and what it reads."""
+    """Chooses the network that runs a step in place of the model's UNet, and its conditioning."""
 
     def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
-        """For a step, counted from 0, and the conditioning of all branches on the device."""
+        """Return both for a step, counted from 0, given the conditioning of all branches on the device."""
 
 
 @dataclass(frozen=True, eq=False)
 class RefinerSwitch:
-    """From a step on, another model continues the same plan: SDXL's refiner."""
+    """Another model that continues the same plan from some step on: SDXL's refiner."""
 
     model: Model
     branches: Branches
@@ -71,7 +71,7 @@ class RefinerSwitch:
 
 
 class Extras(NamedTuple):
-    """What changes the steps, beside guidance."""
+    """What else changes the steps, apart from guidance."""
 
     mask: InpaintMask | None = None  # latents to keep
     control: StepControl | None = None
@@ -88,8 +88,8 @@ class DenoisingState:
     step: int  # from 1
     num_steps: int
     latents: Tensor  # (B,C,h,w) float32, in the UNet's scale
-    prediction: Tensor  # (B,C,h,w) the plan's prediction H of the step's last call that remembers it
-    before: Tensor  # (B,C,h,w) the latents which that call saw
+    prediction: Tensor  # (B,C,h,w) the plan's prediction H, from the step's last call that remembers it
+    before: Tensor  # (B,C,h,w) the latents that this call read
     to_x0: tuple[float, float]  # (p, q): x0 = p * before + q * prediction
 
     @property
@@ -108,7 +108,7 @@ def denoise(
     draw: Draw | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Run all steps of a plan and return the last latents (B,C,h,w); arguments and errors as stream's."""
+    """Run all steps of a plan and return the final latents (B,C,h,w); arguments and errors are those of stream."""
     latents = noise
     for state in stream(model, noise, branches, plan, draw=draw, extras=extras):
         latents = state.latents
@@ -125,11 +125,11 @@ def stream(
     draw: Draw | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> Iterator[DenoisingState]:
-    """Yield the state after every step of the plan; the latents of the last one are the result.
+    """Yield the state after every step of the plan; the last state's latents are the result.
 
     noise is unit noise (B,C,h,w); branches are the conditionings of B images, as guidance.classifier_free makes them;
-    draw gives the noise of stochastic samplers.  Leaving the loop stops it.  Raises ValueError for shapes that do not
-    fit the model, and if the plan needs a draw.
+    draw supplies the noise of stochastic samplers.  Leaving the loop stops it.  Raises ValueError for shapes that do
+    not fit the model, and if the plan needs a draw.
     """
     _check_all(model, noise, branches, plan, draw, extras.refiner)
     device, dtype = model.device, model.dtype
@@ -163,7 +163,7 @@ def stream(
 
 
 def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
-    """(p, q) with x0 = p x + q H for the prediction H that a row remembers."""
+    """Return (p, q) with x0 = p x + q H, for the prediction H that a row remembers."""
     (p, q), (p0, q0) = plan.to_prediction[row], plan.to_x0[row]
     return float(p0 - q0 * p / q), float(q0 / q)
 
@@ -178,10 +178,10 @@ class _Stage:
         self._guidance: tuple[object, Guidance] | None = None
 
     def read_text(self) -> None:
-        """Make the keys and values of the text once for all steps, within the UNet's phase.
+        """Compute the keys and values of the text once for all steps, within the UNet's phase.
 
-        Not under autocast, and not in a network that does not run as written: whoever replaced or hooked a part of it
-        may look for the text there, or bring its weights.
+        Skipped under autocast, and if part of the network was replaced or hooked: such code may need the text, or
+        may load the weights.
         """
         unet = self.model.unet
         as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
@@ -190,7 +190,7 @@ class _Stage:
             self._cache = unet.text_cache(self.conditioning.context)
 
     def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
-        """What runs in a step, and what it reads."""
+        """Return the network that runs a step, and its conditioning."""
         network: Network = self.model.unet
         conditioning = self.conditioning
         if control is not None:
@@ -201,7 +201,7 @@ class _Stage:
         return network, conditioning
 
     def guidance(self, step: int, mask: InpaintMask | None) -> Guidance:
-        """What the step does to the outputs; the same tensors as in the step before where nothing changes."""
+        """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
         weights = self.branches.weights_at(step)
         if self._guidance is None or self._guidance[0] != weights:
             percentile, limit = self.branches.threshold or (None, None)
@@ -221,14 +221,14 @@ class _Stage:
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:
-    """Noise on the device, as float32; from pinned memory, so that the copy does not wait for the steps before."""
+    """Return noise on the device as float32; pinned memory lets the copy overlap earlier steps."""
     if device.type == "cuda" and noise.device.type == "cpu":
         noise = noise.pin_memory()
     return noise.to(device, torch.float32, non_blocking=True)
 
 
 def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:
-    """All branches one after the other, on the device; integers stay integers.  Raises ValueError if shapes differ."""
+    """Concatenate all branches on the device; integers stay integers.  Raises ValueError if shapes differ."""
     stacked: dict[str, Tensor | None] = {"context": None, "y": None, "concat": None}
     for name in stacked:
         values = [getattr(conditioning, name) for conditioning in conditionings]
@@ -254,7 +254,7 @@ def _check_all(
         if refiner.model.family.prediction != model.family.prediction:
             raise ValueError(
                 f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
-                f"{refiner.model.family.prediction}: the second cannot continue what the first began"
+                f"{refiner.model.family.prediction}: the second cannot continue a run of the first"
             )
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
@@ -266,7 +266,7 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
     if spec.in_channels > model.vae.spec.embed_dim and not given:
         raise ValueError(
-            f"{model.family.title} reads an image beside the text (its UNet has {spec.in_channels} input channels): "
+            f"{model.family.title} reads an image besides the text (its UNet has {spec.in_channels} input channels): "
             "it cannot make an image from a prompt alone; take a checkpoint with 4"
         )
     channels = spec.in_channels - given
@@ -276,14 +276,14 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     got = "none" if context is None else f"one of shape {tuple(context.shape)}"
     if spec.context_dim is None:
         if context is not None:
-            raise ValueError(f"got as context {got}, wanted none")
+            raise ValueError(f"context: got {got}, wanted none")
     elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (len(noise), spec.context_dim):
-        raise ValueError(f"got as context {got}, wanted ({len(noise)}, T, {spec.context_dim})")
+        raise ValueError(f"context: got {got}, wanted ({len(noise)}, T, {spec.context_dim})")
     width = (spec.vector_dim or 0) + (spec.guidance_dim or 0)
     wanted = (len(noise), width) if width else None if spec.num_classes is None else (len(noise),)
     if (None if y is None else tuple(y.shape)) != wanted:
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
-        raise ValueError(f"got as y {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
+        raise ValueError(f"y: got {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
 
 
 # ---- the autoencoder ------------------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
 
 @torch.no_grad()
 def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of their latents (B,C,h,w), in the UNet's scale.
+    """Encode pixels (B,3,H,W) in [-1,1]; return mean and standard deviation (B,C,h,w), in the UNet's scale.
 
-    float32 on the model's device; a sample is mean + deviation * noise.  An encoder that overflows in half precision
-    runs again in float32, with a warning.  Raises ValueError if a side is no multiple of the autoencoder's factor.
+    Both are float32 on the model's device; a sample is mean + deviation * noise.  An encoder that overflows in half
+    precision runs again in float32, with a warning.  Raises ValueError if a side is not a multiple of the factor.
     """
     with model.phase("vae"):
         vae, dtype = tiled_on_cpu(model.vae), next(model.vae.parameters()).dtype
@@ -311,10 +311,10 @@ def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
-    """Latents (B,C,h,w) in the UNet's scale -> pixels (3,H,W) in [-1,1], float32 on the CPU, one image at a time.
+    """Decode latents (B,C,h,w), in the UNet's scale, to pixels (3,H,W) in [-1,1], float32 on the CPU, image by image.
 
-    A result that is not finite is never handed out: a decoder that overflows in half precision runs again in float32,
-    with a warning, and latents that are not finite raise a ValueError that names the cause.
+    Pixels are always finite: a decoder that overflows in half precision runs again in float32, with a warning.
+    Raises ValueError, naming the cause, for latents that are not finite.
     """
     if not torch.isfinite(latents).all():
         half = model.dtype != torch.float32
@@ -336,13 +336,13 @@ def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
 
 
 def _decode(vae: Autoencoder, z: Tensor) -> tuple[Autoencoder, Tensor]:
-    """z (1,C,h,w) -> pixels (3,H,W) float32; and the autoencoder to continue with, tiled if memory has run out."""
+    """Decode z (1,C,h,w) to pixels (3,H,W) float32; also return the next autoencoder, tiled if memory ran out."""
     try:
         return vae, vae.decode(z)[0].float()
     except (RuntimeError, MemoryError) as error:
         if is_tiled(vae) or not out_of_memory(error):
             raise
         log.warning("out of memory: decoding in tiles, which `vae_tiling` does from the start")
-    # Outside the except block, which keeps what the failed attempt has left.
+    # Outside the except block, which keeps the failed attempt's tensors alive.
     vae = tiled(vae, rest="cpu")
     return vae, vae.decode(z)[0].float()

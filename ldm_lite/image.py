@@ -92,9 +92,9 @@ def _flatten(image: Image.Image, background: str) -> Image.Image:
 
 
 def to_image(value: Any) -> Image.Image:
-    """A PIL image as it is; an array (H,W), (H,W,3) or (H,W,4), uint8 or float in [0,1]; a tensor (3,H,W) in [-1,1].
+    """Convert an array (H,W), (H,W,3) or (H,W,4), uint8 or float in [0,1], or a tensor (3,H,W) in [-1,1].
 
-    Raises ValueError for anything else.
+    A PIL image is returned as is.  Raises ValueError for anything else.
     """
     if isinstance(value, Image.Image):
         return value
@@ -146,7 +146,7 @@ def _scale(image: Image.Image, size: tuple[int, int]) -> Image.Image:
         return image
     if image.mode != "L":
         return image.resize(size, Image.Resampling.LANCZOS)
-    # The mean over each new pixel's area, in floating point, is above zero wherever anything was masked.
+    # In floating point, the mean over a new pixel's area is above zero if any of it was masked.
     means = np.asarray(image.convert("F").resize(size, Image.Resampling.BOX))
     return Image.fromarray(np.where(means > 0, 255, 0).astype(np.uint8))
 
@@ -195,7 +195,7 @@ def mask_latent(weights: Tensor, factor: int) -> Tensor:
 def depth_latent(image: Image.Image, size: tuple[int, int]) -> Tensor:
     """Convert a depth map (lighter = nearer) to (1,1,h,w) float32 of size (h, w), normalised to [-1,1].
 
-    As `scripts/gradio/depth2img.py` of stablediffusion does with MiDaS' inverse depth.  A flat map is -1 everywhere.
+    Like `scripts/gradio/depth2img.py` of stablediffusion with MiDaS' inverse depth.  A flat map is -1 everywhere.
     """
     depth = torch.from_numpy(np.asarray(image.convert("F")).copy())[None, None]
     depth = F.interpolate(depth, size=size, mode="bicubic", align_corners=False)
@@ -204,7 +204,7 @@ def depth_latent(image: Image.Image, size: tuple[int, int]) -> Tensor:
 
 
 def to_array(pixels: Tensor) -> NDArray[np.uint8]:
-    """Convert pixels (3,H,W) in [-1,1], on the CPU, to uint8 (H,W,3): clamped and rounded."""
+    """Convert pixels (3,H,W) in [-1,1], on the CPU, to uint8 (H,W,3), clamped and rounded."""
     scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
     return scaled.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 

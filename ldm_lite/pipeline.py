@@ -1,7 +1,6 @@
-"""Pipeline: a loaded model with the tasks as its methods; load() makes it.
+"""Pipeline: a loaded model with the tasks as methods; load() makes one.
 
-Each method takes the options of its task by name, those that the command of that name has as flags; docs/tour.md shows
-them at work.
+Each method takes its task's options by name: the same ones as the command's flags.  docs/tour.md has examples.
 """
 
 import contextlib
@@ -50,11 +49,11 @@ def load(
     dtype: str | torch.dtype | None = None,
     **options: Any,
 ) -> "Pipeline":
-    """Load a checkpoint: a file, a diffusers folder, owner/repository[/file] on the hub, or None: the bundled model.
+    """Load a checkpoint: a file, a diffusers folder, owner/repository[/file] on the hub, or None for the bundled model.
 
-    dtype is "fp32", "fp16" or "bf16", or by network "fp16,vae=fp32".  options are the fields of LoadOptions: files for
-    single networks (vae=, unet=, text_encoder=), lora=["FILE:WEIGHT"], ema=, prediction=, zero_snr=, metadata={...};
-    and how it runs: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
+    dtype is "fp32", "fp16" or "bf16", or per network "fp16,vae=fp32".  options are the fields of LoadOptions: files for
+    single networks (vae=, unet=, text_encoder=), lora=["FILE:WEIGHT"], ema=, prediction=, zero_snr=, metadata={...},
+    and runtime options: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     if isinstance(options.get("metadata"), Mapping):
@@ -68,7 +67,7 @@ def load(
 
 
 class Pipeline(Model):
-    """A loaded model whose methods are the tasks.  Immutable: threads may share it."""
+    """A loaded model with the tasks as methods.  Immutable: threads may share it."""
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
@@ -77,8 +76,8 @@ class Pipeline(Model):
 
         options are the fields of Txt2imgOptions: steps=, sampler=, scale=, seed= (one, or one for each image),
         negative_prompt=, width=, height=, batch_size=, control=[Control(...)], ...  output is "pil" (RGB, with
-        .info["parameters"]), "numpy" ((H,W,3) uint8), "tensor" ((3,H,W) float32 in [-1,1]) or "result" (all of it, with
-        prompt and seed).  Raises ValueError for options that do not fit.
+        .info["parameters"]), "numpy" ((H,W,3) uint8), "tensor" ((3,H,W) float32 in [-1,1]) or "result" (a Result with
+        pixels, prompt and seed).  Raises ValueError for options that do not fit.
         """
         made = txt2img.prepare(self, _options(Txt2imgOptions, "txt2img", {"prompt": prompt, **options}))
         return _outputs(*made, output)
@@ -88,7 +87,7 @@ class Pipeline(Model):
     ) -> list[Any]:
         """Image to image: every prompt on every image (a path, PIL, numpy or tensor, or a list of them).
 
-        options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as there.
+        options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
         """
         given = {"prompt": prompt, "init_img": image, **options}
         return _outputs(*img2img.prepare(self, _options(Img2imgOptions, "img2img", given)), output)
@@ -102,23 +101,23 @@ class Pipeline(Model):
         output: str = "pil",
         **options: Any,
     ) -> list[Any]:
-        """Repaint where the mask is white; images and masks as img2img's images.  extend= paints beyond the edges.
+        """Repaint where the mask is white; extend= paints beyond the edges.  Images and masks are given as for img2img.
 
-        options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as there.
+        options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as for txt2img.
         """
         given = {"prompt": prompt, "init_img": image, "mask": mask, **options}
         return _outputs(*inpaint.prepare(self, _options(InpaintOptions, "inpaint", given)), output)
 
     def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
-        """Images four times as large, with an upscaler's checkpoint.
+        """Enlarge images four times, with an upscaler's checkpoint.
 
-        options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as there.
+        options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as for txt2img.
         """
         given = {"prompt": prompt, "init_img": image, **options}
         return _outputs(*upscale.prepare(self, _options(UpscaleOptions, "upscale", given)), output)
 
     def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[DenoisingState]:
-        """txt2img, step by step: yields the state after each step, with its latents and the predicted x0.
+        """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
         decode() turns either into images.  Leaving the loop stops the job.
         """
@@ -130,7 +129,7 @@ class Pipeline(Model):
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def encode_prompt(self, prompt: str | Sequence[str], *, negative: bool = False, **options: Any) -> Conditioning:
-        """What the UNet reads of a prompt, or of B of them.
+        """Return the conditioning of one prompt, or of B prompts.
 
         options are prompt_syntax=, clip_skip=, size=(height, width), and the fields of ConditioningOptions.
         """
@@ -143,19 +142,19 @@ class Pipeline(Model):
         return encode_prompts(self, [prompt] if isinstance(prompt, str) else prompt, made)
 
     def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
-        """Unit noise (B,C,h,w) float32 on the CPU, as the tasks draw it, for one seed or B of them."""
+        """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it, for one seed or B seeds."""
         return self.noise_source(seed, height, width)()
 
     def noise_source(
         self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None
     ) -> SeededNoise:
-        """A function that draws noise(...), and at each further call the later noise of stochastic samplers."""
+        """Return a function that draws noise(...) first, then at each call the next noise of a stochastic sampler."""
         side = self.family.resolution
         shape = self.latent_shape(side if height is None else height, side if width is None else width)
         return SeededNoise([seed] if isinstance(seed, int) else seed, shape)
 
     def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
-        """The plan of a sampler's steps, by default the family's; options are spacing=, eta=, churn= and last=."""
+        """Return a sampler's plan (default: the family's sampler); options are spacing=, eta=, churn= and last=."""
         sampler = self.family.sampler if sampler is None else sampler
         return make_plan(sampler, self.schedule, self.family.steps if steps is None else steps, **options)
 
@@ -168,10 +167,10 @@ class Pipeline(Model):
         guidance: float | Callable[..., Any] = 7.5,
         draw: Draw | None = None,
     ) -> Tensor:
-        """Run a plan from noise (B,C,h,w) and return the latents (B,C,h,w); one conditioning serves all B.
+        """Run a plan from noise (B,C,h,w) and return the latents (B,C,h,w); a single conditioning serves all B images.
 
         guidance is a scale, a function step -> scale, or a function (cond, uncond) -> output of the network's raw
-        outputs (B,C,h,w).  draw gives the later noise of stochastic samplers: see noise_source.
+        outputs (B,C,h,w).  draw supplies the noise of stochastic samplers: see noise_source.
         """
         count = len(noise)
         cond = cond.rows(slice(None), count)
@@ -179,11 +178,11 @@ class Pipeline(Model):
         return generate.denoise(self, noise, guided(self, cond, uncond, guidance), plan, draw=draw)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
-        """Latents (B,C,h,w) in the UNet's scale -> B images; output is "pil", "numpy" or "tensor"."""
+        """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""
         return [_output(pixels, output) for pixels in generate.decode(self, latents)]
 
     def encode(self, image: Any) -> Tensor:
-        """An image, or images of one size -> the mean of their latents (B,C,h,w), in the UNet's scale.
+        """Encode images of one size; return the mean of their latents (B,C,h,w), in the UNet's scale.
 
         An image is a path, PIL, numpy (H,W,3) or a tensor (3,H,W) in [-1,1].
         """
@@ -193,18 +192,18 @@ class Pipeline(Model):
         return generate.encode(self, torch.stack(pixels))[0]
 
     def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
-        """Merge a LoRA (a file, or one that open_lora has read) into the weights: `with pipe.lora(FILE, 0.8): ...`.
+        """Merge a LoRA (a file, or the result of open_lora) into the weights: `with pipe.lora(FILE, 0.8): ...`.
 
-        At the end of the block, or by remove(), the very weights of before are put back.  It changes the networks in
-        place, for all threads.
+        The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
+        all threads.
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
         return lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
-        """In this block the UNet's attention maps (B,H,N,M) are collected by layer name, one for each call.
+        """Within the block, collect the UNet's attention maps (B,H,N,M) by layer name, one for each call.
 
-        pattern is a layer's name, or has wildcards: "*attn2" is every cross-attention.
+        pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention.
         """
         return attention.record(self.unet, pattern)
 
@@ -217,7 +216,7 @@ class Pipeline(Model):
 
 
 def _options(kind: type[Options], function: str, given: Mapping[str, Any]) -> Options:
-    """Options from keyword arguments.  Raises TypeError, with the nearest name, for an argument that does not exist."""
+    """Make options from keyword arguments.  Raises TypeError, with the nearest name, for an unknown argument."""
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in names:

@@ -1,6 +1,6 @@
 """What an autoencoder keeps of an image: `python -m ldm_lite.reconstruct photo.png --ckpt kl-f8.ckpt`.
 
-Encodes and decodes an image with the first stage of any checkpoint, or a file of a first stage alone (KL, VQ, TAESD),
+Encodes and decodes an image with the autoencoder of any checkpoint, or with an autoencoder's own file (KL, VQ, TAESD),
 saves the result, and prints its peak signal-to-noise ratio.
 """
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options, save: SaveOptions) -> None:
-    """Load, reconstruct, save, and print where the result is and its PSNR."""
+    """Load, reconstruct, save, and print the result's path and PSNR."""
     from ldm_lite.checkpoint.parts import load_autoencoder
     from ldm_lite.image import open_image
     from ldm_lite.tasks.reconstruct import reconstruct

@@ -1,7 +1,7 @@
 """Compare samplers: `python -m ldm_lite.samplers` prints a table and draws a chart.
 
-The error is that of the last latents on a checkpoint, relative to a long run of Heun's method from the same noise.  The
-chart needs matplotlib (extra "plot").
+The error is that of the final latents, relative to a long run of Heun's method from the same noise.  The chart needs
+matplotlib (extra "plot").
 """
 
 import sys
@@ -16,13 +16,14 @@ from ldm_lite.cli.task_options import CompareOptions
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
     (options, load), _ = parse(argv, "samplers", __doc__.splitlines()[0], (CompareOptions, LoadOptions))
+    return console.run(lambda: run(options, load), (options, load))
 
-    def body() -> None:
-        from ldm_lite.tasks.compare import run
 
-        run(options, load)
+def run(options: CompareOptions, load: LoadOptions) -> None:
+    """Load the checkpoint, compare, print the table and save the chart."""
+    from ldm_lite.tasks.compare import run
 
-    return console.run(body, (options, load))
+    run(options, load)
 
 
 if __name__ == "__main__":

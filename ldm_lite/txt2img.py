@@ -5,6 +5,7 @@ Takes the flags of the original scripts/txt2img.py, so that a command line writt
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ldm_lite.cli import console
 from ldm_lite.cli.flags import parse, txt2img_flags
@@ -17,15 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
     groups = (Txt2imgOptions, LoadOptions, SaveOptions)
     (options, load, save), original = parse(argv, "txt2img", __doc__.splitlines()[0], groups, txt2img_flags)
+    return console.run(lambda: run(options, load, save, original), (options, load, save))
 
-    def body() -> None:
-        from ldm_lite.tasks.serve import serve
-        from ldm_lite.tasks.txt2img import count, prepare
 
-        number, saver = count(options), Saver(save, "txt2img")
-        serve(prepare, options, number, load, saver, original)
+def run(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
+    """Load the checkpoint, make the images and save them."""
+    from ldm_lite.tasks.serve import serve
+    from ldm_lite.tasks.txt2img import count, prepare
 
-    return console.run(body, (options, load, save))
+    number, saver = count(options), Saver(save, "txt2img")
+    serve(prepare, options, number, load, saver, original)
 
 
 if __name__ == "__main__":

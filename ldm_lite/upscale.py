@@ -6,6 +6,7 @@ super-resolution model (bsr_sr), which reads the image alone.  Large images go t
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ldm_lite.cli import console
 from ldm_lite.cli.flags import original_flags, parse
@@ -18,15 +19,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
     groups = (UpscaleOptions, LoadOptions, SaveOptions)
     (options, load, save), original = parse(argv, "upscale", __doc__.splitlines()[0], groups, original_flags)
+    return console.run(lambda: run(options, load, save, original), (options, load, save))
 
-    def body() -> None:
-        from ldm_lite.tasks.serve import serve
-        from ldm_lite.tasks.upscale import count, prepare
 
-        number, saver = count(options), Saver(save, "upscale")
-        serve(prepare, options, number, load, saver, original)
+def run(options: UpscaleOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
+    """Load the checkpoint, make the images and save them."""
+    from ldm_lite.tasks.serve import serve
+    from ldm_lite.tasks.upscale import count, prepare
 
-    return console.run(body, (options, load, save))
+    number, saver = count(options), Saver(save, "upscale")
+    serve(prepare, options, number, load, saver, original)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def picture_pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pipeline]:
-    """Miniatures of the families that begin with a picture, by task, as loaded from files."""
+    """Miniatures of the families that begin with an image, by task, as loaded from files."""
     folder, pipes = tmp_path_factory.mktemp("pictures"), {}
     for task, family in toy.PICTURE_FAMILIES.items():
         random_checkpoint.write(folder / f"{task}.safetensors", family)

@@ -91,7 +91,7 @@ def test_ready_conditioning_of_sdxl_keeps_its_vector(tmp_path: Path) -> None:
     assert torch.equal(given[0], pixels(pipe, "a cat", negative_prompt="")[0])
     other = cond._replace(y=cond.y + 1)
     assert not torch.equal(given[0], pixels(pipe, cond=other, uncond=uncond)[0])
-    with pytest.raises(ValueError, match="got as y none, wanted one of shape"):
+    with pytest.raises(ValueError, match="y: got none, wanted one of shape"):
         pixels(pipe, cond=cond.context, uncond=uncond.context)
 
 
@@ -139,7 +139,7 @@ def test_a_control_is_loaded_once_and_used_often(pipe: Pipeline, tmp_path: Path)
         ({"sampler": "nothing"}, "unknown sampler 'nothing'"),
         ({"output": "jpeg"}, "got `output` 'jpeg', wanted one of pil, numpy, tensor, result"),
         ({"noise": torch.zeros(1, 4, 9, 9)}, r"got `noise` of shape \(1, 4, 9, 9\), wanted \(1, 4, 8, 8\)"),
-        ({"refiner_start": 0.5}, "`refiner_start` says where a refiner takes over: name it with `refiner=FILE`"),
+        ({"refiner_start": 0.5}, "`refiner_start` needs a refiner: give one with `refiner=FILE`"),
         ({"original_size": (64, 64)}, "does not use: leave out `original_size`"),
         ({"prompt": []}, "got an empty list of prompts"),
         ({"control": ["a:b:c"]}, "got control 'a:b:c'"),

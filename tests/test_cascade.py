@@ -119,7 +119,7 @@ def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> No
 
 
 def test_the_third_stage_upscales_with_the_prompt_and_the_seed(stages: list[Pipeline], upscaler: Path) -> None:
-    """What the command `upscale` makes of the second stage's pictures; these go through 8 bits there."""
+    """What the command `upscale` makes of the second stage's images; these go through 8 bits there."""
     x4 = ldm_lite.load(upscaler, device="cpu")
     options = replace(SMALL, prompt="a red apple", steps="2,1,1", scale="7,4,3", n_iter=2, seed=5, tile=24)
     third = list(cascade([*stages, x4], options, CONTEXT, UNCOND))
@@ -202,9 +202,9 @@ def test_wrong_options_are_one_line(stages: list[Pipeline], changes: dict[str, o
 
 
 def test_stages_in_the_wrong_order_are_refused(stages: list[Pipeline], small_path: Path) -> None:
-    with pytest.raises(ValueError, match="is small SD1, which cannot be number 1 of a cascade"):
+    with pytest.raises(ValueError, match="is small SD1, which cannot be stage 1 of a cascade"):
         list(cascade([ldm_lite.load(small_path, device="cpu")], SMALL, CONTEXT, UNCOND))
-    with pytest.raises(ValueError, match="is DeepFloyd IF, stage II, which cannot be number 1 of a cascade"):
+    with pytest.raises(ValueError, match="is DeepFloyd IF, stage II, which cannot be stage 1 of a cascade"):
         list(cascade(stages[::-1], SMALL, CONTEXT, UNCOND))
 
 

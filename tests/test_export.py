@@ -1,4 +1,4 @@
-"""The command that compiles ahead of time, but for the compiler, which tests/runtime/test_aot.py runs."""
+"""The export command without the compiler, which tests/runtime/test_aot.py runs."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The loop: noise by seed, batches equal to single runs, threads, shapes that do not fit, results never not finite."""
+"""The loop: noise by seed, batches equal to single runs, threads, shapes that do not fit, results always finite."""
 
 import gc
 import resource
@@ -237,7 +237,7 @@ def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipel
     ("noise", "context", "uncond", "message"),
     [
         ((1, 4, 8, 8), (1, 77, 128), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
-        ((1, 16, 8, 8), (2, 77, 128), None, r"got as context one of shape \(2, 77, 128\), wanted \(1, T, 128\)"),
+        ((1, 16, 8, 8), (2, 77, 128), None, r"context: got one of shape \(2, 77, 128\), wanted \(1, T, 128\)"),
         ((1, 16, 8, 8), (1, 77, 768), None, r"wanted \(1, T, 128\)"),
         (
             (1, 16, 8, 8),
@@ -260,8 +260,8 @@ def test_shapes_that_do_not_fit(
 def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
     plan, context = make_plan("ddim", bundled.schedule, 2), torch.zeros(1, 77, 128)
     for conditioning, message in (
-        (Conditioning(), "got as context none, wanted"),
-        (Conditioning(context, y=torch.zeros(1, 8)), r"got as y one of shape \(1, 8\), wanted none"),
+        (Conditioning(), "context: got none, wanted"),
+        (Conditioning(context, y=torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), wanted none"),
         (Conditioning(context, concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -278,7 +278,7 @@ def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
     family = bundled.family
     pipe = replace(bundled, family=replace(family, task="inpaint", unet=replace(family.unet, in_channels=33)))
     plan = make_plan("ddim", pipe.schedule, 2)
-    with pytest.raises(ValueError, match="reads an image beside the text"):
+    with pytest.raises(ValueError, match="reads an image besides the text"):
         denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan)
 
 
@@ -338,7 +338,7 @@ def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkey
 def test_memory_stays_flat_over_many_prompts(
     bundled: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is kept of a picture: not its embeddings, beyond the last few, nor its latents."""
+    """Nothing is kept of an image: not its embeddings, beyond the last few, nor its latents."""
     monkeypatch.setattr(batching, "AHEAD", 2)  # 4 embeddings are kept
     (tmp_path / "prompts.txt").write_text("".join(f"a cat and {i} dogs\n" for i in range(12)))
     options = Options(from_file=str(tmp_path / "prompts.txt"), steps=1, scale=1.0, height=16, width=16)

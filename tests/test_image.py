@@ -1,4 +1,4 @@
-"""Reading images and masks of every mode, resizing them, and the round trip to pixels."""
+"""Reading images and masks of every mode, resizing, and the round trip to pixels."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pictures from pictures: how much is noise, which steps run, sizes, seeds, instructions, and what the user is told."""
+"""Image to image: noise levels, which steps run, sizes, seeds, instructions, and messages."""
 
 import os
 import threading
@@ -57,7 +57,7 @@ def calls(pipe: Pipeline) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @pytest.mark.parametrize("name", toy.PICTURE_RUNS)
 def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str, Pipeline], name: str) -> None:
-    """diffusers' pipelines, and the original script for --compat; where a picture's part is kept, the rest."""
+    """diffusers' pipelines, and the original script for --compat; where an image's part is kept, the rest."""
     run, (context, uncond) = toy.PICTURE_RUNS[name], toy.embeddings()
     latents: list[Tensor] = []
     settings = {"steps": run.steps, "scale": 5.0, "sampler": run.sampler, "spacing": run.spacing}
@@ -73,7 +73,7 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
         made = img2img(pipe, Options(**settings), on_step)
     list(made)
     ours, theirs = latents[-1].numpy(), GOLDEN[name]
-    if "blended" in name:  # diffusers' last step puts the picture's own latents there, ours are at timestep 0's noise
+    if "blended" in name:  # diffusers' last step puts the image's own latents there, ours are at timestep 0's noise
         repainted = toy.mask()[4::8, 4::8] > 0
         assert ours[:, :, ~repainted] == pytest.approx(theirs[:, :, ~repainted], abs=0.15)
         ours, theirs = ours[:, :, repainted], theirs[:, :, repainted]
@@ -102,7 +102,7 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
 
 
 def test_strength_1_is_txt2img(bundled: Pipeline, circle: Image.Image) -> None:
-    """The picture is forgotten: only its size is left."""
+    """The image is forgotten: only its size is left."""
     for sampler in ("ddim", "euler_a", "dpmpp_2m karras"):
         [ours] = img2img(bundled, Options(prompt=APPLE, strength=1.0, steps=2, sampler=sampler, init_img=[circle]))
         [plain] = txt2img(bundled, TextOptions(prompt=APPLE, steps=2, sampler=sampler))
@@ -119,7 +119,7 @@ def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, ca
     assert "Steps: 0" in result.parameters
 
 
-def test_the_more_strength_the_farther_from_the_picture(bundled: Pipeline, circle: Image.Image) -> None:
+def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle: Image.Image) -> None:
     strengths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     arrays = [
         next(img2img(bundled, Options(prompt=APPLE, strength=strength, steps=5, init_img=[circle]))).pixels
@@ -188,10 +188,10 @@ def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: I
     assert "CFG scale: 5.0" in results[0].parameters
 
 
-# ---- pictures, sizes, seeds -----------------------------------------------------------------------------------------
+# ---- images, sizes, seeds -------------------------------------------------------------------------------------------
 
 
-def test_every_picture_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Image.Image) -> None:
+def test_every_image_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Image.Image) -> None:
     pictures = [circle, circle.rotate(90).resize((40, 48))]
     options = {"prompt": APPLE, "steps": 4, "sampler": "euler_a", "strength": 0.6}
     many = list(img2img(bundled, Options(**options, batch_size=2, n_iter=2, seed=10, init_img=pictures)))
@@ -202,7 +202,7 @@ def test_every_picture_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Ima
 
 
 @pytest.mark.parametrize("size", [(50, 37), (8, 8), (3, 5), (65, 64)])
-def test_the_result_is_as_large_as_the_picture(bundled: Pipeline, circle: Image.Image, size: tuple[int, int]) -> None:
+def test_the_result_is_as_large_as_the_image(bundled: Pipeline, circle: Image.Image, size: tuple[int, int]) -> None:
     [result] = img2img(bundled, Options(prompt=APPLE, steps=2, strength=0.5, init_img=[circle.resize(size)]))
     assert result.image.size == size
     assert f"Size: {size[0]}x{size[1]}" in result.parameters
@@ -218,7 +218,7 @@ def test_the_result_is_as_large_as_the_picture(bundled: Pipeline, circle: Image.
         ({"width": 41}, (41, 41)),
     ],
 )
-def test_sizes_asked_for(
+def test_requested_sizes(
     bundled: Pipeline, circle: Image.Image, options: dict, size: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -228,7 +228,7 @@ def test_sizes_asked_for(
     assert ("is cropped to the proportions" in caplog.text) == cut
 
 
-def test_a_large_picture_is_reduced_and_that_is_said(
+def test_a_large_image_is_reduced_with_a_message(
     bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -238,7 +238,7 @@ def test_a_large_picture_is_reduced_and_that_is_said(
 
 
 def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
-    """On a picture of the model's own kind: far nearer than another such picture is."""
+    """On an image like the training data: far nearer than another such image."""
     one, other = (next(txt2img(bundled, TextOptions(prompt=prompt, steps=10))) for prompt in (APPLE, "a cat on yellow"))
     mean, deviation = encode(bundled, one.pixels[None])
     assert mean.shape == deviation.shape == (1, *bundled.latent_shape(64, 64))
@@ -280,7 +280,7 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline, circle: Image.Image) -
 @pytest.mark.parametrize(
     ("scale", "image_scale", "branches"), [(7.5, 1.5, 3), (7.5, 1.0, 2), (1.0, 1.0, 1), (1.5, 1.5, 2), (1.0, 2.0, 3)]
 )
-def test_guidance_by_text_and_picture(
+def test_guidance_by_text_and_image(
     picture_pipes: dict[str, Pipeline], scale: float, image_scale: float, branches: int
 ) -> None:
     """Three branches, less those of no weight; the mixture is the paper's."""
@@ -307,7 +307,7 @@ def test_guidance_by_text_and_picture(
     assert torch.allclose(latents[0][0], registers[0] * noise + registers[-2] * out, atol=1e-3)
 
 
-def test_the_picture_s_latents_are_unscaled_and_absent_in_one_branch(picture_pipes: dict[str, Pipeline]) -> None:
+def test_the_image_s_latents_are_unscaled_and_absent_in_one_branch(picture_pipes: dict[str, Pipeline]) -> None:
     pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
     with calls(pipe) as made:
         list(img2img(pipe, Options(prompt="make it red", steps=1, init_img=[picture])))
@@ -347,7 +347,7 @@ def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeli
         ({"prompt": "a", "height": 0}, "got `height` 0, wanted 1 to 65536"),
         ({"prompt": "a", "resolution": 32}, "got `resolution` 32, wanted 64 to"),
         ({"prompt": "a", "resolution": 64, "width": 64}, "`resolution` sets both sides: leave out `height`"),
-        ({"prompt": "a", "image_scale": 1.5}, "got `image_scale`, but .* is no InstructPix2Pix: leave it out"),
+        ({"prompt": "a", "image_scale": 1.5}, "got `image_scale`, but .* is not InstructPix2Pix: leave it out"),
         ({"prompt": "a", "sampler": "x"}, "unknown sampler"),
     ],
 )
@@ -389,7 +389,7 @@ def test_the_original_s_command_line(tmp_path: Path, circle: Image.Image, capsys
     assert "strength 0.8: the last 4 of 5 steps, 4 UNet calls" in capsys.readouterr().err
 
 
-def test_folders_of_pictures_and_prompts(tmp_path: Path, circle: Image.Image) -> None:
+def test_folders_of_images_and_prompts(tmp_path: Path, circle: Image.Image) -> None:
     (tmp_path / "in").mkdir()
     for name, size in (("b.jpg", (40, 32)), ("a.png", (64, 64))):
         circle.resize(size).save(tmp_path / "in" / name)
@@ -415,7 +415,7 @@ def test_edit_cli_s_command_line(tmp_path: Path, circle: Image.Image, capsys: py
     assert text.startswith("make it blue\nSteps: 2, Sampler: Euler a, CFG scale: 7.0")
     assert "Image CFG scale: 1.2" in text
     assert command.main(arguments) == 2
-    assert "is no InstructPix2Pix: leave it out" in capsys.readouterr().err
+    assert "is not InstructPix2Pix: leave it out" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line(tmp_path: Path, circle: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,13 +36,13 @@ def right_half(size: tuple[int, int] = (64, 64)) -> Image.Image:
 
 
 def changed(result: np.ndarray, picture: Image.Image) -> np.ndarray:
-    """(H,W): where a result differs from a picture."""
+    """(H,W): where a result differs from an image."""
     return (result != np.asarray(picture)).any(axis=2)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler_a", "dpmpp_2m"])
 def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, apple: Image.Image, sampler: str) -> None:
-    """The right half becomes yellow; the left half is the picture's, bit for bit."""
+    """The right half becomes yellow; the left half is the image's, bit for bit."""
     options = Options(prompt=CAT, steps=20, sampler=sampler, init_img=[apple], mask=[right_half()])
     [result] = inpaint(bundled, options)
     where = changed(result.array, apple)
@@ -57,7 +57,7 @@ def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, ap
 def test_every_sampler_leads_to_what_is_kept(
     bundled: Pipeline, apple: Image.Image, sampler: str, strength: float
 ) -> None:
-    """In the latents, whatever the sampler remembers and adds: at the end they are the picture's."""
+    """In the latents, whatever the sampler remembers and adds: at the end they are the image's."""
     options = Options(prompt=CAT, steps=4, sampler=sampler, strength=strength, init_img=[apple], mask=[right_half()])
     latents = []
     list(inpaint(bundled, options, on_step=lambda state: latents.append(state.latents)))
@@ -152,7 +152,7 @@ def test_beyond_the_edges(bundled: Pipeline, apple: Image.Image) -> None:
 
 
 def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipeline]) -> None:
-    """[latents, mask, latents of the picture with a grey hole]."""
+    """[latents, mask, latents of the image with a grey hole]."""
     pipe, inputs = picture_pipes["inpaint"], []
     hook = pipe.unet.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     photo, mask = Image.fromarray(toy.waves()), Image.new("L", (64, 64))
@@ -190,7 +190,7 @@ def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options:
         list(inpaint(bundled, Options(**options, init_img=[apple], mask=[right_half()])))
 
 
-def test_pictures_and_masks_must_pair(bundled: Pipeline, apple: Image.Image) -> None:
+def test_images_and_masks_must_pair(bundled: Pipeline, apple: Image.Image) -> None:
     with pytest.raises(ValueError, match="no mask: give one with `mask=FILE`, white where to repaint, or `extend="):
         inpaint(bundled, Options(prompt="a", init_img=[apple]))
     with pytest.raises(ValueError, match="got 2 masks for 3 images, wanted one, or one for each"):

@@ -1,4 +1,4 @@
-"""The import direction of docs/architecture.md, and what no module below the commands may do."""
+"""The import rules of docs/architecture.md, and what modules below the commands must not do."""
 
 import ast
 import subprocess

@@ -161,7 +161,7 @@ def test_zero_terminal_snr(tmp_path: Path, small_path: Path) -> None:
         ldm_lite.load(small_path, device="cpu", zero_snr=True)
 
 
-def test_ignored_tensors_are_said_once(tmp_path: Path, small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_tensors_are_reported_once(tmp_path: Path, small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     extra = {
         "mystery.weight": torch.zeros(1),
         "loss.logvar": torch.zeros(1),

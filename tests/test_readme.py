@@ -1,4 +1,4 @@
-"""The README is true: its commands are those that CI runs, its files exist, its Python runs."""
+"""The README is correct: CI runs its commands, its files exist, its Python runs."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Autoencoders of every kind from files of their own, in place of a checkpoint's, and pictures through them."""
+"""Autoencoders of every kind from their own files, in place of a checkpoint's, and images through them."""
 
 import re
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_taesds_two_files_are_found_beside_each_other(
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_picture_of_any_size_goes_through(name: str, picture: Image.Image) -> None:
+def test_an_image_of_any_size_goes_through(name: str, picture: Image.Image) -> None:
     network = toy.fill(build(SPECS[name]))
     result = reconstruct(network, picture)
     assert result.image.size == picture.size

@@ -1,4 +1,4 @@
-"""T2I-Adapter's style network: what it makes of a picture, and runs that it steers, against the original's code."""
+"""T2I-Adapter's style network: its tokens, and runs with it, against the original's code."""
 
 import gzip
 import json

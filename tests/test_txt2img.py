@@ -1,4 +1,4 @@
-"""The command and the function: what a user types, gets, and is told."""
+"""Text to image, as a command and a function: options, results and messages."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The x4 upscaler and bsr_sr in miniature: runs as the original's (the goldens), and the command."""
+"""The x4 upscaler and bsr_sr in miniature: runs against the original's (the goldens), and the command."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def picture(width: int = 7, height: int = 5) -> Image.Image:
 
 
 def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
-    """Trap 20: noise on the picture, its level as a class, attn1 that reads the text, v, and another scale factor."""
+    """Trap 20: noise on the image, its level as a class, attn1 that reads the text, v, and another scale factor."""
     pipe, run = pipes["x4"], toy_zoo.RUNS["x4"]
     concat = noised(pipe, toy_zoo.picture("x4"), toy_zoo.NOISE_LEVEL, toy_zoo.upscale_noise())
     y = torch.tensor([toy_zoo.NOISE_LEVEL])
@@ -60,7 +60,7 @@ def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
 
 
 def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline]) -> None:
-    """Trap 34: the original notebook denoises large pictures so, and the tiles matter."""
+    """Trap 34: as the original notebook denoises large images; the tiles matter."""
     pipe, run = pipes["ldm_bsr_sr"], toy_zoo.RUNS["ldm_bsr_sr"]
     assert run.tile is not None
     branches = classifier_free(Conditioning(concat=toy_zoo.picture("ldm_bsr_sr")), None, 1.0)
@@ -80,14 +80,14 @@ def test_any_size_becomes_four_times_as_large(name: str, pipes: dict[str, Pipeli
 
 
 def test_an_image_depends_on_its_own_seed_alone(pipes: dict[str, Pipeline]) -> None:
-    """The noise on the picture as well."""
+    """The noise on the image as well."""
     three = list(upscale(pipes["x4"], Options(steps=1, batch_size=3, init_img=[picture()])))
     alone = next(upscale(pipes["x4"], Options(steps=1, seed=44, init_img=[picture()])))
     assert np.array_equal(three[2].array, alone.array)
     assert not np.array_equal(three[1].array, alone.array)
 
 
-def test_prompt_and_noise_level_are_heeded(pipes: dict[str, Pipeline]) -> None:
+def test_prompt_and_noise_level_matter(pipes: dict[str, Pipeline]) -> None:
     def made(**changes: object) -> np.ndarray:
         options = Options(steps=2, init_img=[picture()], **changes)  # type: ignore[arg-type]
         return next(upscale(pipes["x4"], options)).array
@@ -114,7 +114,7 @@ def test_the_command(name: str, paths: dict[str, Path], tmp_path: Path, capsys: 
     assert ("Noise level: 20" in image.text["parameters"]) == (name == "x4")  # type: ignore[attr-defined]
 
 
-def test_the_largest_seed_is_gone_on_from(pipes: dict[str, Pipeline]) -> None:
+def test_seeds_continue_from_the_largest(pipes: dict[str, Pipeline]) -> None:
     options = Options(steps=1, seed=2**63 - 1, init_img=[picture(), picture()])
     assert len(list(upscale(pipes["x4"], options))) == 2
 

@@ -1,8 +1,8 @@
 """Benchmark: `python -m ldm_lite.bench` times text to image on this machine in several configurations.
 
 Every configuration (configurations.py) is first compared with a plain float32 forward and then timed.  The order of the
-configurations is reversed in every other round, so that a machine that slows down slows all alike.  Results are written
-as they come.
+configurations is reversed in every other round, so that a machine that slows down affects all equally.  Results are
+written as they come.
 """
 
 import sys
@@ -16,12 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     (options,), _ = flags.parse(argv, "bench", __doc__.splitlines()[0], (Options,))
 
-    def body() -> None:
-        from ldm_lite.bench.command import run  # here, so that --help does not import torch
+    return console.run(lambda: run(options), (options,))
 
-        run(options)
 
-    return console.run(body, (options,))
+def run(options: Options) -> None:
+    """Measure, and print the results."""
+    from ldm_lite.bench import command
+
+    command.run(options)
 
 
 if __name__ == "__main__":

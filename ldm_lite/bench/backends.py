@@ -1,7 +1,7 @@
-"""The backends that a benchmark compares, in this process or in their own.
+"""The backends that a benchmark compares, in this process or in subprocesses.
 
-A backend does a cell once, to be compared, and then repeatedly, to be timed.  One in another process receives the same
-requests as lines of JSON through its standard input and answers on its standard output; tensors go through a file.
+A backend runs a cell once, for the comparison, then repeatedly, for timing.  A subprocess receives the same requests as
+lines of JSON on its standard input and answers on its standard output; tensors go through a file.
 """
 
 import json
@@ -22,28 +22,28 @@ from ldm_lite.bench.workload import Cell, Job, Target, Workload
 
 
 class Unavailable(Exception):
-    """A backend cannot do a cell; the message says why, in one line."""
+    """A backend cannot run a cell; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The result and the cost of doing a cell for the first time."""
+    """The result and the cost of running a cell for the first time."""
 
     result: Tensor  # float32, on the CPU
     seconds: float  # including everything that happens once, such as compilation
-    peak: int | None  # bytes, beside the weights
+    peak: int | None  # bytes, without the weights
 
 
 class Backend(Protocol):
-    """Something that can do cells.  Both methods raise Unavailable if it cannot."""
+    """Something that runs cells.  Both methods raise Unavailable if it cannot."""
 
     name: str
 
     def first(self, cell: Cell) -> FirstCall:
-        """Do a cell once."""
+        """Run a cell once."""
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        """Do a cell `calls` times in a row and return the seconds per call."""
+        """Run a cell `calls` times in a row and return the seconds per call."""
 
 
 class InProcessBackend:
@@ -56,7 +56,7 @@ class InProcessBackend:
         self._jobs: dict[Cell, Job] = {}
 
     def first(self, cell: Cell) -> FirstCall:
-        """Do a cell once."""
+        """Run a cell once."""
         try:
             if cell.dtype not in self._workloads:
                 self._workloads[cell.dtype] = self._make(cell.dtype)
@@ -71,7 +71,7 @@ class InProcessBackend:
         return FirstCall(made[0].float().cpu(), seconds, peak.bytes)
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        """Do a cell `calls` times in a row and return the seconds per call."""
+        """Run a cell `calls` times in a row and return the seconds per call."""
         try:
             return clock(lambda: self._jobs[cell].run(calls), self.device) / calls
         except torch.OutOfMemoryError as error:
@@ -121,7 +121,7 @@ class SubprocessBackend:
         return answer
 
     def first(self, cell: Cell) -> FirstCall:
-        """Do a cell once."""
+        """Run a cell once."""
         answer = self._ask({"do": "first", "cell": asdict(cell)})
         path = Path(answer["file"])
         result = load_file(path)["result"].clone()
@@ -129,12 +129,12 @@ class SubprocessBackend:
         return FirstCall(result, answer["seconds"], answer["peak"])
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        """Do a cell `calls` times in a row and return the seconds per call."""
+        """Run a cell `calls` times in a row and return the seconds per call."""
         return float(self._ask({"do": "seconds", "cell": asdict(cell), "calls": calls})["seconds"])
 
 
 def serve(make: Callable[[str, Target], tuple[str, Backend]], questions: IO[str], answers: IO[str]) -> None:
-    """Run the other end of SubprocessBackend: make the backend that the first line names, then answer all questions.
+    """Run the subprocess of SubprocessBackend: make the backend that the first line names, then answer all questions.
 
     make returns a description and the backend.
     """

@@ -1,4 +1,4 @@
-"""The benchmark: options -> the backends and cells to compare -> a report."""
+"""The benchmark: run the cells of the options with every backend and report."""
 
 import contextlib
 import functools
@@ -32,14 +32,14 @@ OnResult = Callable[[Report], None]
 
 
 def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Report:
-    """Run the benchmark; on_result is called with the report whenever it has grown.
+    """Run the benchmark; on_result is called with the report after each new result.
 
     Cells that do not fit into the minutes are left out with a note.  Raises ValueError for invalid options.
     """
     deadline = time.monotonic() + 60 * options.minutes
     device, dtypes = pick_device(options.device), chosen_dtypes(options)
     table: Mapping[str, Configuration | TrainConfiguration] = TRAIN_CONFIGURATIONS if options.train else CONFIGURATIONS
-    if options.max_batch and device.type != "cuda":  # elsewhere the system ends a process that takes too much memory
+    if options.max_batch and device.type != "cuda":  # elsewhere the system kills a process that takes too much memory
         raise ValueError(f"the largest batch can be found on CUDA only, not on {device}: leave out `max_batch`")
     configs = list(table) if options.configs is None else names("configs", options.configs, table)
     cells, peers = _cells(options, dtypes), names("peer", options.peer, PEERS)

@@ -7,7 +7,7 @@ MAX_BATCH = 1024
 
 
 def largest_batch(backend: Backend, section: str, dtype: str) -> int:
-    """Find the largest batch size that can do a section, by doubling and then halving the gap; 0 if none can.
+    """Find the largest batch size that fits for a section, by doubling, then bisection; 0 if none fits.
 
     The answer is exact below 16 and within a sixteenth above.  Raises Unavailable for failures other than memory.
     """

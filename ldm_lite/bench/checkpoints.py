@@ -38,7 +38,7 @@ def load(checkpoint: Checkpoint, device: str, dtype: str, **options: Any) -> Mod
 
 
 def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:
-    """A checkpoint in the original layout with random weights, each made when it is read."""
+    """Return a checkpoint in the original layout with random weights, each made when it is read."""
     with on_meta():
         states = {role: build(spec).state_dict() for role, spec in family.networks.items()}
     shapes = {

@@ -1,4 +1,4 @@
-"""What the command does: runs one of the three measurements, writes its results and prints its tables."""
+"""Run one of the command's three measurements, write the results and print the tables."""
 
 import importlib.util
 import logging

@@ -1,4 +1,4 @@
-"""The comparison: in each cell the backends' results are compared first, then they are timed in turn."""
+"""Compare backends: in each cell, first check their results, then time them in turn."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from ldm_lite.bench.backends import Backend, Unavailable
 from ldm_lite.bench.measure import alternating, calls_in_sample, median, spread
 from ldm_lite.bench.workload import TRAIN, Cell, Cost
 
-# Largest relative error against the reference.  Whole runs amplify rounding, so in half precision they are not gated.
+# Largest relative error against the reference.  Whole runs amplify rounding, so they have no gate in half precision.
 GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 TRAIN_GATES = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 2e-2}  # of the losses of some steps
 AGAIN = " (again)"  # the backend that is timed twice, for the noise floor
@@ -22,7 +22,7 @@ class Timing:
     error: float | None = None  # relative, against the reference
     passes: bool | None = None  # the numerics gate; None if there is none
     first_s: float | None = None
-    peak: int | None = None  # bytes, beside the weights
+    peak: int | None = None  # bytes, without the weights
     samples: list[float] = field(default_factory=list)  # seconds per call
     unable: str | None = None  # why it could not run
 
@@ -44,7 +44,7 @@ class Table:
 
     @property
     def noise(self) -> float | None:
-        """The noise floor: how far the backend that is timed twice is from itself, or its spread if larger."""
+        """The noise floor: the difference of two timings of one backend, or its spread if larger."""
         for name, timing in self.timings.items():
             other = self.timings.get(name + AGAIN)
             if other is not None and timing.seconds and other.seconds:
@@ -86,9 +86,9 @@ class Comparison:
             yield tables[cell]
 
     def _forecast(self, cell: Cell, tables: Mapping[Cell, Table]) -> float:
-        """The least seconds that a cell takes: a comparison and two rounds; 0 if nothing is known.
+        """Estimate the least seconds that a cell takes: a comparison and two rounds; 0 if nothing is known.
 
-        Estimated for images from the steps at the same batch size, otherwise from the same section before.
+        For images from the steps at the same batch size, otherwise from earlier cells of the section.
         """
         known = tables.get(Cell("step", cell.dtype, cell.batch)) if cell.is_image else None
         if known is None:
@@ -102,7 +102,7 @@ class Comparison:
     def measure(self, cell: Cell, deadline: float) -> Table:
         """Compare the backends in a cell and time them in turn.
 
-        Two rounds are always run, more only if they end before the deadline.
+        Two rounds always run, more only if they end before the deadline.
         """
         flops, items = self.cost(cell)
         table = Table(cell, flops, items, 1, {})
@@ -122,9 +122,9 @@ class Comparison:
         return table
 
     def _compare(self, cell: Cell, table: Table) -> list[tuple[str, Backend]]:
-        """Do the cell once with each backend, fill in errors and gates, and return those that can be timed, by name.
+        """Run the cell once with each backend, fill in errors and gates, and return the backends to time, by name.
 
-        Images are compared with the first backend's, everything else with the reference.
+        Images are compared with those of the first backend, everything else with the reference.
         """
         truth = None if cell.is_image else self.reference.first(replace(cell, dtype="fp32")).result
         entrants: list[tuple[str, Backend]] = []
@@ -148,7 +148,7 @@ class Comparison:
 
 
 def _seconds(backend: Backend, cell: Cell, calls: int, timing: Timing) -> float | None:
-    """Seconds per call; None from the first failure on, for example when the others have taken the memory."""
+    """Return the seconds per call; None from the first failure on, for example if others have taken the memory."""
     if timing.unable is None:
         try:
             return backend.seconds(cell, calls)

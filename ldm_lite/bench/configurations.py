@@ -1,7 +1,7 @@
-"""The configurations that are compared, one row each, and how a row becomes networks.
+"""The configurations to compare, one row each, and functions that apply a row to networks.
 
-The first five are those of the PyTorch 2 article "Accelerated Generative Diffusion Models".  Its "original" is our
-networks doing the original's arithmetic: float32 weights that autocast casts at every call, and attention as
+The first five are from the PyTorch 2 article "Accelerated Generative Diffusion Models".  "original" here is our
+networks with the original's arithmetic: float32 weights that autocast casts at every call, and attention as
 softmax(q k^T) v with the whole attention matrix in memory.
 """
 
@@ -62,17 +62,17 @@ class Models:
         self._loaded: dict[str, Model] = {}
 
     def loaded(self, dtype: str = "fp32") -> Model:
-        """The model as it is loaded by default, in a dtype given by its short name."""
+        """Return the model as loaded by default, in a dtype given by its short name."""
         if dtype not in self._loaded:
             self._loaded[dtype] = load(self.checkpoint, str(self.device), dtype)
         return self._loaded[dtype]
 
     def backend(self, name: str, configuration: Configuration, setting: Setting) -> InProcessBackend:
-        """A backend that runs a configuration."""
+        """Return a backend that runs a configuration."""
         return InProcessBackend(name, self.device, functools.partial(self.workload, configuration, setting))
 
     def workload(self, configuration: Configuration, setting: Setting, dtype: str) -> OurWorkload:
-        """The networks of a configuration in a dtype, given by its short name."""
+        """Return the networks of a configuration in a dtype, given by its short name."""
         casts = configuration.autocast and dtype != "fp32"
         model = configured(self.loaded("fp32" if casts else dtype), configuration)
         return OurWorkload(model, setting, DTYPES[dtype] if casts else None)
@@ -93,13 +93,13 @@ def configured(model: Model, configuration: Configuration) -> Model:
         return replace(model, **networks, step=step)
     for role in ("unet", "vae"):
         attention.use(networks[role], name)
-    # The original's UNet is trainable: autocast caches the casts of such weights for as long as it is on.
+    # The original's UNet is trainable, and autocast caches the casts of trainable weights while it is on.
     networks["unet"].requires_grad_(configuration.autocast)
     return replace(model, **networks, step=compiled_step(configuration.compile, networks["unet"]))
 
 
 def shared_copy(network: N) -> N:
-    """Copy a network without its weights, which the copy shares."""
+    """Copy a network; the copy shares its weights."""
     return copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
 
 

@@ -1,4 +1,4 @@
-"""The sections run by ldm_lite itself, with the functions that the commands use."""
+"""Run the sections with ldm_lite itself, by the functions that the commands use."""
 
 import contextlib
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ class _Step(_OurJob):
         return plan, latents
 
     def _once(self) -> Tensor:
-        """The guided prediction of one step, computed back from its latents."""
+        """Return the guided prediction of one step, recovered from its latents."""
         plan, latents = self._steps(1, CHECK_SCALE)
         if getattr(self.model.step, "failed", False):
             raise ValueError("could not be compiled")
@@ -108,7 +108,7 @@ class _Txt2img(_OurJob):
         return make_plan(self.setting.sampler, self.model.schedule, self.setting.steps)
 
     def _start(self, noise: Tensor) -> tuple[Tensor, InpaintMask | None]:
-        """Return the initial latents, in units of noise, and what inpainting keeps."""
+        """Return the initial latents, in units of noise, and the inpaint mask."""
         return noise, None
 
     def _once(self) -> Tensor:
@@ -128,7 +128,7 @@ class _Txt2img(_OurJob):
 
 
 class _Inpaint(_Txt2img):
-    """From an image of noise, whose left half is kept."""
+    """From a noise image, keeping its left half."""
 
     def _encode(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return the initial latents and the encoded image."""
@@ -144,7 +144,7 @@ class _Inpaint(_Txt2img):
 
 
 class _Img2img(_Inpaint):
-    """From an image of noise."""
+    """From a noise image."""
 
     def _plan(self) -> Plan:
         steps = self.setting.steps

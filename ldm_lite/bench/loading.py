@@ -54,7 +54,7 @@ def write(checkpoint: Checkpoint, folder: Path, methods: Iterable[str]) -> None:
 
 
 def measure(methods: Sequence[str], folder: Path, device: str, rounds: int) -> dict[str, Timing]:
-    """Time the methods in turn; one that fails is left out from then on, with its error."""
+    """Time the methods in turn; a method that fails is dropped, with its error."""
     timings = {name: Timing() for name in methods}
     for number in range(-1, rounds):  # the first round brings the files into the disk cache
         for name in alternating(methods, number):

@@ -1,6 +1,6 @@
 """The process that loads a model once: `python -m ldm_lite.bench.loading_worker`, a request in, a Ready out, as JSON.
 
-Its imports are part of what is measured, so they stand inside functions.
+Imports are part of the measurement, so they are inside functions.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Method:
     title: str
     file: str  # in the folder; empty if only the imports are measured
     half: bool = False  # cast to fp16 while reading
-    peer: str = ""  # the method that it is compared with
+    peer: str = ""  # the method to compare with
 
 
 METHODS: dict[str, Method] = {

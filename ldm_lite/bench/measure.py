@@ -35,22 +35,22 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
 
 
 def calls_in_sample(seconds: float) -> int:
-    """The number of calls, each of this duration, in one sample."""
+    """Return the number of calls, each of this duration, in one sample."""
     return max(1, min(MAX_CALLS, round(SAMPLE_S / max(seconds, 1e-6))))
 
 
 def alternating(items: Sequence[T], round_number: int) -> Sequence[T]:
-    """A B C in even rounds, C B A in odd ones, so that a machine that slows down slows all alike."""
+    """Return A B C in even rounds, C B A in odd ones, so that a machine that slows down affects all equally."""
     return items if round_number % 2 == 0 else items[::-1]
 
 
 def median(samples: Sequence[float]) -> float:
-    """The middle sample, or the mean of the two in the middle."""
+    """Return the middle sample, or the mean of the two in the middle."""
     return statistics.median(samples)
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median; 0 for fewer than three samples."""
+    """Return half the interquartile range, as a share of the median; 0 for fewer than three samples."""
     if len(samples) < 3:
         return 0.0
     low, _, high = statistics.quantiles(samples, n=4)
@@ -73,7 +73,7 @@ class Peak:
     def __enter__(self) -> "Peak":
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # memory left by a batch that did not fit is free again
+            torch.cuda.empty_cache()  # free the memory left by a batch that did not fit
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before: int | None = torch.cuda.memory_allocated(self.device)
         else:
@@ -89,7 +89,7 @@ class Peak:
 
 
 def status(name: str) -> int | None:
-    """A size in bytes from Linux's /proc/self/status; None on other systems."""
+    """Return a size in bytes from Linux's /proc/self/status; None on other systems."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(name + ":"):
@@ -101,7 +101,7 @@ def status(name: str) -> int | None:
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """The best TFLOP/s of some large square matmuls: the limit of this machine in this dtype at this moment."""
+    """Return the best TFLOP/s of large square matmuls: this machine's current limit in this dtype."""
     best = 0.0
     for side in (1024, 2048, 4096, 8192):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))

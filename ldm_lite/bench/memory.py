@@ -1,4 +1,4 @@
-"""Peak memory with the options that save memory; each makes one image in a process of its own.
+"""Peak memory with the memory-saving options; each makes one image in its own process.
 
 `python -m ldm_lite.bench.memory` is that process: a Request as JSON in, a Result as JSON out.
 """
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is to do."""
+    """The work of a process."""
 
     target: Target
     dtype: str
@@ -66,7 +66,7 @@ class Row:
 
     mode: str
     result: Result | None
-    psnr: float | None  # of its image against the first mode's, dB; infinite if they are equal
+    psnr: float | None  # dB, against the first mode's image; infinite if they are equal
     error: str = ""
 
 

@@ -1,4 +1,4 @@
-"""The networks and schedulers of diffusers and transformers with the weights of an original checkpoint.
+"""Networks and schedulers of diffusers and transformers, with the weights of an original checkpoint.
 
 For comparisons of speed (worker.py, in a process of its own) and of numbers (scripts/parity.py, the golden makers).
 The weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
@@ -66,7 +66,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
         "time_cond_proj_dim": spec.guidance_dim,
     }
     converted = convert_ldm_unet_checkpoint(dict(weights), config)
-    if spec.guidance_dim is not None:  # the original has no name for it
+    if spec.guidance_dim is not None:  # the original has no key for it
         converted["time_embedding.cond_proj.weight"] = weights["model.diffusion_model.cond_proj.weight"]
     with torch.device("meta"):
         network = UNet2DConditionModel(**config)
@@ -142,7 +142,7 @@ NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder, "text_encode
 
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
-    """diffusers' schedulers: DDIM and PLMS as Stable Diffusion 1.x was released; Euler and DPM++ 2M end at sigma 0."""
+    """Return diffusers' schedulers: DDIM and PLMS as in Stable Diffusion 1.x; Euler and DPM++ 2M end at sigma 0."""
     assert isinstance(family.noise, ScaledLinear)
     common = {
         "beta_start": family.noise.start,
@@ -165,7 +165,7 @@ def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
 def sample(
     network: nn.Module, scheduler: Any, noise: Tensor, context: Tensor, uncond: Tensor, steps: int, scale: float
 ) -> Tensor:
-    """Run diffusers' denoising loop with classifier-free guidance and return the last latents, in the UNet's scale."""
+    """Run diffusers' denoising loop with classifier-free guidance; return the final latents, in the UNet's scale."""
     scheduler.set_timesteps(steps)
     x, both = noise, torch.cat([uncond, context])
     for t in scheduler.timesteps:

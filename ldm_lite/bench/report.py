@@ -36,7 +36,7 @@ class Report:
 
     @property
     def baseline(self) -> str:
-        """The backend that the others are compared with: the first."""
+        """The first backend, with which the others are compared."""
         return next(iter(self.titles))
 
 
@@ -104,7 +104,7 @@ def from_json(text: str) -> Report:
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write results.json and results.md, replacing those of an earlier call at once."""
+    """Write results.json and results.md, atomically replacing those of an earlier call."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((RESULTS, as_json(report)), ("results.md", markdown(report))):
         temporary = folder / f".{name}.part"
@@ -162,7 +162,7 @@ LEGEND = (
     "(of the whole batch) or images per second. speed-up: over the first row, bold if it exceeds the noise floor",
     "(one of our configurations timed twice) in at least five rounds. of matmul: share of a large matmul's rate in",
     "this run. error: relative, against a float32 forward (images: pixels, against the first row). peak: memory",
-    "beside the weights. first: the first call, with compilation.",
+    "without the weights. first: the first call, with compilation.",
 )
 
 
@@ -203,7 +203,7 @@ def _cells(report: Report, table: Table, timing: Timing) -> list[str]:
 
 
 def _speed_up(report: Report, table: Table, timing: Timing) -> str:
-    """Over the baseline; empty if either fails the gate."""
+    """Format the speed-up over the baseline; empty if either fails the gate."""
     base = table.timings.get(report.baseline)
     if base is None or base.seconds is None or timing.seconds is None or timing.passes is False or base.passes is False:
         return ""

@@ -1,7 +1,7 @@
 """Training steps of the UNet in several configurations; a step is forward, backward and AdamW.
 
-All configurations but channels last train the same parameters with the same optimiser, so that memory is taken once.
-They are compared by their losses over the first steps from the same weights on the same batches.
+All configurations except channels last share parameters and optimiser, to save memory.  They are compared by their
+losses over the first steps, from the same weights on the same batches.
 """
 
 import functools
@@ -98,7 +98,7 @@ class _TrainJob(Job):
             self._step(k)
 
     def _step(self, k: int) -> Tensor:
-        """Forward, backward and update on the k-th batch; returns its loss () without waiting for it."""
+        """Run forward, backward and update on the k-th batch; return its loss () without waiting for it."""
         work, device = self.workload, self.device
         generator = torch.Generator().manual_seed(k)
         noise = torch.randn(self.given.noise.shape, generator=generator).to(device)
@@ -122,11 +122,11 @@ class TrainModels:
         self._trained: dict[bool, Trained] = {}
 
     def backend(self, name: str, configuration: TrainConfiguration) -> InProcessBackend:
-        """A backend that trains in a configuration."""
+        """Return a backend that trains in a configuration."""
         return InProcessBackend(name, self.models.device, functools.partial(self.workload, configuration))
 
     def workload(self, configuration: TrainConfiguration, dtype: str) -> TrainWorkload:
-        """The UNet of a configuration; a dtype other than fp32 is used by autocast."""
+        """Return the UNet of a configuration; a dtype other than fp32 is used by autocast."""
         trained = self._parameters(configuration.channels_last)
         unet = shared_copy(trained.unet)
         attention.use(unet, configuration.attention)
@@ -141,7 +141,7 @@ class TrainModels:
     def _parameters(self, channels_last: bool) -> Trained:
         if channels_last not in self._trained:
             unet: Any = plain_copy(self.models.loaded().unet)
-            own = {key: value.clone() for key, value in unet.state_dict().items()}  # others run on the loaded ones
+            own = {key: value.clone() for key, value in unet.state_dict().items()}  # others use the loaded ones
             unet.load_state_dict(own, assign=True)
             self._trained[channels_last] = Trained(
                 unet.to(memory_format=torch.channels_last) if channels_last else unet

@@ -1,6 +1,6 @@
-"""The process of a backend that runs apart: `python -m ldm_lite.bench.worker`, requests in, answers out.
+"""The process of a SubprocessBackend: `python -m ldm_lite.bench.worker`, requests in, answers out.
 
-A peer is its networks (with the same weights, renamed by diffusers' converters) and its schedulers in a bare loop, the
+A peer runs its networks (with the same weights, renamed by diffusers' converters) and schedulers in a bare loop, the
 fastest way to use them: no pipeline, progress bar or safety checker.  Only peers.py and this file import a peer.
 """
 
@@ -55,7 +55,7 @@ class PeerWorkload:
         return JOBS[section](self, inputs(self.family, self.setting, batch))
 
     def denoise(self, sampler: str, steps: int, noise: Tensor, both: Tensor) -> Tensor:
-        """diffusers' denoising loop from unit noise; both is the contexts of both branches."""
+        """Run diffusers' denoising loop from unit noise; both holds the contexts of both branches."""
         from ldm_lite.bench import peers
 
         schedulers = peers.schedulers(self.family)
@@ -171,7 +171,7 @@ class TorchNetworks:
 
     @functools.cached_property
     def _unet(self) -> Any:
-        unet = self._made("unet")  # compiled as diffusers' documentation says
+        unet = self._made("unet")  # compiled as in diffusers' documentation
         return torch.compile(unet, mode="max-autotune", fullgraph=True) if self._compiled else unet
 
     @functools.cached_property
@@ -275,9 +275,9 @@ def _openvino(target: Target) -> tuple[str, Backend]:
 
 
 def make_backend(name: str, target: Target) -> tuple[str, Backend]:
-    """Return a description and the backend: a peer, or one of our configurations alone in a process.
+    """Return a description and the backend: a peer, or one of our configurations in its own process.
 
-    Raises Unavailable if it is not installed or not for this device.
+    Raises Unavailable if it is not installed or does not support this device.
     """
     if target.threads is not None:
         torch.set_num_threads(target.threads)

@@ -1,7 +1,7 @@
-"""What every backend is given to do: a section of the work at a batch size, with the same inputs for all.
+"""The work of every backend: a section at a batch size, with the same inputs for all.
 
-step is a guided denoising step (UNet on the doubled batch, guidance, update), decode the autoencoder's decoder, text
-the text encoder, image everything from prompts to uint8 pixels, n_iter times.
+Sections: step is a guided denoising step (UNet on the doubled batch, guidance, update), decode the autoencoder's
+decoder, text the text encoder, image everything from prompts to uint8 pixels, n_iter times.
 """
 
 import functools
@@ -56,7 +56,7 @@ class Target:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Target":
-        """Read what dataclasses.asdict has made of one."""
+        """Make a Target from the result of dataclasses.asdict."""
         return cls(**{**values, "setting": Setting(**values["setting"])})
 
 
@@ -90,16 +90,16 @@ class Job(ABC):
 
     @abstractmethod
     def check(self) -> Tensor:
-        """Do the work once and return a result to compare."""
+        """Run the work once and return a result to compare."""
 
     def run(self, calls: int) -> None:
-        """Do the work `calls` times."""
+        """Run the work `calls` times."""
         for _ in range(calls):
             self.check()
 
 
 class Workload(Protocol):
-    """A framework, with its networks in one precision, that can do the sections."""
+    """A framework, with its networks in one precision, that runs the sections."""
 
     def job(self, section: str, batch: int) -> Job:
         """Prepare a section's work."""
@@ -122,14 +122,14 @@ def inputs(family: Family, setting: Setting, batch: int) -> Inputs:
 
 
 class Cost(NamedTuple):
-    """How much work a call of a cell is."""
+    """Return the amount of work in one call of a cell."""
 
     flops: int
-    items: int  # that it makes: steps of the whole batch, or images
+    items: int  # steps of the whole batch, or images
 
 
 def cost(family: Family, setting: Setting, cell: Cell) -> Cost:
-    """How much work a call of a cell is."""
+    """The amount of work in one call of a cell."""
     items = 1 if cell.section == "step" else cell.batch * (setting.n_iter if cell.is_image else 1)
     return Cost(cell.batch * _flops_at_batch_1(family, setting)[cell.section], items)
 
@@ -159,5 +159,5 @@ def _flops_at_batch_1(family: Family, setting: Setting) -> dict[str, int]:
 
 
 def img2img_steps(steps: int) -> int:
-    """The number of steps that img2img runs."""
+    """Return the number of steps that img2img runs."""
     return max(1, round(STRENGTH * steps))

@@ -1,6 +1,6 @@
-"""Key names of diffusers and transformers, and the rules that map their files to the original layout.
+"""Key names of diffusers and transformers, and rules that map their files to the original layout.
 
-original_layout() tells how each tensor of the original layout is made from such a file: from one tensor with another
+original_layout() tells how each tensor of the original layout is read from such a file: from one tensor with another
 name and perhaps another shape (1x1 convolutions stored as linears), or from several (OpenCLIP's in_proj).
 """
 
@@ -126,7 +126,7 @@ def _unet_key(key: str, blocks: Mapping[str, str], outside: Mapping[str, str]) -
 
 
 def _adapter_keys(keys: Collection[str]) -> dict[str, str]:
-    """Map a T2I-Adapter's keys, diffusers' -> the original's, which numbers a full one's blocks through all levels."""
+    """Map a T2I-Adapter's keys, diffusers' -> the original's, which numbers a full adapter's blocks across levels."""
     light = "adapter.body.0.out_conv.weight" in keys
     pattern = re.compile(r"^adapter\.body\.(\d+)\.(?:resnets\.(\d+)\.)?")
     found = {key: match for key in keys if (match := pattern.match(key))}
@@ -229,14 +229,14 @@ def transformers_name(module: str) -> str:
 
 
 class StoredTensor(NamedTuple):
-    """How a tensor is stored: tensors of a file, concatenated along rows, transposed if so, and reshaped."""
+    """How a tensor is stored: tensors of a file, to be concatenated by rows, transposed if needed, and reshaped."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     transposed: bool = False
 
     def read(self, read: Callable[[str], Tensor], pages: MappedPages) -> Tensor:
-        """Return the tensor.  `read` reads one of the file's; `pages` releases those that were copied."""
+        """Return the tensor.  `read` reads a tensor of the file; `pages` releases those that were copied."""
         parts = [read(key) for key in self.keys]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         for part in parts:
@@ -251,8 +251,8 @@ WIDTH_OF_CLIP_L = 768
 def original_layout(shapes: Shapes, open_clip: bool | None = None) -> dict[str, StoredTensor] | None:
     """Map the keys of a network's original layout to the tensors of a file in the format of diffusers.
 
-    Return None if the keys are not diffusers', nor transformers' names of an OpenCLIP text encoder.  `open_clip` tells
-    whether a text encoder is OpenCLIP; None = if it is wider than CLIP-L.  Unknown keys keep their names.
+    Return None if the keys are neither diffusers' nor transformers' names of an OpenCLIP text encoder.  `open_clip`
+    tells whether a text encoder is OpenCLIP; None = OpenCLIP if wider than CLIP-L.  Unknown keys keep their names.
     """
     names = _original_keys(shapes, open_clip)
     if names is None:

@@ -57,7 +57,7 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
 def repository(source: str | os.PathLike[str] | None) -> str | None:
     """Return the name "owner/repository" if the source is a whole repository on the hub; else None.
 
-    A name that ends like a checkpoint file or begins with an existing folder is a mistyped path.
+    A name that has a checkpoint's extension or begins with an existing folder is a mistyped path.
     """
     parts = [] if source is None else os.fspath(source).split("/")
     names = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
@@ -107,8 +107,8 @@ def download(repository: str, file: str) -> Path:
 def _download(repository: str, file: str) -> Path:
     """Return a file's path in the hub's cache; download it first if it is missing.
 
-    huggingface_hub (2.4) discards an interrupted download, so the file is downloaded here, to where the library looks
-    first, and a partial file is kept.  If a version lacks the functions for this, it downloads the file itself.
+    huggingface_hub (2.4) discards an interrupted download, so this function downloads to where the library looks first,
+    and keeps a partial file.  If a version lacks the needed functions, the library downloads the file.
     """
     # Imported here: it takes a third of a second, which local files need not wait for.
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
@@ -161,7 +161,7 @@ def _check(path: Path, etag: str) -> None:
 
 
 def _reason(error: Exception, repository: str) -> str:
-    """Say in one line why the hub did not give a file: in our words for common errors, else the library's."""
+    """Explain in one line why a download failed: in our words for common errors, otherwise the library's."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{repository}"

@@ -1,9 +1,9 @@
 """LoRA files: read, merged into the weights of networks in place, and removed again bit for bit.
 
 A merged network runs with W + scale * alpha / rank * up @ down (Hu et al. 2021, eq. 3), written into the memory of W,
-so that compiled code and captured graphs stay valid.  To find modules, every spelling that files use (kohya, PEFT,
-older diffusers; names of diffusers or of the original) is built from our own names: names whose dots became
-underscores cannot be split again.
+so that compiled code and captured graphs stay valid.  Modules are found by building every spelling that files use
+(kohya, PEFT, older diffusers; names of diffusers or of the original) from our own names: names with dots replaced
+by underscores cannot be split again.
 
 Source: kohya-ss/sd-scripts networks/lora.py for names and formulas of kohya's files.
 """
@@ -113,7 +113,7 @@ def _part(key: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """The LoRA weights of one module, which change its weight by alpha / rank * up @ down, or up * mid * down."""
+    """The LoRA weights of one module: they add alpha / rank * up @ down, or up * mid * down, to its weight."""
 
     up: Tensor  # (out,r) or (out,r,1,1)
     down: Tensor  # (r,in) or (r,in,k,k); (r,in,1,1) with mid
@@ -122,7 +122,7 @@ class LoraWeights:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight that they are for; linears may be written as 1x1 convolutions."""
+        """The shape of the module's weight; linears may be stored as 1x1 convolutions."""
         return (len(self.up), self.down.shape[1], *(self.down if self.mid is None else self.mid).shape[2:])
 
     def change(self) -> Tensor:
@@ -137,7 +137,7 @@ class LoraWeights:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file, which can be merged often: its weights by the file's module names with dots as underscores."""
+    """A LoRA file, which can be merged repeatedly: weights by the file's module names, dots as underscores."""
 
     name: str
     modules: Mapping[str, LoraWeights]
@@ -146,8 +146,8 @@ class Lora:
 def open_lora(source: str | os.PathLike[str]) -> Lora:
     """Read a LoRA file in the format of kohya, PEFT or diffusers: a path, or owner/repository/file on the hub.
 
-    An alpha that is missing, 0 or NaN means the rank.  Raises FileNotFoundError, or ValueError if the file is no LoRA
-    or of a kind that is not supported.
+    An alpha that is missing, 0 or NaN means the rank.  Raises FileNotFoundError, or ValueError if the file is not a
+    LoRA of a supported kind.
     """
     file = open_checkpoint(hub.resolve(source))
     for pattern, what in NOT_SUPPORTED.items():
@@ -161,13 +161,13 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
         else:
             parts.setdefault(part[0], {})[part[1]] = key
     if not parts:
-        raise ValueError(f"{file.path}: is no LoRA (has {unknown[0]}): give a whole checkpoint as `ckpt`")
+        raise ValueError(f"{file.path}: is not a LoRA (has {unknown[0]}): give a whole checkpoint as `ckpt`")
     if unknown:
         log.warning("%s: ignored %d tensors that belong to no LoRA: %s, ...", file.path.name, len(unknown), unknown[0])
     modules, alphas = {}, _peft_alphas(file)
     for module, keys in parts.items():
         if not {"up", "down"} <= set(keys):
-            raise ValueError(f"{file.path}: {module} has no up or no down: the file is damaged")
+            raise ValueError(f"{file.path}: {module} lacks its up or down weight: the file is damaged")
         tensors = {part: file.read(key) for part, key in keys.items()}
         up, down, mid = tensors["up"], tensors["down"], tensors.get("mid")
         alpha = next((alpha for prefix, alpha in alphas.items() if module.startswith(prefix)), 0.0)
@@ -189,7 +189,7 @@ def _peft_alphas(file: Checkpoint) -> dict[str, float]:
 
 
 def parse(text: str) -> tuple[str, float]:
-    """Split "FILE:WEIGHT" into file and weight, 1 if there is none; the colon of a drive is part of the file."""
+    """Split "FILE:WEIGHT" into file and weight (default 1); a drive letter's colon belongs to the file."""
     file, _, weight = text.rpartition(":")
     try:
         return (file, float(weight)) if file else (text, 1.0)
@@ -204,11 +204,11 @@ class MergedLora:
     """LoRAs that are merged into networks; as a context manager it removes them at the end of the block."""
 
     def __init__(self, offloader: Offloader, before: Sequence[tuple[nn.Parameter, Quantized]]) -> None:
-        """before are the changed parameters, each with what offloader.save returned earlier."""
+        """before holds the changed parameters, each with its earlier value from offloader.save."""
         self._offloader, self._before = offloader, before
 
     def remove(self) -> None:
-        """Restore the earlier weights bit for bit.  Several on one network must be removed in reverse order."""
+        """Restore the earlier weights bit for bit.  Several LoRAs on one network must be removed in reverse order."""
         for parameter, before in self._before:
             self._offloader.write(parameter, before)
         self._before = []
@@ -229,9 +229,9 @@ def merge_lora(
 ) -> MergedLora:
     """Merge LoRAs, each with its weight, into networks by role; the sums are computed in float32.
 
-    offloader is the one that keeps the networks' weights, if there is one: quantised weights are quantised again.
-    removable keeps a copy of every changed weight on the CPU.  The log says how many modules matched.  Raises
-    ValueError, with nothing changed, if no module of a file is in the networks, or one has another shape.
+    offloader is the networks' offloader, if they have one: quantised weights are quantised again.  removable keeps a
+    copy of every changed weight on the CPU.  Raises ValueError, with nothing changed, if no module of a file is in
+    the networks, or one has another shape.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
     places = {(role, name): target for role, network in networks.items() for name, target in targets(network).items()}
@@ -267,7 +267,7 @@ Place = tuple[str, str]  # the role of a network, and one of its modules
 
 
 def _matched(lora: Lora, table: Mapping[str, Place]) -> dict[Place, LoraWeights]:
-    """Return the file's weights by place.  Logs modules without a place; raises ValueError if none has one."""
+    """Return the file's weights by place.  Logs modules that are not in the networks; raises ValueError if none is."""
     left = [module for module in lora.modules if module not in table]
     if len(left) == len(lora.modules):
         raise ValueError(f"{lora.name}: none of its {len(left)} modules is in this model (has {left[0]})")

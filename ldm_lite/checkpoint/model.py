@@ -1,4 +1,4 @@
-"""Model: the networks, tokenizer and schedule of one checkpoint; load_model() makes it."""
+"""Model: the networks, tokenizer and schedule of one checkpoint; load_model() makes one."""
 
 import logging
 import math
@@ -60,13 +60,13 @@ class Model:
     schedule: Schedule
     unet: UNet
     vae: Autoencoder
-    text_encoder: nn.Module | None  # reads prompts (or classes, or boxes), if the family has one
+    text_encoder: nn.Module | None  # encodes prompts (or classes, or boxes), if the family has one
     text_encoder_2: nn.Module | None
     tokenizer: TextTokenizer | None
     description: str  # what was loaded, from where, in one line
     offloader: Offloader | None = None  # None: the networks are on the device all the time, in their own dtype
     step: Step = denoise_step  # runs a row of a plan: as written, or compiled
-    learned: Mapping[int, Tensor] = field(default_factory=dict)  # textual inversion vectors (V,D) by their width D
+    learned: Mapping[int, Tensor] = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -75,26 +75,26 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the networks compute."""
+        """The device that the networks compute on."""
         if self.offloader is not None:
             return self.offloader.device
         return next(self.unet.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the UNet computes in."""
+        """The dtype that the UNet computes in."""
         if self.offloader is not None:
             return self.offloader.dtypes["unet"]
         return next(self.unet.parameters()).dtype
 
     def phase(self, *roles: str) -> AbstractContextManager[None]:
-        """In this block the networks of these roles are on the device; enter it before computing with them."""
+        """Keep the networks of these roles on the device within the block; computing with them needs it."""
         return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """The shape (C,h,w) of an image's latent, from its size in pixels.
+        """Return the latent shape (C,h,w) of an image, from its size in pixels.
 
-        Raises ValueError if a side is no multiple of the autoencoder's factor, 8 for Stable Diffusion.
+        Raises ValueError if a side is not a multiple of the autoencoder's factor, 8 for Stable Diffusion.
         """
         f = self.vae.spec.factor
         if height <= 0 or width <= 0 or height % f or width % f:
@@ -104,7 +104,7 @@ class Model:
 
 
 def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
-    """The tokenizer that a text encoder goes with; None if it reads no text."""
+    """Return the tokenizer of a text encoder; None if it does not read text."""
     if isinstance(spec, CLIPTextSpec):
         return CLIPTokenizer(spec.length)
     if isinstance(spec, OpenCLIPTextSpec):
@@ -115,7 +115,7 @@ def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
 
 
 def load_model(options: LoadOptions, kind: type[M]) -> M:
-    """Open a checkpoint and load its networks as the options say, into a Model or a subclass of it.
+    """Open a checkpoint and load its networks as the options say, into a Model or a subclass.
 
     options.ckpt is a name as open_source takes it, an open Checkpoint, or None: the bundled model.  Raises
     FileNotFoundError or ValueError, one line that says what to do.
@@ -156,19 +156,19 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
 
 
 def _main(components: Mapping[str, Component]) -> Checkpoint:
-    """The file that the UNet is from."""
+    """Return the file that the UNet comes from."""
     return (components.get("unet") or next(iter(components.values()))).checkpoint
 
 
 def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[str, Component], dict[str, str]]:
-    """The family of a checkpoint, its components (other files' included), and all metadata."""
+    """Return a checkpoint's family, its components (including those from other files), and all metadata."""
     own = split(checkpoint)
     components = own | _others(options.parts)
     main = _main(components)
     marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
     metadata = {**marked, **main.metadata, **check_metadata(options.added_metadata)}
     try:
-        # Detected by its own autoencoder, which another one must fit.
+        # Detected with its own autoencoder; a replacement must fit that.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
         sgm = any(key.startswith(SGM) for key in main.shapes)
         family = detect_family({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
@@ -183,7 +183,7 @@ def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[
 
 
 def _predicting(family: Family, prediction: str | None, about: Mapping[str, str], unet: UNet, title: str) -> Family:
-    """The family's variant with the prediction that the user, the file or the weights give."""
+    """Return the family's variant with the prediction type from the user, the file or the weights."""
     if prediction is not None:
         return with_prediction(family, parse_prediction(prediction))
     if family.v_resolution is not None and metadata_prediction(about) is None:
@@ -195,7 +195,7 @@ def _predicting(family: Family, prediction: str | None, about: Mapping[str, str]
 def _networks(
     family: Family, components: Mapping[str, Component], device: torch.device, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
-    """The family's networks by role, with their weights."""
+    """Return the family's networks by role, with their weights."""
     with on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
@@ -204,20 +204,20 @@ def _networks(
 
 
 def _words(dtypes: Mapping[str, torch.dtype]) -> str:
-    """The UNet's dtype, and those of the others that differ: "fp16 (vae fp32)"."""
+    """Name the UNet's dtype, and those of the networks that differ: "fp16 (vae fp32)"."""
     unet = dtypes["unet"]
     others = ", ".join(f"{role} {short_name(dtype)}" for role, dtype in dtypes.items() if dtype != unet)
     return short_name(unet) + (f" ({others})" if others else "")
 
 
 def _absent(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What stands in for the networks that a family lacks."""
+    """Return stand-ins for the networks that a family lacks."""
     none: dict[str, Any] = {"text_encoder": None, "text_encoder_2": None}
     return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
 
 
 def _others(sources: Mapping[str, str]) -> dict[str, Component]:
-    """The weights from other files, by role.  Raises ValueError for a file that has none of that role."""
+    """Return the weights from other files, by role.  Raises ValueError for a file without weights of its role."""
     components: dict[str, Component] = {}
     for name, source in sources.items():
         given = split(open_source(source))
@@ -248,7 +248,7 @@ def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], fa
 
 
 def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) -> Family:
-    """The family with the scale factor from its file, where there is one: training measured it."""
+    """Return the family with the scale factor from its file, if it has one: training measured it."""
     if "scale_factor" in checkpoint.shapes:
         return replace(family, scale_factor=float(checkpoint.read("scale_factor")))
     if not math.isnan(family.scale_factor):
@@ -262,11 +262,11 @@ def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) ->
 
 
 def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:
-    """The family's noise schedule, or the file's own where its betas differ, with a warning."""
+    """Return the family's noise schedule, or the file's own, with a warning, if its betas differ."""
     betas = family.noise.betas
     if "betas" in checkpoint.shapes:
         stored = checkpoint.read("betas").double().numpy()
-        # Half-precision merges have rounded this buffer too.
+        # Merging in half precision rounds this buffer too.
         if stored.shape != betas.shape or not np.allclose(stored, betas, rtol=2e-3, atol=0):
             log.warning(
                 "%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title
@@ -282,7 +282,7 @@ def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedul
 
 
 def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:
-    """The UNet's weights to load, and what to call them, for ema "auto", "yes" or "no"."""
+    """Return the UNet's weights to load, and their name for the log, for ema "auto", "yes" or "no"."""
     if ema not in ("auto", "yes", "no"):
         raise ValueError(f"got `ema` {ema!r}, wanted auto, yes or no")
     copy = ema_copy(unet)

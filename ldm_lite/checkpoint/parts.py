@@ -25,7 +25,7 @@ def load_autoencoder(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Autoencoder:
-    """Load the autoencoder of a checkpoint, or one in a file of its own: KL, VQ or TAESD.
+    """Load the autoencoder of a checkpoint, or from an autoencoder's own file: KL, VQ or TAESD.
 
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
@@ -33,13 +33,13 @@ def load_autoencoder(
     with on_meta():
         network: Any = build(autoencoder_spec(component))
     load_weights(network, component, "vae", torch_device, pick_dtype(dtype, torch_device))
-    # The precision of matmuls belongs to the process: leave it as it is.
+    # The matmul precision is set per process: leave it alone.
     prepare({"vae": network}, RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision()), torch_device)
     return network
 
 
 def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
-    """Open the weights of that autoencoder.  Raises as load_autoencoder does."""
+    """Open an autoencoder's weights.  Raises as load_autoencoder does."""
     checkpoint = open_source(source)
     components = split(checkpoint)
     if "vae" not in components:
@@ -48,7 +48,7 @@ def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
 
 
 def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
-    """The spec of an autoencoder, from its shapes.  Raises ValueError if a tensor that all of them have is missing."""
+    """Return an autoencoder's spec, from its shapes.  Raises ValueError if a tensor that each kind has is missing."""
     try:
         return infer_vae(component.shapes)
     except KeyError as error:

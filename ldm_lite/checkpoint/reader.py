@@ -34,7 +34,7 @@ class Checkpoint:
     path: Path
     shapes: Shapes
     metadata: Mapping[str, str]
-    read: Callable[[str], Tensor]  # key -> tensor on the CPU; one that is not memory-mapped can be read only once
+    read: Callable[[str], Tensor]  # key -> tensor on the CPU; a tensor that is not memory-mapped can be read only once
 
 
 # ---- opening --------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Component:
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes by the network's keys, without prefix."""
+        """The shapes by the network's keys, without prefix."""
         return {key: self.checkpoint.shapes[stored] for key, stored in self.keys.items()}
 
 
@@ -232,8 +232,8 @@ def _with_other_half(vae: Component) -> Component:
 def ema_copy(unet: Component) -> Component | None:
     """Return the EMA copy of a UNet in the same file; None if there is none or it is incomplete.
 
-    EMA names are "model_ema." and the name in the Lightning module without its dots.  The dots cannot be restored, so
-    the names are built from the UNet's keys.
+    EMA keys are "model_ema." plus the key in the Lightning module without its dots.  The dots cannot be restored, so
+    the EMA keys are built from the UNet's.
     """
     shapes = unet.checkpoint.shapes
     names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet.keys if not NO_WEIGHTS.search(key)}
@@ -266,7 +266,7 @@ def on_meta() -> Iterator[None]:
 def load_weights(
     network: nn.Module, component: Component, title: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Fill a network built on the meta device, strictly, tensor by tensor straight to device and dtype.
+    """Fill a network built on the meta device, strictly, reading each tensor directly to device and dtype.
 
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """

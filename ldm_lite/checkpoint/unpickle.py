@@ -26,7 +26,7 @@ class _Inert:
     def __setstate__(self, state: object) -> None: ...
 
 
-# What training runs of the research repositories leave in a checkpoint beside its tensors: module -> names.
+# What training in the research repositories leaves in a checkpoint besides tensors: module -> names.
 STAND_INS = {
     "pytorch_lightning.callbacks.model_checkpoint": ("ModelCheckpoint",),
     "pytorch_lightning.callbacks.early_stopping": ("EarlyStopping",),
@@ -76,7 +76,7 @@ _UNPICKLING = threading.Lock()  # torch keeps the list of allowed globals in the
 
 
 def is_mapped(path: Path, is_zip: bool) -> bool:
-    """Whether torch can memory-map the file: it takes any file named .safetensors for one."""
+    """Whether torch can memory-map the file: it would parse any file named .safetensors as safetensors."""
     return is_zip and path.suffix != ".safetensors"
 
 

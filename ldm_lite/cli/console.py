@@ -1,4 +1,4 @@
-"""Running a command: its messages, its errors as one line, its exit status."""
+"""Run a command: show its messages, print errors as one line, return the exit status."""
 
 import errno
 import logging
@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from ldm_lite.cli.progress import end_bars
 
-# How messages name an option: `name`, `name=VALUE` or `name="value"`, as one writes it in Python.
+# How messages name an option: `name`, `name=VALUE` or `name="value"`, as in Python.
 _OPTION = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 def as_flags(message: str) -> str:
-    """A message in which options have their Python names, as the command line spells them.
+    """Replace the Python names of options in a message by flags.
 
     "leave out `skip_grid`, or give `vae=FILE`" -> "leave out --skip-grid, or give --vae FILE".
     """
@@ -46,9 +46,9 @@ class _Messages(logging.Handler):
 def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     """Run a command's body and return its exit status: 0, 1 (the machine failed), 2 (bad input) or 130 (Ctrl-C).
 
-    options are the command's dataclasses.  An error is one line on stderr, in which options are flags; with debug set
-    it is a traceback, and warnings of libraries are shown.  When nobody reads stdout any more, as behind `| head -1`,
-    the command stops silently with status 141.
+    options are the command's dataclasses.  An error is one line on stderr, with options as flags; with debug set it is
+    a traceback, and warnings of libraries are shown.  If stdout is closed, as by `| head -1`, the command stops
+    silently with status 141.
     """
     log, messages, debug = logging.getLogger("ldm_lite"), _Messages(), any(getattr(o, "debug", False) for o in options)
     log.addHandler(messages)
@@ -56,10 +56,10 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     _open_streams()
     try:
         with warnings.catch_warnings():
-            if not debug:  # our own messages say what a user must know
+            if not debug:  # our own messages say what users need to know
                 warnings.simplefilter("ignore")
             body()
-        sys.stdout.flush()  # here, since at the interpreter's end it is too late for a status
+        sys.stdout.flush()  # here, since at interpreter exit it is too late to set the status
         return 0
     except KeyboardInterrupt:
         end_bars()
@@ -79,7 +79,7 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
 
 
 def _open_streams() -> None:
-    """Make stdout and stderr take any file name, and anything at all if they are closed (`>&-`)."""
+    """Make stdout and stderr accept any file name, and discard everything if they are closed (`>&-`)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -89,7 +89,7 @@ def _open_streams() -> None:
 
 
 def _is_unread() -> bool:
-    """Whether the other end of stdout is closed; if so, drop what is left to print."""
+    """Whether the other end of stdout is closed; if so, drop the remaining output."""
     try:
         print(flush=True)  # an empty line, since a failed flush may have left nothing to try again
     except BrokenPipeError:
@@ -99,7 +99,7 @@ def _is_unread() -> bool:
 
 
 def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
-    """What to try next when memory runs out: the cheapest step that has not been taken."""
+    """Suggest what to try when memory runs out: the cheapest measure not yet taken."""
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
         return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
@@ -118,7 +118,7 @@ def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
 
 
 def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
-    """The line and the exit status for an exception."""
+    """Return the message line and the exit status for an exception."""
     texts = ("CUDA error: out of memory", "alloc_cpu", "ALLOC_FAILED")  # the last: cuBLAS and cuDNN
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or any(t in str(error) for t in texts):
         on_cpu = isinstance(error, MemoryError) or "alloc_cpu" in str(error)

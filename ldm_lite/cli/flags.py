@@ -1,4 +1,4 @@
-"""Dataclasses of options to command-line flags.  Nothing here imports torch, so `--help` is instant."""
+"""Command-line flags from dataclasses of options.  Nothing here imports torch, so `--help` is instant."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ Field = dataclasses.Field[Any]
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows one spelling of each flag in --help, and the declared ones in --help-all."""
+    """Shows one spelling of each flag in --help, and all declared ones in --help-all."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown: Sequence[str] | None = getattr(action, "shown", None)
@@ -26,7 +26,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _ShowHelp(argparse.Action):
-    """Prints a help and exits, even beside flags that are wrong."""
+    """Prints a help text and exits, even if other flags are wrong."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **kwargs)
@@ -37,7 +37,7 @@ class _ShowHelp(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with two helps: --help shows the common flags, --help-all every one in its group."""
+    """A parser with two help texts: --help shows the common flags, --help-all every flag in its group."""
 
     def __init__(self, command: str, about: str, positional: str) -> None:
         super().__init__(
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         section.add_argument("--help-all", action=_ShowHelp, help="show all options and exit")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Print help to stdout, errors to stderr, and leave."""
+        """Print help to stdout, errors to stderr, and exit."""
         if status == 0 and message:
             print(message, end="")
             message = None
@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
         raise AssertionError  # not reached: SystemExit
 
     def short_help(self) -> str:
-        """The common flags, one spelling each."""
+        """Return the help of the common flags, one spelling each."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -80,14 +80,14 @@ class _Parser(argparse.ArgumentParser):
         return text
 
     def error(self, message: str) -> NoReturn:
-        """One line on stderr, with the nearest flag for an unknown one; exit status 2."""
+        """Exit with status 2 and one line on stderr, which names the nearest flag for an unknown one."""
         unknown = next((word for word in message.split() if word.startswith("--")), "")
         if message.startswith("unrecognized") and (
             near := difflib.get_close_matches(unknown, self._option_string_actions)
         ):
             message = f"unknown flag {unknown}: the nearest is {near[0]}"
         elif message.startswith("unrecognized") and not unknown and "[PROMPT]" in (self.usage or ""):
-            message = f"got words beside the prompt, {message.split(': ')[1]!r}: put it into quotes"
+            message = f"got words after the prompt, {message.split(': ')[1]!r}: put it in quotes"
         self.exit(2, f"error: {message} (see --help)\n")
 
 
@@ -98,10 +98,10 @@ def parse(
     groups: Sequence[type],
     extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Flags to one instance of each dataclass in `groups`, and what was given to the flags that `extend` adds.
+    """Parse flags into one instance of each dataclass in `groups`, and the values of the flags that `extend` adds.
 
-    A flag that is not given keeps the dataclass's default, the only one there is.  --help shows the flags that are
-    marked as common, and all flags of a dataclass that marks none.
+    A missing flag keeps the dataclass's default.  --help shows the flags marked as common, and all flags of a dataclass
+    that marks none.
     """
     fields = [each for group in groups for each in dataclasses.fields(group)]
     positional = "".join(f"[{each.name.upper()}] " for each in fields if each.metadata.get("positional"))
@@ -136,7 +136,7 @@ def parse(
 
 
 def _sections(group: type) -> list[tuple[str, list[Field]]]:
-    """A dataclass's fields by the class that defines them, its own first, under that class's first sentence."""
+    """Group a dataclass's fields by defining class, its own first, titled with that class's first sentence."""
     owned: dict[type, list[Field]] = {each: [] for each in group.__mro__}
     for each in dataclasses.fields(group):
         owned[next(owner for owner in owned if each.name in inspect.get_annotations(owner))].append(each)
@@ -145,7 +145,7 @@ def _sections(group: type) -> list[tuple[str, list[Field]]]:
 
 
 def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
-    """One dataclass field as a flag.  Each spelling is accepted with - and with _; help shows the declared ones."""
+    """Add a dataclass field as a flag.  Each spelling is accepted with - and with _; help shows the declared ones."""
     if isinstance(hint, types.UnionType):
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     about = each.metadata
@@ -176,7 +176,7 @@ def _spelled(flag: str, joint: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A flag's text.  "" is refused: it is usually an unset variable of a shell, and as a path it means the folder."""
+    """Return a flag's text.  "" is refused: it is usually an unset shell variable, and as a path the current folder."""
     if not value:
         raise argparse.ArgumentTypeError("got an empty text: give a value, or leave the flag out")
     return value
@@ -197,13 +197,13 @@ def original_flags(parser: argparse.ArgumentParser) -> Any:
 
 
 def txt2img_flags(parser: argparse.ArgumentParser) -> None:
-    """original_flags, and those of the original txt2img alone."""
+    """Add original_flags, and the flags of the original txt2img."""
     section = original_flags(parser)
     section.add_argument("--laion400m", action="store_true", help="--ckpt models/ldm/text2img-large/model.ckpt")
 
 
 def edit_flags(parser: argparse.ArgumentParser) -> None:
-    """original_flags, and those of InstructPix2Pix's edit_cli.py."""
+    """Add original_flags, and the flags of InstructPix2Pix's edit_cli.py."""
     original_flags(parser)
     section = parser.add_argument_group("flags of InstructPix2Pix's edit_cli.py that have other names here")
     section.add_argument("--edit", dest="prompt", metavar="TEXT", help="the prompt")

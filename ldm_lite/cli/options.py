@@ -1,6 +1,6 @@
 """Options: frozen dataclasses whose fields are arguments in Python and flags on the command line.
 
-Each option is declared once, here or in task_options.py: its name, default, range, help and name in a PNG's text.
+Each option is declared once, here or in task_options.py: its name, default, range, help, and name in a PNG's text.
 Nothing here imports torch, so `--help` is instant.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST = 10**9  # limit of a count that nothing else limits
+MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
 SEEDS = (0, 2**63 - 1)
 FINITE = (-math.inf, math.inf)
@@ -29,12 +29,12 @@ def option(
     png: str | None = None,
     used_by: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag: --its-name, and further spellings in `flags`.
+    """Declare a dataclass field that is also a flag: --its-name, and further spellings in `flags`.
 
-    A flag whose field is a tuple may be repeated.  `common` flags are those that --help shows; the rest are in
-    --help-all.  `metavar` is what help calls the value, `within` the least and the most that a number may be (it is
-    finite in any case), `parse` turns (name, text) into the value, `png` is the option's name in a PNG's text.
-    `used_by` names the conditioners that use the option; with any other, setting it is an error.
+    A flag whose field is a tuple may be repeated.  --help shows `common` flags, --help-all the rest too.  `metavar` is
+    the value's name in help, `within` the range of a number (always finite), `parse` turns (name, text) into the value,
+    `png` is the option's name in a PNG's text.  `used_by` names the conditioners that use the option; setting it with
+    any other is an error.
     """
     known = {"help": help, "flags": flags, "positional": positional, "common": common, "choices": choices}
     more = {"metavar": metavar, "within": within, "parse": parse, "png": png, "used_by": used_by, "flag": True}
@@ -42,13 +42,13 @@ def option(
 
 
 def argument(help: str) -> Any:
-    """A dataclass field for Python alone, None by default: an object that no command line can spell."""
+    """Declare a Python-only dataclass field, None by default, for an object that has no command-line form."""
     return field(default=None, metadata={"help": help, "flag": False, "within": None, "parse": None, "png": None})
 
 
 @dataclass(frozen=True)
 class CheckedOptions:
-    """Options that refuse a number out of its range, or text that does not parse, with a ValueError."""
+    """Options that raise ValueError for a number out of range, or text that does not parse."""
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -62,7 +62,7 @@ class CheckedOptions:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """One item, or a list of them, for an option that may be given several times."""
+    """Convert one item, or a list, for an option that may be repeated."""
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -75,7 +75,7 @@ def _check_range(name: str, value: Any, within: tuple[float, float]) -> None:
 
 
 def pair(name: str, text: str) -> tuple[int, int]:
-    """Two whole numbers: "HxW" for a size, "Y,X" for a place.  Raises ValueError for anything else."""
+    """Parse two whole numbers: "HxW" for a size, "Y,X" for a position.  Raises ValueError for anything else."""
     between, least = (",", 0) if name == "crop_top_left" else ("x", 1)
     first, _, second = text.replace("X", "x").partition(between)
     numbers = [int(side) if side.strip().isdecimal() else -1 for side in (first, second)]
@@ -86,7 +86,7 @@ def pair(name: str, text: str) -> tuple[int, int]:
 
 
 def numbers(text: str, what: str) -> list[int]:
-    """Whole numbers from 1 on, separated by commas.  Raises ValueError, naming `what`, for anything else."""
+    """Parse whole numbers of at least 1, separated by commas.  Raises ValueError, naming `what`, for anything else."""
     try:
         found = [int(number) for number in text.split(",")]
     except ValueError as error:
@@ -106,7 +106,7 @@ class RuntimeOptions(CheckedOptions):
     compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)", common=True)
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
     matmul_precision: str | None = option(
-        None, "of float32 on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
+        None, "of float32 matmuls on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
     )
     offload: str | None = option(
         None,

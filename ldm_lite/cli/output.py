@@ -1,4 +1,4 @@
-"""Images as files that are never overwritten: complete, or not there at all."""
+"""Save images: files are written completely or not at all, and never overwritten."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ class Saver:
         return _save(lambda i: folder / f"{i:05}.png", image, text, _next_index(folder, ""))
 
     def preview(self, image: Image) -> None:
-        """Save a preview as preview.png, in place of the last one."""
+        """Save a preview as preview.png, replacing the last one."""
         folder = self.out.parent if self.single else self.out
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".preview-{os.getpid()}.png"

@@ -13,7 +13,7 @@ class Progress:
         self._bar: Any = None
 
     def __call__(self, step: int, num_steps: int, images: int) -> None:
-        """After step `step`, from 1, of a batch; the bar appears with the first step and closes with the last."""
+        """Show that step `step`, from 1, is done; the bar opens with a batch's first step and closes with its last."""
         if self._bar is None:
             self._bar = tqdm(total=num_steps, desc=f"{images} image{'s' * (images > 1)}", unit="it")
         self._bar.update()
@@ -30,7 +30,7 @@ class TrainingBar:
         self._bar: Any = None
 
     def __call__(self, step: int, loss: float | None) -> None:
-        """step counts from 1, or from where a resumed run stopped; the bar appears with the first call."""
+        """Show that `step` steps are done, including those before a resume; the bar opens at the first call."""
         if self._bar is None:
             self._bar = tqdm(total=self._steps, initial=step - 1, unit="step")
         self._bar.update()
@@ -39,7 +39,7 @@ class TrainingBar:
 
 
 def memory() -> str:
-    """Peak memory of this process so far (unknown on Windows), and of CUDA if it was used, in words."""
+    """Describe the peak memory of this process so far (unknown on Windows), and of CUDA if it was used."""
     parts = []
     if sys.platform != "win32":
         import resource

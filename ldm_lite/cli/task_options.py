@@ -1,6 +1,6 @@
-"""The options of the tasks that make images, for Python and for the command line.  Nothing here imports torch.
+"""The options of the image tasks, for Python and for the command line.  Nothing here imports torch.
 
-None means: the default of the checkpoint's family.  In Python some options take objects too: images as PIL, numpy or
+None means the default of the checkpoint's family.  In Python some options also take objects: images as PIL, numpy or
 tensors, a list of prompts or seeds, a `Control`, a loaded refiner.
 """
 
@@ -13,11 +13,11 @@ from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, a
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
 class ConditioningOptions(CheckedOptions):
-    """What some families read beside the prompt."""
+    """Further conditioning of some families."""
 
     original_size: tuple[int, int] | None = option(
         None,
-        "SDXL: size of the image that this one should look scaled from; small looks blurred (default: its own)",
+        "SDXL: original size to condition on; small sizes look blurred (default: the image's own)",
         metavar="HxW",
         parse=pair,
         png="Original size",
@@ -25,7 +25,7 @@ class ConditioningOptions(CheckedOptions):
     )
     crop_top_left: tuple[int, int] | None = option(
         None,
-        "SDXL: where in that image this one should look cut from (default: 0,0)",
+        "SDXL: top left of the crop to condition on (default: 0,0)",
         metavar="Y,X",
         parse=pair,
         png="Crop top left",
@@ -33,7 +33,7 @@ class ConditioningOptions(CheckedOptions):
     )
     target_size: tuple[int, int] | None = option(
         None,
-        "SDXL: the size that the image should look made for (default: its own)",
+        "SDXL: target size to condition on (default: the image's own)",
         metavar="HxW",
         parse=pair,
         png="Target size",
@@ -72,7 +72,7 @@ class SamplingOptions(CheckedOptions):
 
     sampler: str | None = option(
         None,
-        "by any of its usual names, e.g. 'DPM++ 2M Karras'; an unknown name lists all (default: ddim for most)",
+        "any usual name of a sampler, e.g. 'DPM++ 2M Karras'; an unknown name lists all (default: ddim for most)",
         common=True,
     )
     spacing: str | None = option(
@@ -96,7 +96,7 @@ class SamplingOptions(CheckedOptions):
         png="Sigma churn",
     )
     guidance_rescale: float = option(
-        0.0, "share of guidance's excess contrast to take back, 0 to 1", within=(0, 1), png="Guidance rescale"
+        0.0, "guidance rescale against excess contrast, 0 to 1", within=(0, 1), png="Guidance rescale"
     )
     dynamic_threshold: float | None = option(
         None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
@@ -124,10 +124,10 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
     )
     embedding: tuple[str, ...] = option(
-        (), "textual inversion file, which prompts then call by its name; repeatable", metavar="FILE"
+        (), "textual inversion file, used in prompts by name; repeatable", metavar="FILE"
     )
     clip_skip: int = option(
-        1, "which of the text encoder's last layers to use; 1 is the usual one", within=(1, 100), png="Clip skip"
+        1, "layer of the text encoder, counted from the last; 1 is usual", within=(1, 100), png="Clip skip"
     )
     control: tuple[Any, ...] = option(
         (),
@@ -165,17 +165,17 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     fixed_code: bool = option(False, "start every batch from the same noise")
     compat: bool = option(False, "noise, timesteps and defaults (2 x 3 images) exactly as the original script")
     cond: Any = argument("ready conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
-    uncond: Any = argument("the same of the negative prompt, of N or one")
-    noise: Any = argument("first noise (N,C,h,w) of unit variance, in place of the seeds'")
+    uncond: Any = argument("the same for the negative prompt, N or one")
+    noise: Any = argument("initial noise (N,C,h,w) of unit variance, in place of the seeds'")
 
     @property
     def images_at_a_time(self) -> int:
-        """The batch size, with its default filled in."""
+        """The batch size, or its default."""
         return (self.original_counts[0] if self.compat else 1) if self.batch_size is None else self.batch_size
 
     @property
     def repeats(self) -> int:
-        """How often the job is done."""
+        """How many times the job runs."""
         return (self.original_counts[1] if self.compat else 1) if self.n_iter is None else self.n_iter
 
 
@@ -186,7 +186,7 @@ class ImageOptions(Txt2imgOptions):
     init_img: tuple[Any, ...] = option(
         (), "image to start from; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True
     )
-    exact_steps: bool = option(False, "run all steps within the strength's noise, not the strength's share of them")
+    exact_steps: bool = option(False, "run all steps from the strength's noise level, not only its share of them")
     resize: str = option("crop", "how an image is brought to the height and width", choices=("crop", "fit", "stretch"))
     height: int | None = option(
         None, "pixels (default: the image's own, or by the width)", "--H", within=(1, MOST_PX), common=True
@@ -238,7 +238,7 @@ class InpaintOptions(ImageOptions):
     feather: float = option(
         0.0, "pixels around the mask over which the new image blends into the old", within=(0, 1000), png="Mask blur"
     )
-    no_paste: bool = option(False, "keep what the autoencoder made of the rest, instead of the original pixels")
+    no_paste: bool = option(False, "keep the decoded pixels outside the mask, not the original ones")
     strength: float | None = option(
         None,
         "how much noise to start with where the image is repainted; below 1 builds on what is there (default: 1)",
@@ -276,13 +276,11 @@ class CascadeOptions(CheckedOptions):
     scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each", common=True)
     noise_level: float = option(
         0.25,
-        "noise added to the small image, below 1; higher lets the second stage follow it less closely",
+        "noise added to the small image, below 1; higher follows it less closely",
         within=(0, 0.999),
     )
     noise_level_3: int = option(100, "the same for the third stage, 0 to 350", within=(0, MOST_NOISE))
-    tile: int = option(
-        256, "side in pixels of the tiles in which the third stage takes larger images", within=(8, MOST_PX)
-    )
+    tile: int = option(256, "side in pixels of the third stage's tiles for larger images", within=(8, MOST_PX))
     seed: int = option(
         42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
     )
@@ -301,12 +299,12 @@ class StageOptions(CheckedOptions):
     )
     stage_2: str | None = option(None, "its second stage; without it images have 64 pixels", common=True)
     stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True)
-    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable, for a file in parts", common=True)
+    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable for a sharded file", common=True)
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
     prompt_embeds: str | None = option(
         None, "ready embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
     )
-    negative_embeds: str | None = option(None, "those of the negative prompt")
+    negative_embeds: str | None = option(None, "the same for the negative prompt")
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
     dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)", common=True)
     attention: str | None = option(None, "attention kernel of the stages; an unknown name lists all")
@@ -322,7 +320,7 @@ class CompareOptions(CheckedOptions):
     spacing: str = option(
         "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
     )
-    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated, to be drawn")
+    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw")
     reference: int = option(400, "steps of the reference run", within=(1, 1000))
     scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
     seed: int = option(42, "seed of the noise", within=SEEDS)
@@ -332,7 +330,7 @@ class CompareOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class ExportOptions(CheckedOptions):
-    """For what to compile."""
+    """What to compile for."""
 
     sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
     batches: str = option("1", "comma-separated numbers of images at a time")

@@ -1,4 +1,4 @@
-"""Boxes with classes -> the tokens that layout-to-image models read.
+"""Convert boxes with classes to the tokens that layout-to-image models read.
 
 Source: taming-transformers' conditional_builder/objects_bbox.py, which the layout model of latent diffusion was trained
 with: up to 30 objects of three tokens each (class, upper left and lower right corner), then the corners of the crop.
@@ -30,9 +30,9 @@ WHOLE = Box(NONE, 0.0, 0.0, 1.0, 1.0)
 
 
 def tokens(boxes: Sequence[Box]) -> list[int]:
-    """Boxes, 30 or fewer -> 92 token ids in [0,8192), for an image that is not cropped.
+    """Convert up to 30 boxes to 92 token ids in [0,8192), for an image that is not cropped.
 
-    Raises ValueError for more boxes, labels that are no token, and corners outside [0,1] or in the wrong order.
+    Raises ValueError for more boxes, labels that are not tokens, and corners outside [0,1] or in the wrong order.
     """
     if len(boxes) > MOST_OBJECTS:
         raise ValueError(f"got {len(boxes)} boxes, wanted {MOST_OBJECTS} or fewer")
@@ -54,9 +54,9 @@ def _corners(box: Box) -> tuple[int, int]:
 
 
 def read(path: str | os.PathLike[str]) -> list[Box]:
-    """A JSON file, [{"class": 12, "box": [left, top, right, bottom]}, ...] -> its boxes.
+    """Read the boxes of a JSON file, [{"class": 12, "box": [left, top, right, bottom]}, ...].
 
-    Raises ValueError, one line, for a file that is none.
+    Raises ValueError, one line, for any other file.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8-sig"))

@@ -1,7 +1,7 @@
-"""Prompts that are not text: classes, boxes, label maps, embeddings, or none -> what the network reads.
+"""Conditioning from prompts that are not text: classes, boxes, label maps, embeddings, or none.
 
-Each function takes B prompts as text ("207", the name of a file).  None or "" is no prompt, the unconditional one of
-models that were trained with it.
+Each function takes B prompts as strings ("207", the name of a file).  None or "" is the unconditional prompt of models
+trained with one.
 """
 
 import os
@@ -34,7 +34,7 @@ def nothing(model: Model, prompts: Prompts) -> Conditioning:
 
 
 def classes(model: Model, prompts: Prompts) -> Conditioning:
-    """Class numbers -> context (B,1,D).  Raises ValueError for anything else."""
+    """Embed class numbers as context (B,1,D).  Raises ValueError for anything else."""
     assert isinstance(model.text_encoder, ClassEmbedder)
     spec = model.text_encoder.spec
     most = spec.num_classes - 1 if spec.unconditional is None else spec.unconditional - 1
@@ -50,7 +50,7 @@ def classes(model: Model, prompts: Prompts) -> Conditioning:
 
 
 def layouts(model: Model, prompts: Prompts) -> Conditioning:
-    """JSON files of boxes, as boxes.read takes them -> context (B,92,D).  Raises ValueError for other files."""
+    """Embed JSON files of boxes (see boxes.read) as context (B,92,D).  Raises ValueError for other files."""
     assert isinstance(model.text_encoder, BERTTextEncoder)
     rows = [
         boxes.tokens(boxes.read(_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
@@ -60,9 +60,9 @@ def layouts(model: Model, prompts: Prompts) -> Conditioning:
 
 
 def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
-    """Images whose values are labels -> concat (B,C',h,w) for images of size (height, width).
+    """Encode images of labels as concat (B,C',h,w), for results of size (height, width).
 
-    A map of another size is scaled by nearest neighbour.  Raises ValueError for images that are no label map.
+    A map of another size is scaled by nearest neighbour.  Raises ValueError for images that are not label maps.
     """
     assert isinstance(model.text_encoder, LabelMapRescaler)
     num_labels = model.text_encoder.spec.num_labels
@@ -72,7 +72,7 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
         labels = read_image(path, lambda image: _labels(image, size))
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
-                f"{path}: is no label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+                f"{path}: is not a label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
     return Conditioning(concat=model.text_encoder(torch.stack(maps).to(model.device)))
@@ -80,14 +80,14 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
 
 def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
     if image.mode not in ("L", "P", "I;16", "I"):
-        raise ValueError(f"is no label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
+        raise ValueError(f"is not a label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
     return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
 
 
 def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
-    """Files of normalised CLIP embeddings, (D,) or (T,D) -> context (B,T,D); zeros for no prompt.
+    """Read files of normalised CLIP embeddings, (D,) or (T,D), as context (B,T,D); no prompt gives zeros.
 
-    They are padded with zeros to num_tokens.  Raises ValueError for other files.
+    Embeddings are padded with zeros to num_tokens.  Raises ValueError for other files.
     """
     rows = []
     for prompt in prompts:
@@ -101,7 +101,7 @@ def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
 
 
 def read_embeddings(model: Model, prompt: str) -> Tensor:
-    """The embeddings (T,D) float32 in a .npy file, D the width of the model's context.  Raises ValueError."""
+    """Read embeddings (T,D), float32, from a .npy file; D is the width of the context.  Raises ValueError."""
     width = model.family.unet.context_dim
     path = _file(model, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
     values = _npy(path)
@@ -112,7 +112,7 @@ def read_embeddings(model: Model, prompt: str) -> Tensor:
 
 
 def read_image_embedding(path: Path) -> Tensor:
-    """The single vector (1,D), float32, in a .npy or .safetensors file.  Raises ValueError for other files."""
+    """Read a single vector (1,D), float32, from a .npy or .safetensors file.  Raises ValueError for other files."""
     values = read_tensor(path)
     if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
         raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
@@ -120,7 +120,7 @@ def read_image_embedding(path: Path) -> Tensor:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """The single tensor, as float32, in a .npy, .safetensors or torch file.  Raises ValueError, one line."""
+    """Read a single tensor, as float32, from a .npy, .safetensors or torch file.  Raises ValueError, one line."""
     if path.suffix == ".npy":
         return _npy(path)
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -129,7 +129,7 @@ def read_tensor(path: Path) -> Tensor:
         except OSError:
             raise
         except Exception as error:  # torch raises nearly anything for a broken pickle
-            raise ValueError(f"{path}: is no torch file, or holds more than tensors") from error
+            raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
         found = list(value.values()) if isinstance(value, dict) else [value]
     else:
         file = open_checkpoint(path)
@@ -140,20 +140,20 @@ def read_tensor(path: Path) -> Tensor:
 
 
 def _npy(path: Path) -> Tensor:
-    """The floats in a .npy file, as float32."""
+    """Read the floats of a .npy file as float32."""
     try:
         values = np.load(path, allow_pickle=False)
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{path}: is no .npy file of numbers, or not whole") from error
+        raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
     return torch.from_numpy(values.astype(np.float32))
 
 
 def read_image_statistics(path: Path) -> Tensor:
-    """Mean and standard deviation of image embeddings, (2,D) float32: karlo's .th file, or diffusers' `mean` and `std`.
+    """Read mean and standard deviation of image embeddings, (2,D) float32: karlo's .th, or diffusers' `mean` and `std`.
 
     Raises ValueError for other files.
     """

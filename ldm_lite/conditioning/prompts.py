@@ -1,6 +1,6 @@
-"""Prompts -> what the network reads beside the latents.
+"""Encode prompts: what the network reads in addition to the latents.
 
-A family names its conditioner, one of CONDITIONERS; a new kind of conditioning is one more function there.
+Each family names one of CONDITIONERS; a new kind of conditioning is one more function there.
 Shape letters: B prompts, K chunks of T tokens each, D width of the context, V of the vector.
 """
 
@@ -29,19 +29,19 @@ log = logging.getLogger("ldm_lite")
 
 NOTHING = ConditioningOptions()
 
-Prompts = Sequence[str | None]  # None = no prompt, which to SDXL is another thing than the empty one
+Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes differently from an empty one
 
 
 @dataclass(frozen=True, eq=False)
 class PromptOptions:
-    """How prompts are read, and what else a family conditions its images on."""
+    """How prompts are read, and the family's other conditioning."""
 
     syntax: str = "plain"  # one of prompt.SYNTAXES
-    clip_skip: int = 1  # which of the text encoder's last layers gives the output; 1 is the usual one
-    num_chunks: int = 1  # least number of chunks of 77 tokens (or of embeddings) that each prompt is padded to
+    clip_skip: int = 1  # which of the text encoder's layers to use, counted from the last; 1 is usual
+    num_chunks: int = 1  # pad each prompt to at least this many chunks of 77 tokens (or embeddings)
     negative: bool = False  # these are negative prompts
     size: tuple[int, int] | None = None  # (height, width) of the image in pixels; None = the family's resolution
-    extra: ConditioningOptions = NOTHING  # what some families read beside the prompt
+    extra: ConditioningOptions = NOTHING  # further conditioning of some families
 
 
 Conditioner = Callable[[Model, Prompts, PromptOptions], Conditioning]
@@ -51,9 +51,9 @@ DEFAULT = PromptOptions()
 
 @torch.no_grad()
 def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFAULT) -> Conditioning:
-    """What the model's network reads of B prompts, on its device.
+    """Return the conditioning of B prompts, on the model's device.
 
-    A warning names the words that do not fit into the text encoder, once for each prompt.
+    A warning names the words that do not fit into the text encoder, once per prompt.
     """
     if options.syntax == "plain" and model.tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
@@ -76,9 +76,9 @@ def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
 def guided(
     model: Model, cond: Conditioning, uncond: Conditioning | None, guidance: float | Callable[..., Any]
 ) -> Branches:
-    """Branches of classifier-free guidance; one branch, which reads the scale, where guidance was distilled in.
+    """Return the branches of classifier-free guidance, or one branch with the scale as input for distilled models.
 
-    guidance is a scale or a function, as classifier_free takes it.  Raises ValueError for a function where the network
+    guidance is a scale or a function, as classifier_free takes it.  Raises ValueError for a function if the network
     reads the scale.
     """
     dim = model.family.unet.guidance_dim
@@ -94,7 +94,7 @@ def guided(
 
 
 def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "plain") -> int:
-    """The most chunks that one of the prompts takes: all prompts of a job are padded to it, to be alike."""
+    """Return the number of chunks of the longest prompt, to which all prompts of a job are padded."""
     if model.tokenizer is None:
         length = LENGTHS.get(model.family.conditioner)
         return max(1 if length is None or not prompt else length(model, prompt) for prompt in prompts)
@@ -122,10 +122,10 @@ def bert(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
 
 
 def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
-    """SDXL: the hidden states of both encoders side by side, and bigG's pooled output with the sizes as y.
+    """SDXL: both encoders' hidden states, concatenated by channel; y is bigG's pooled output followed by the sizes.
 
-    Sizes have the height first: (original, top and left of the crop, target).  Without a prompt, context and pooled
-    output are zeros.  Podell et al. 2023, sec. 2.2; GeneralConditioner of generative-models.
+    Sizes are height first: (original, top and left of the crop, target).  Without a prompt, context and pooled output
+    are zeros.  Podell et al. 2023, sec. 2.2; GeneralConditioner of generative-models.
     """
     assert model.tokenizer is not None
     assert model.text_encoder is not None
@@ -152,7 +152,7 @@ def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
 def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
 
-    The noise is the same for all images.  With statistics of such embeddings, it is added to the standardised one.
+    The noise is the same for all images.  With embedding statistics, it is added to the standardised embedding.
     Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of stablediffusion.
     """
     width = (model.family.unet.vector_dim or 0) // 2
@@ -163,7 +163,7 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
     )
     if embedding is None:
         raise ValueError(
-            f"{model.family.title} reads an image's CLIP embedding (1, {width}) beside the prompt: "
+            f"{model.family.title} reads an image's CLIP embedding (1, {width}) besides the prompt: "
             "give one with `image_embedding=FILE`"
         )
     if embedding.shape != (1, width) or not 0 <= level < 1000:
@@ -182,7 +182,7 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
 
 
 def unclip_l(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
-    """unCLIP of CLIP-L's embeddings, which was trained with statistics that its file lacks."""
+    """unCLIP with CLIP-L embeddings; its checkpoint lacks the statistics that it was trained with."""
     if options.extra.image_statistics is None and options.extra.noise_level:
         raise ValueError(
             f"{model.family.title} adds noise by statistics that its file lacks: give karlo's ViT-L-14_stats.th with "
@@ -195,7 +195,7 @@ def unclip_l(model: Model, prompts: Prompts, options: PromptOptions) -> Conditio
 
 
 def _read(tokenizer: TextTokenizer, prompts: Prompts, options: PromptOptions) -> Chunks:
-    """Ids and weights (B * K, T) of prompts padded to the same number of chunks; None counts as an empty prompt."""
+    """Return ids and weights (B * K, T) of prompts, padded to the same number of chunks; None is an empty prompt."""
     parts = [chunks(tokenizer, prompt or "", options.syntax) for prompt in prompts]
     num_chunks = max(options.num_chunks, *(len(part.ids) for part in parts))
     empty = chunks(tokenizer, "")
@@ -204,20 +204,20 @@ def _read(tokenizer: TextTokenizer, prompts: Prompts, options: PromptOptions) ->
 
 
 def _learned(model: Model, encoder: nn.Module) -> Tensor | None:
-    """The textual inversion vectors for an encoder (V,D)."""
+    """Return the textual inversion vectors (V,D) for an encoder."""
     assert isinstance(encoder, CLIPTextEncoder | OpenCLIPTextEncoder)
     return model.learned.get(encoder.spec.width)
 
 
 def _joined(context: Tensor, num_prompts: int) -> Tensor:
-    """Contexts of chunks (B * K, T, D) joined to those of prompts (B, K * T, D)."""
+    """Join the contexts of chunks (B * K, T, D) into those of prompts (B, K * T, D)."""
     return context.reshape(num_prompts, -1, context.shape[2])
 
 
 def _big(
     model: Model, encoder: nn.Module | None, spec: EncoderSpec | None, prompts: Prompts, options: PromptOptions
 ) -> tuple[Tensor, Tensor]:
-    """Context (B, K * T, D) of OpenCLIP, and its pooled output (B, D) for each prompt's first chunk."""
+    """Return OpenCLIP's context (B, K * T, D), and its pooled output (B, D) for each prompt's first chunk."""
     tokenizer = tokenizer_of(spec)
     assert tokenizer is not None
     assert model.tokenizer is not None
@@ -234,13 +234,13 @@ def _size(model: Model, options: PromptOptions) -> tuple[int, int]:
 
 
 def _cut(model: Model, options: PromptOptions) -> tuple[int, int, int, int]:
-    """Height and width of the original image, top and left of the crop."""
+    """Return height and width of the original image, top and left of the crop."""
     original = _size(model, options) if options.extra.original_size is None else options.extra.original_size
     return (*original, *(options.extra.crop_top_left or (0, 0)))
 
 
 def _with_numbers(pooled: Tensor, numbers: Sequence[float]) -> Tensor:
-    """Pooled outputs (B,D), followed by the sinusoids of some numbers, 256 each: y (B,V)."""
+    """Append the sinusoids of some numbers, 256 each, to pooled outputs (B,D): y (B,V)."""
     sinusoids = timestep_embedding(torch.tensor(numbers, device=pooled.device), 256).flatten()
     return torch.cat([pooled, sinusoids.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
 
@@ -258,7 +258,7 @@ CONDITIONERS: dict[str, Conditioner] = {
     "label_maps": lambda model, prompts, options: inputs.label_maps(model, prompts, _size(model, options)),
     "embeddings": lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
 }
-# The length of a prompt that is not text.
+# Number of tokens of a prompt that is not text.
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt))
 }

@@ -1,4 +1,4 @@
-"""Textual inversion: vectors that a prompt calls by a name, in place of a word's tokens.
+"""Textual inversion: learned vectors that a name in the prompt stands for.
 
 Gal et al. 2022.  Files are those of the original and of AUTOMATIC1111 (`string_to_param`), kohya's (`emb_params`, and
 for SDXL `clip_l` and `clip_g`) and diffusers' (one tensor by the name of its token).
@@ -32,20 +32,20 @@ class Embedding:
 
     file: str
     names: tuple[str, ...]  # the file's without its extension, and the one stored in it
-    vectors: Mapping[int, Tensor]  # (n,D) by their width D, the same n for all
+    vectors: Mapping[int, Tensor]  # width D -> vectors (n,D), with the same n for all widths
 
 
 def open_embedding(source: str | os.PathLike[str]) -> Embedding:
     """Open a textual inversion file: a path, or owner/repository/file on the hub.
 
-    Raises FileNotFoundError or ValueError, one line, if it is none.
+    Raises FileNotFoundError or ValueError, one line, for any other file.
     """
     file = open_checkpoint(hub.resolve(source))
     several = file.shapes.keys() <= {"clip_l", "clip_g"}
     if not several and (len(file.shapes) > 1 or any(len(shape) not in (1, 2) for shape in file.shapes.values())):
         some = next(iter(file.shapes))
         raise ValueError(
-            f"{file.path}: holds {len(file.shapes)} tensors (has {some}), which are no textual inversion: "
+            f"{file.path}: holds {len(file.shapes)} tensors (has {some}), which are not a textual inversion: "
             "wanted string_to_param, emb_params, clip_l and clip_g, or one tensor by the name of its token"
         )
     found = {key: file.read(key).detach().float().reshape(-1, shape[-1]) for key, shape in list(file.shapes.items())}
@@ -58,10 +58,10 @@ def open_embedding(source: str | os.PathLike[str]) -> Embedding:
 
 
 def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
-    """The model with textual inversion files loaded: a prompt calls each by its name.  The networks are shared.
+    """Return the model with textual inversion files loaded, sharing its networks; prompts use them by name.
 
-    A message says which names stand for how many vectors.  Raises ValueError, one line, for vectors that are not as
-    wide as the text encoders', and for two files of one name.
+    The log lists each name with its number of vectors.  Raises ValueError, one line, for vectors of another width
+    than the text encoders', and for two files of one name.
     """
     if not sources:
         return model
@@ -77,7 +77,7 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
         count = _check(embedding, widths, model.tokenizer.room)
         for name in embedding.names:
             if name.lower() in map(str.lower, added):
-                raise ValueError(f"{embedding.file}: there is another embedding of the name {name!r}: rename the file")
+                raise ValueError(f"{embedding.file}: another embedding has the name {name!r}: rename the file")
             added[name] = tuple(range(first, first + count))
         for width in widths:
             learned[width] = torch.cat([*([learned[width]] if width in learned else []), embedding.vectors[width]])
@@ -88,7 +88,7 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
 
 
 def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
-    """The number of an embedding's vectors.  Raises ValueError if they are not for encoders of these widths."""
+    """Return the number of an embedding's vectors.  Raises ValueError if they do not have these widths."""
     count = len(next(iter(embedding.vectors.values())))
     if missing := [width for width in widths if width not in embedding.vectors]:
         got = " and ".join(map(str, embedding.vectors))

@@ -1,4 +1,4 @@
-"""Controls at work: which network runs in each step of a plan, and what it reads."""
+"""Apply controls: choose the network and the conditioning of each step of a plan."""
 
 import inspect
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ Features = tuple[Tensor | None, ...]  # as UNet.forward takes them
 
 
 class ActiveControls:
-    """What runs in every step of a plan, for images of one size: a generate.StepControl.
+    """The controls of a plan, for images of one size: a generate.StepControl.
 
-    In a step that no control is for, that is the UNet alone.  Where steps are compiled, all controls take part in all
-    other steps, with a weight of zero outside their own range: to leave one out would be another graph.  Tokens of
-    style adapters lengthen the context, within their range alone.
+    A step without any control runs the UNet alone.  If steps are compiled, all other steps run all controls, with
+    weight 0 outside their range, since leaving one out would need another graph.  Style adapters append tokens to the
+    context, only within their range.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ActiveControls:
         self._unet, self._num_steps, self._num_branches = model.unet, plan.num_steps, num_branches
         self._compiled = inspect.unwrap(model.step) is not denoise_step
         nets: list[ControlNet] = []
-        self._nets: list[tuple[Control, ControlInput]] = []  # as they are within their range of steps
+        self._nets: list[tuple[Control, ControlInput]] = []  # with the inputs within their range of steps
         self._adapters: list[tuple[Control, Features]] = []
         self._styles: list[tuple[Control, Tensor]] = []
         for loaded in controls:
@@ -55,7 +55,7 @@ class ActiveControls:
         self._controlled = ControlledUNet(model.unet, nets)
 
     def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
-        """What runs in a step, counted from 0, in place of the UNet on all branches of guidance; and what it reads."""
+        """Return the network for a step, counted from 0, on all branches of guidance, and its conditioning."""
         tokens = [tokens for control, tokens in self._styles if self._acts(control, step)]
         if tokens and conditioning.context is not None:
             longer = styled(conditioning.context, torch.cat(tokens, dim=1), self._num_branches)
@@ -75,13 +75,13 @@ class ActiveControls:
         return self._controlled, conditioning._replace(control=ControlInputs(tuple(inputs), features))
 
     def _acts(self, control: Control, step: int) -> bool:
-        # To the nearest thousandth of a step: shares like 0.3 are not exact.
+        # Rounded to a thousandth of a step: shares like 0.3 are not exact in binary.
         first, last = (round(share * self._num_steps, 3) for share in (control.start, control.end))
         return first <= step and step + 1 <= last
 
     @torch.no_grad()
     def _input(self, network: ControlNet, control: Control, pixels: Tensor) -> ControlInput:
-        """What a ControlNet reads: its image, embedded once a job, and the weights of its results."""
+        """Return a ControlNet's input: its image, embedded once per job, and the weights of its outputs."""
         num = len(network.zero_convs) + 1
         guess = guess_scales(num) if control.guess else [1.0] * num
         scales = torch.tensor([control.weight * scale for scale in guess], device=pixels.device)
@@ -91,7 +91,7 @@ class ActiveControls:
 
 @torch.no_grad()
 def _features(network: T2IAdapter, control: Control, pixels: Tensor, num_res_blocks: tuple[int, ...]) -> Features:
-    """What an adapter adds to the UNet's input blocks and middle, computed once a job, times its weight."""
+    """Return an adapter's weighted features for the UNet's input blocks and middle, computed once per job."""
     factor, (height, width) = network.spec.factor, pixels.shape[2:]
     if width % factor or height % factor:
         raise ValueError(f"got {width}x{height} pixels, but {control.source} wants multiples of {factor}")

@@ -1,6 +1,6 @@
-"""Canny's edge detector: an image -> white edges on black, which canny ControlNets and T2I-Adapters read.
+"""Canny's edge detector: white edges on black, for canny ControlNets and T2I-Adapters.
 
-Bit for bit what OpenCV's Canny gives with its defaults (3x3 Sobel, L1 norm), which made their training data.
+Equals OpenCV's Canny with its defaults (3x3 Sobel, L1 norm), which made their training data, bit for bit.
 Source: Canny 1986; its steps are gradients, thinning to the ridge across the edge, and hysteresis.
 """
 
@@ -14,7 +14,7 @@ Grid = NDArray[np.int64]
 
 
 def canny(image: Image.Image, low: float = 100, high: float = 200) -> Image.Image:
-    """An RGB image -> an RGB image of the same size, 255 on its edges and 0 elsewhere.
+    """Return an RGB image of the same size as an RGB image, 255 on its edges and 0 elsewhere.
 
     Edges start where the gradient (of 8-bit values, |dx| + |dy|) is above `high`, and continue while it is above `low`.
     Raises ValueError if low is above high.
@@ -30,7 +30,7 @@ def canny(image: Image.Image, low: float = 100, high: float = 200) -> Image.Imag
 
 
 def _gradient(pixels: Grid) -> tuple[Grid, Grid]:
-    """Pixels (H,W,3) -> Sobel's derivatives (H,W) in x and y, of the channel that changes most there."""
+    """Return Sobel derivatives (H,W) in x and y of pixels (H,W,3), each from the channel that changes most there."""
     height, width = pixels.shape[:2]
     p = np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge")
 
@@ -44,7 +44,7 @@ def _gradient(pixels: Grid) -> tuple[Grid, Grid]:
 
 
 def _ridge(size: Grid, dx: Grid, dy: Grid) -> NDArray[np.bool_]:
-    """Where the gradient (H,W) is larger than on both sides across the edge, whose direction is one of four."""
+    """Return where the gradient (H,W) exceeds both neighbours across the edge, in one of four directions."""
     height, width = size.shape
     p = np.pad(size, 1)
 
@@ -64,7 +64,7 @@ def _ridge(size: Grid, dx: Grid, dy: Grid) -> NDArray[np.bool_]:
 
 
 def _grown(strong: NDArray[np.bool_], weak: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Strong edges (H,W), and the weak ones that are joined to them, diagonally or straight."""
+    """Return the strong edges (H,W), and the weak ones connected to them, diagonally too."""
     edges, allowed = (torch.from_numpy(each)[None].float() for each in (strong, weak))
     while True:
         larger = F.max_pool2d(edges, 3, stride=1, padding=1) * allowed

@@ -1,4 +1,4 @@
-"""What a user asks for: a ControlNet or T2I-Adapter with its image, from Python or as text from the command line."""
+"""Control: a ControlNet or T2I-Adapter with its image, from Python or as text from the command line."""
 
 import os
 import re
@@ -25,10 +25,10 @@ class Control:
     """A ControlNet or T2I-Adapter and the image it follows.  Its network is loaded at first use, once for each model.
 
     source is a file or folder, or its name on the hub; image a path, a PIL image, an array (H,W,3) or a tensor (3,H,W)
-    in [-1,1].  It acts from `start` to `end`, shares of the steps in [0,1].  guess: without the negative prompt, deeper
-    layers stronger; pool: averaged over the image, as the shuffle network needs it, and without the negative prompt.
+    in [-1,1].  It acts from `start` to `end`, shares of the steps in [0,1].  guess: no control of the negative prompt,
+    deeper layers stronger; pool: averaged over the image, for the shuffle network, no control of the negative prompt.
     preprocess makes the map first: "none", "canny", "canny:LOW:HIGH" or "inpaint" (transparent parts are the hole).
-    Raises ValueError for what is out of range.
+    Raises ValueError for values out of range.
     """
 
     source: str | os.PathLike[str]
@@ -41,7 +41,7 @@ class Control:
     preprocess: str = "none"
     networks: WeakKeyDictionary[nn.Module, Any] = field(
         default_factory=WeakKeyDictionary, compare=False, repr=False
-    )  # what was loaded, by the UNet it is for
+    )  # loaded networks, by UNet
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end <= 1:
@@ -55,18 +55,18 @@ class Control:
             )
 
     def __str__(self) -> str:
-        """As on the command line: its files, without what they have as default."""
+        """The control as on the command line, without defaults."""
         image = os.fspath(self.image) if isinstance(self.image, (str, os.PathLike)) else "image"
         return f"{os.fspath(self.source)}:{image}" + (f":{self.weight:g}" if self.weight != 1 else "")
 
     def with_image(self, image: Any) -> "Control":
-        """The same control for another image; a network that is loaded is shared."""
+        """Return the same control for another image, sharing a loaded network."""
         return replace(self, image=image)
 
     def pixels(self, size: tuple[int, int]) -> Tensor:
-        """The image, cut to size (width, height), as (1,3,H,W) in [0,1]; -1 in the hole that "inpaint" finds.
+        """Return the image, cropped to (width, height), as (1,3,H,W) in [0,1], with -1 in the hole of "inpaint".
 
-        Raises ValueError if it is no image, or "inpaint" finds no hole in it; OSError if it cannot be opened.
+        Raises ValueError if it is not an image, or has no hole for "inpaint"; OSError if it cannot be opened.
         """
         image = resize(self.rgb(), size, "crop")
         if self.preprocess.startswith("canny"):
@@ -82,23 +82,23 @@ class Control:
         return pixels.masked_fill(hole, -1.0)
 
     def rgb(self) -> Image.Image:
-        """The image, upright and opaque, of its own size."""
+        """Return the image, upright and opaque, at its own size."""
         if isinstance(self.image, (str, os.PathLike)):
             return open_image(self.image)
         return to_rgb(to_image(self.image))
 
     def _original(self) -> Image.Image:
-        """The image with its transparency."""
+        """Return the image with its transparency."""
         return Image.open(self.image) if isinstance(self.image, (str, os.PathLike)) else to_image(self.image)
 
 
 def unit_pixels(image: Image.Image) -> Tensor:
-    """An RGB image -> pixels (1,3,H,W) in [0,1]."""
+    """Convert an RGB image to pixels (1,3,H,W) in [0,1]."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
 
 
 def parse(controls: Sequence[str | Control], preprocess: str | None = None) -> list[Control]:
-    """Controls, of which some may be texts of SYNTAX; `preprocess` is "canny" for all texts, or "canny,none" for each.
+    """Parse controls given as text (see SYNTAX); `preprocess` is "canny" for all texts, or "canny,none" for each.
 
     Raises ValueError for other texts.
     """
@@ -127,7 +127,7 @@ def _parse(text: str, preprocess: str) -> Control:
         else:
             break
         names = rest
-    name = r"(?:[A-Za-z]:(?=[\\/]))?[^:]+"  # a drive's letter is no file
+    name = r"(?:[A-Za-z]:(?=[\\/]))?[^:]+"  # a drive letter is not a file
     found = re.fullmatch(f"({name}):({name})", names)
     if found is None:
         raise ValueError(f"got control {text!r}, wanted {SYNTAX}")
@@ -135,7 +135,7 @@ def _parse(text: str, preprocess: str) -> Control:
 
 
 def natural_size(control: Control, resolution: int) -> tuple[int, int]:
-    """(width, height) of a control's image, its short side scaled to `resolution`, in multiples of 64."""
+    """Return (width, height) of a control's image, short side scaled to `resolution`, in multiples of 64."""
     image = control.rgb()
     width, height = (max(64, round(side * resolution / min(image.size) / 64) * 64) for side in image.size)
     return width, height

@@ -1,4 +1,4 @@
-"""The networks of controls: read from their files, checked against the model's UNet, and set up as it is."""
+"""Load the networks of controls, check that they fit the model's UNet, and set them up like it."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ log = logging.getLogger("ldm_lite")
 
 @dataclass(frozen=True, eq=False)
 class LoadedControl:
-    """A control with its network; a style adapter's is what it makes of the image, of any size: tokens (1,T,C)."""
+    """A control with its network, or, for a style adapter, with the tokens (1,T,C) computed from its image."""
 
     control: Control
     network: ControlNet | T2IAdapter | Tensor
@@ -37,10 +37,10 @@ class LoadedControl:
 def load_controls(
     model: Model, controls: Sequence[Control], clip_vision: str | os.PathLike[str] | None = None
 ) -> list[LoadedControl]:
-    """Load what the controls name, in the model's dtype, onto its device: whole, or block by block as its UNet.
+    """Load the controls' networks, in the model's dtype, onto its device: whole, or offloaded by block like its UNet.
 
     clip_vision is the file of CLIP's image encoder, which style adapters need.  Raises FileNotFoundError or ValueError,
-    one line, for files that hold no control, or one for another UNet.
+    one line, for files that hold no control, or one for a different UNet.
     """
     if not controls and clip_vision is None:
         return []
@@ -76,7 +76,7 @@ def _load_vision(model: Model, source: str | os.PathLike[str]) -> CLIPVisionEnco
 
 @torch.no_grad()
 def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, control: Control) -> Tensor:
-    """What a style adapter makes of its image, once a job: tokens (1,T,C), times its weight."""
+    """Compute a style adapter's tokens (1,T,C), times its weight, once per job."""
     assert vision is not None
     if vision.spec.width != network.spec.width:
         raise ValueError(
@@ -87,7 +87,7 @@ def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, control: Co
 
 
 def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdapter | StyleAdapter]:
-    """A control's network; and the control, with what the network's own configuration asks for."""
+    """Load a control's network; return the control, updated from the network's configuration, and the network."""
     if model.unet not in control.networks:
         control.networks[model.unet] = _read(model, control.source)
     network, pools = control.networks[model.unet]
@@ -95,7 +95,7 @@ def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdap
 
 
 def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2IAdapter | StyleAdapter, bool]:
-    """The network in a file, ready to run with the model, and whether its configuration says that it pools."""
+    """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
     components = split(open_source(source))
     role = next((role for role in ("control", "adapter", "style") if role in components), None)
     if role is None:
@@ -109,7 +109,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
         raise ValueError(f"{source}: a tensor that every such network has {reason}") from error
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    # A style adapter computes at once, and goes.
+    # A style adapter runs now and is freed.
     by_block = role != "style" and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
     load_weights(network, found, "control", home, model.dtype)
@@ -120,14 +120,14 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
         prepare_like(network, model.unet)
     if by_block:  # all weights of these networks are in blocks, so there is no phase to enter
         Offloader({"control": network}, model.device, offload="sequential", storage=None)
-    pools = found.checkpoint.metadata.get("global_pool_conditions") == "True"  # of a diffusers folder
+    pools = found.checkpoint.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
     if pools:
         log.info("%s: averages over the image, as its configuration says", source)
     return network, pools
 
 
 def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter:
-    """The network of a role with weights of these shapes.
+    """Build the network of a role for weights of these shapes.
 
     Raises KeyError if one is missing, and ValueError if it is for UNets of another kind.
     """
@@ -152,14 +152,14 @@ KNOWN = {"context": " (768: Stable Diffusion 1, 1024: 2, 2048: XL)", "vector": "
 
 
 def _numbers(spec: UNetSpec) -> dict[str, object]:
-    """What a ControlNet and its UNet must have in common, where the ControlNet has it at all."""
+    """Return the sizes that must be equal in a ControlNet and its UNet, if the ControlNet has them at all."""
     widths = tuple(spec.model_channels * mult for mult in spec.channel_mult)
     own = {"context": spec.context_dim, "vector": spec.vector_dim}
     return {**own, "levels": widths, "residual blocks": spec.num_res_blocks}
 
 
 def _check_fit(model: Model, numbers: Mapping[str, object]) -> None:
-    """Raises ValueError if the numbers of a control are not those of its UNet."""
+    """Raises ValueError if these sizes of a control differ from its UNet's."""
     own = _numbers(model.family.unet)
     for name, wanted in numbers.items():
         if wanted not in (None, own[name]):
@@ -168,7 +168,7 @@ def _check_fit(model: Model, numbers: Mapping[str, object]) -> None:
 
 
 def _add_base(network: nn.Module, model: Model) -> None:
-    """Turn a control's differences from the UNet's weights into weights, wherever the UNet's are kept."""
+    """Add the UNet's weights, wherever they are stored, to a control that holds differences from them."""
     base = dict(model.unet.named_parameters())
     for key, value in network.state_dict().items():
         if key in base:

@@ -1,6 +1,6 @@
-"""What the network reads beside the latents, and what happens to its output before the sampler's update.
+"""Conditioning, and guidance: what happens to the network's output before the sampler's update.
 
-Guidance runs the network on several conditionings at once, the branches, and mixes their outputs.
+Guidance runs the network on several conditionings (the branches) at once and mixes their outputs.
 """
 
 import inspect
@@ -13,16 +13,16 @@ from torch import Tensor
 
 
 class Conditioning(NamedTuple):
-    """What the network reads beside the latents, batch first; None = it has no such input."""
+    """The network's inputs besides the latents, batch first; None = no such input."""
 
     context: Tensor | None = None  # (B,T,D)
     y: Tensor | None = None  # vectors (B,V), or classes (B,) int64
-    concat: Tensor | None = None  # (B,C',h,w), channels that follow the latents'
+    concat: Tensor | None = None  # (B,C',h,w), channels appended to the latents
     control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
     cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
 
     def rows(self, rows: slice, count: int) -> "Conditioning":
-        """Some rows of a conditioning of `count` images, or of one that serves all of them."""
+        """Return some rows of a conditioning of `count` images, or of a single conditioning for all of them."""
         parts = [self.context, self.y, self.concat]
         chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
         return Conditioning(chosen[0], chosen[1], chosen[2])
@@ -33,10 +33,10 @@ Combine = Callable[[Tensor, Tensor], Tensor]  # the outputs (B,C,h,w) of cond an
 
 @dataclass(frozen=True)
 class Branches:
-    """The conditionings that the network runs on at every step, and how its outputs become one.
+    """The conditionings that the network runs on at every step, and how its outputs are mixed.
 
-    The last branch is the one with all of the conditioning.  Outputs are mixed by `weights`, which add up to 1 (a
-    function gives those of a step, counted from 0), or by `combine`, a function of the outputs of two branches.
+    The last branch has all of the conditioning.  Outputs are mixed by `weights`, which add up to 1 (or a function of
+    the step, counted from 0), or by `combine`, a function of the outputs of two branches.
     """
 
     conditionings: tuple[Conditioning, ...]
@@ -46,13 +46,13 @@ class Branches:
     combine: Combine | None = None
 
     def weights_at(self, step: int) -> tuple[float, ...]:
-        """The weights of a step, counted from 0."""
+        """Return the weights of a step, counted from 0."""
         return self.weights(step) if callable(self.weights) else self.weights
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Weights of classifier-free guidance whose scale depends on the step."""
+    """Weights of classifier-free guidance with a scale that depends on the step."""
 
     scale: Callable[[int], float]
 
@@ -97,7 +97,7 @@ def instructed(
 
 
 class InpaintMask(NamedTuple):
-    """Latents to keep: where the mask is 0, the prediction of x0 is replaced by them, so every sampler ends there."""
+    """Latents to keep: they replace the prediction of x0 where the mask is 0, so every sampler ends at them."""
 
     latents: Tensor  # (B,C,h,w)
     mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 keeps, 1 is free
@@ -115,7 +115,7 @@ class Guidance(NamedTuple):
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
-    """The network's raw output (K*B,C,h,w), branch by branch, for latents x (B,C,h,w) -> the guided output (B,C,h,w).
+    """Return the guided output (B,C,h,w), from the network's raw output (K*B,C,h,w) for latents x (B,C,h,w).
 
     to_x0 (2,) is (p, q) with x0 = p x + q out.
     """
@@ -137,16 +137,16 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
 
 
 def mixed(outs: Tensor, weights: Tensor) -> Tensor:
-    """Outputs (K,B,C,h,w) of all branches -> their weighted sum (B,C,h,w), by differences from the first.
+    """Return the weighted sum (B,C,h,w) of the branches' outputs (K,B,C,h,w), by differences from the first.
 
-    For two branches that is uncond + scale * (cond - uncond), as the original scripts write it, to the last bit.
+    For two branches this equals the original scripts' uncond + scale * (cond - uncond) to the last bit.
     """
     differences = outs[1:] - outs[:1]
     return outs[0] + (weights[1:, None, None, None, None] * differences).sum(dim=0)
 
 
 def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
-    """The guided prediction with the standard deviation of the conditional one, per image, mixed in by `share`.
+    """Rescale the guided prediction to the conditional one's standard deviation, per image, and mix it in by `share`.
 
     Lin et al. 2024, eqs. 15 and 16.
     """
@@ -155,9 +155,9 @@ def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
 
 
 def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor | None = None) -> Tensor:
-    """x0 (B,C,h,w) clamped to [-s,s] and divided by s, with s the percentile of |x0| of each image, in [1,limit].
+    """Clamp x0 (B,C,h,w) to [-s,s] and divide by s, where s is each image's percentile of |x0|, in [1,limit].
 
-    For models of pixels in [-1,1]; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
+    For pixel models; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
     """
     # Not torch.quantile: torch 2.11 cannot compile it.
     sizes = x0.abs().flatten(1).sort(dim=1).values  # (B, N)

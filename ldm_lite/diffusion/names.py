@@ -1,4 +1,4 @@
-"""The registry of samplers: their names, as people know them from other programs, and make_plan."""
+"""The registry of samplers with their names in other programs, and make_plan."""
 
 import difflib
 import functools
@@ -29,8 +29,8 @@ def register(
 ) -> Callable[..., object]:
     """Add a sampler to SAMPLERS under its function's name, and return it: a function or a decorator.
 
-    label is its name in PNG text (default: made of the function's name).  Users may write label and aliases in place of
-    the name.  Raises ValueError if a name is taken (replace=True replaces the sampler of that name), and for a function
+    label is its name in PNG text (default: from the function's name).  Users may also write the label or an alias.
+    Raises ValueError if a name is taken (replace=True replaces the sampler of that name), and for a function
     that cannot be called as function(schedule, steps, spacing=...).
     """
     if function is None:
@@ -77,7 +77,7 @@ def has(key: str, option: str) -> bool:
 
 
 def resolve(name: str) -> tuple[str, str | None]:
-    """Split a name as users write it ("DPM++ 2M Karras") into a key of SAMPLERS and the spacing it asks for, or None.
+    """Split a name as users write it ("DPM++ 2M Karras") into a key of SAMPLERS and a spacing, or None.
 
     Raises ValueError for an unknown name, with the nearest ones.
     """
@@ -106,7 +106,7 @@ def _normal(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """A sampler's name as AUTOMATIC1111's web UI writes it, with the spacing that it asks for."""
+    """Return a sampler's name as AUTOMATIC1111's web UI writes it, with the spacing that it names."""
     key, spacing = resolve(name)
     words = key.replace("_", " ")
     text = LABELS.get(key, words[:1].upper() + words[1:])
@@ -114,7 +114,7 @@ def label(name: str) -> str:
 
 
 def table_steps(name: str) -> int | None:
-    """The number of steps if the sampler's name asks for a spacing with a fixed one ("ddpm smart27"), else None."""
+    """Return the number of steps if the name has a spacing with a fixed number ("ddpm smart27"), else None."""
     _, spacing = resolve(name)
     return sum(SECTIONS[spacing]) if spacing in SECTIONS else None
 
@@ -129,10 +129,10 @@ def make_plan(
     spacing: str | Spacing | None = None,
     last: int | None = None,
 ) -> Plan:
-    """The plan of a sampler by any of its names; eta, churn and spacing default to the sampler's own.
+    """Make the plan of a sampler by any of its names; eta, churn and spacing default to the sampler's own.
 
-    spacing is a key of SPACINGS or a function of your own.  With `last`, only the last so many of the steps are run; a
-    multistep sampler starts them without a history.  Raises ValueError for an unknown name or spacing, steps outside
+    spacing is a key of SPACINGS or a function of your own.  With `last`, only that many final steps run; a multistep
+    sampler starts them without a history.  Raises ValueError for an unknown name or spacing, steps outside
     1..1000, last outside 1..steps, and an eta or churn that the sampler does not take.
     """
     key, named_spacing = resolve(name)
@@ -158,7 +158,7 @@ def make_plan(
 
 
 def _last_levels(spacing: str | Spacing, last: int, schedule: Schedule, steps: int) -> list[Level]:
-    """The levels of the last so many steps of a spacing."""
+    """Return the levels of a spacing's last `last` steps."""
     levels = levels_of(spacing, schedule, steps)
     if not 1 <= last < len(levels):
         raise ValueError(f"got the last {last} of {len(levels) - 1} steps, wanted 1 to {len(levels) - 1}")

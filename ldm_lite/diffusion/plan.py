@@ -1,4 +1,4 @@
-"""Plan: a sampler as a table of coefficients; and Rows, which writes one.
+"""Plan: a sampler as a table of coefficients; Rows builds one.
 
 A row is one model call.  It replaces each register by a linear expression in the registers, the call's prediction H
 (eps or x0, as the sampler chooses) and fresh NOISE.  X is the latent, in the variance-preserving scale.
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ldm_lite.diffusion.schedule import Array, Level, Schedule
 
 NUM_REGISTERS = 5
-# The basis of a row's expressions: the latent, a latent (or noise) put aside by an earlier call, the last three
-# predictions, the latest first, this call's prediction, fresh noise.
+# The basis of a row's expressions: the latent, a latent (or noise) saved by an earlier call, the last three
+# predictions (latest first), this call's prediction, fresh noise.
 X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
 
 
@@ -39,14 +39,14 @@ class Plan:
     mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
     step: Array  # (N,) the step that the call belongs to, from 0; a step can take two calls
     draws: NDArray[np.bool_]  # (N,) whether the row uses noise
-    stretch: Array  # (N,) log of the most that a learned variance may multiply the row's noise by
+    stretch: Array  # (N,) log of the largest factor by which a learned variance scales the row's noise
     initial: float  # the first latent is unit noise times this
     end: Level  # the level of the result
 
     def with_learned_variance(self) -> "Plan":
-        """This plan for networks that predict their variance, between this plan's (the posterior's) and beta.
+        """Return this plan for networks that predict their variance, between the posterior's (this plan's) and beta.
 
-        No other coefficient of a row depends on the data.  Nichol and Dhariwal 2021, eq. 15.
+        No other coefficient depends on the data.  Nichol and Dhariwal 2021, eq. 15.
         """
         after = np.append(self.level[1:, 1], self.end.s)
         ratio = np.divide(self.level[:, 1], after, out=np.ones_like(after), where=self.draws)
@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps; that of model calls is len(plan.t)."""
+        """The number of steps; len(plan.t) is the number of model calls."""
         return int(self.step[-1]) + 1
 
 
 def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
-    """(p, q) with kept = p x + q out, for a network that predicts eps, v = a eps - s x0, or x0.
+    """Return (p, q) with kept = p x + q out, for a network that predicts eps, v = a eps - s x0, or x0.
 
     NaN where undefined: x0 from eps at zero SNR.  Salimans and Ho 2022, sec. 4.
     """
@@ -75,7 +75,7 @@ def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
 
 @dataclass
 class Rows:
-    """Writes a plan: add() once for each model call, then plan()."""
+    """Builds a plan: call add() once for each model call, then plan()."""
 
     schedule: Schedule
     keep: Literal["eps", "x0"]  # what H is
@@ -87,7 +87,7 @@ class Rows:
         self.rows.append((now, np.array([x, aside, *history]), step))
 
     def plan(self, end: Level, initial: float = 1.0) -> Plan:
-        """The finished table.  Raises ValueError if a coefficient is undefined, as for eps at zero SNR."""
+        """Return the finished table.  Raises ValueError if a coefficient is undefined, as for eps at zero SNR."""
         levels, mixes, steps = zip(*self.rows, strict=True)
         prediction = self.schedule.prediction
         plan = Plan(

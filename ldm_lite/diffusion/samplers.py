@@ -18,7 +18,7 @@ from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, levels_
 
 
 def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0.0) -> Array:
-    """DDIM's update of x from one level to the next with a given eps.  Song et al. 2021, eq. 12."""
+    """Return DDIM's update of x from one level to the next with a given eps.  Song et al. 2021, eq. 12."""
     with np.errstate(divide="ignore", invalid="ignore"):  # at zero SNR; Rows.plan reports it
         x0 = (x - now.s * eps) / now.a
     old, new = _noise_shares(now, after, eta)
@@ -26,9 +26,9 @@ def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0
 
 
 def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
-    """The shares of eps and of fresh noise in the next latent; the latter is sigma of Song et al. 2021, eq. 16.
+    """Return the coefficients of eps and of fresh noise (sigma of Song et al. 2021, eq. 16) in the next latent.
 
-    The former is sqrt(after.s^2 - sigma^2), written without its cancellation (which is total at zero SNR with eta 1).
+    That of eps is sqrt(after.s^2 - sigma^2), written to avoid cancellation (total at zero SNR with eta 1).
     """
     ratio = now.a / after.a
     old = after.s * np.sqrt(1 - eta**2 + (eta * ratio * after.s / now.s) ** 2)
@@ -38,7 +38,7 @@ def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
 @register(label="DDIM")
 def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta: float = 0.0) -> Plan:
     """DDIM; eta 1 adds noise of DDPM's variance.  Song et al. 2021, eqs. 12 and 16."""
-    # x0, unless the network predicts eps: then zero terminal SNR is defined.
+    # H is x0 unless the network predicts eps, so that zero terminal SNR is defined.
     rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
     levels = levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -56,7 +56,7 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
     """Pseudo linear multistep: DDIM's update with eps from Adams-Bashforth.  Liu et al. 2022, eqs. 9, 12 and 13.
 
     The first step makes two calls (pseudo improved Euler), so there is one call more than steps.  A single step to the
-    clean image is DDIM's, since there is no eps to predict at its end.
+    clean image is DDIM's, since no eps can be predicted at its end.
     """
     rows, levels = Rows(schedule, keep="eps"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -102,13 +102,13 @@ def _slope(y: Array, x0: Array, sigma: float) -> Array:
 
 
 def _ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
-    """From sigma `now` to `after`: the sigma to step down to, and that of the noise to add then.  k-diffusion."""
+    """Return the sigma to step down to on the way from `now` to `after`, and that of the noise to add.  k-diffusion."""
     up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
     return float(np.sqrt(after**2 - up**2)), float(up)
 
 
 def _churned(schedule: Schedule, levels: list[Level], churn: float) -> list[Level]:
-    """The levels, each raised by its share of churn: the model sees these.  Karras et al. 2022, alg. 2, all sigmas."""
+    """Return the levels raised by their share of churn, as the model sees them.  Karras et al. 2022, alg. 2."""
     gamma = min(churn / (len(levels) - 1), np.sqrt(2) - 1)
     return (
         levels if gamma == 0 else [schedule.at_sigma(level.sigma * (1 + gamma)) for level in levels[:-1]] + levels[-1:]
@@ -119,7 +119,7 @@ def _churned(schedule: Schedule, levels: list[Level], churn: float) -> list[Leve
 def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """Euler's method on dy/dsigma = (y - x0) / sigma.  Karras et al. 2022, alg. 2 without the second half.
 
-    Churn adds noise before a model call, so here at the end of the row before it.
+    Churn adds noise before a model call: here, at the end of the previous row.
     """
     rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
@@ -131,7 +131,7 @@ def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", c
 
 
 def _extra(level: Level, hat: Level) -> float:
-    """The sigma of the noise that raises y from a level to its churned level."""
+    """Return the sigma of the noise that raises y from a level to its churned level."""
     return float(np.sqrt(max(0.0, hat.sigma**2 - level.sigma**2)))
 
 
@@ -287,7 +287,7 @@ def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspac
 def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (SDE), two stages, r = 1/2.  Lu et al. 2022b, sec. 5; k-diffusion sample_dpmpp_sde.
 
-    As there, the noise of both stages is one Brownian motion in sigma: the second stage's contains the first's.
+    As in k-diffusion, one Brownian motion in sigma drives both stages: the second stage's noise contains the first's.
     """
     rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -299,7 +299,7 @@ def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
         down, up = _ancestral(now.sigma, mid.sigma, eta)
         ratio = down / now.sigma
         rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H + up * NOISE), aside=X)
-        # The first stage's noise is its latent less its mean.
+        # The first stage's noise is its latent minus its mean.
         first = (X / mid.a - ratio * ASIDE / now.a - (1 - ratio) * H1) / up if up > 0 else 0 * NOISE
         shared = np.sqrt((now.sigma - mid.sigma) / (now.sigma - after.sigma))
         noise = shared * first + np.sqrt(1 - shared**2) * NOISE
@@ -322,7 +322,7 @@ def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linsp
 
 
 def _multistep_sde(schedule: Schedule, steps: int, spacing: str | Spacing, eta: float, order: int) -> Plan:
-    """x0 with its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
+    """Extrapolate x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
     rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     hs = [np.log(now.sigma / after.sigma) for now, after in pairwise(levels) if after.sigma > 0]
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -348,9 +348,9 @@ def _multistep_sde(schedule: Schedule, steps: int, spacing: str | Spacing, eta: 
 
 @register(label="UniPC", aliases=("uni_pc", "uni_pc_bh2", "unipc_multistep", "unipcmultistep"))
 def unipc(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
-    """UniPC-2 (B2): DPM-Solver++ (2M) predicts, and the next call corrects that before it predicts in turn.
+    """UniPC-2 (B2): DPM-Solver++ (2M) predicts; the next call first corrects that prediction.
 
-    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, less at both ends.  ASIDE is the last corrected y.
+    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, lower at both ends.  ASIDE is the last corrected y.
     """
     rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
     lambdas = [-np.log(level.sigma) if level.sigma > 0 else np.inf for level in levels]
@@ -368,7 +368,7 @@ def unipc(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -
 
 
 def _unipc_correct(before: Level, now: Level, oldest: float | None, last: float, this: float) -> Array:
-    """y at `now` from y at `before` (ASIDE), x0 there (H1), x0 before it (H2), and x0 at the predicted y (H).
+    """Return y at `now`, from y and x0 at `before` (ASIDE, H1), the x0 before that (H2), and x0 at the predicted y (H).
 
     Solves Zhao et al. 2023, eq. 11 for the weights of (H2 - H1) / r and (H - H1): p = 2 nodes, or 1 at the start.
     """

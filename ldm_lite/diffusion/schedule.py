@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """A noise level, x = a x0 + s eps, and the timestep t that the network is given for it."""
+    """A noise level, x = a x0 + s eps, and the timestep t passed to the network."""
 
     t: float
     a: float
@@ -26,7 +26,7 @@ class Level(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Its standard deviation in the variance-exploding scale, y = x / a = x0 + sigma eps."""
+        """The noise's standard deviation in the variance-exploding scale, y = x / a = x0 + sigma eps."""
         return self.s / self.a
 
 
@@ -102,8 +102,8 @@ def cosine_betas(num: int = 1000) -> Array:
 def leading(schedule: Schedule, steps: int) -> list[Level]:
     """Timesteps 1 + floor(i * 1000 / steps), ending at timestep 0.
 
-    If steps divides 1000, these are the original scripts'; for other counts those take another number of steps or fail.
-    1000 steps visit 999 ... 0 and end clean, since timestep 1 + 999 does not exist.
+    If steps divides 1000, these are the original scripts' timesteps; for other counts the scripts take another number
+    of steps or fail.  1000 steps visit 999 ... 0 and end clean, since timestep 1 + 999 does not exist.
     """
     num = len(schedule.alpha_bar)
     offset = 1 if steps < num else 0
@@ -114,7 +114,7 @@ def leading(schedule: Schedule, steps: int) -> list[Level]:
 def original(schedule: Schedule, steps: int) -> list[Level]:
     """The original scripts' timesteps, range(0, 1000, 1000 // steps) + 1, which can be more than steps.
 
-    Raises ValueError where the original raises IndexError.  CompVis ldm/modules/diffusionmodules/util.py.
+    Raises ValueError if the original raises IndexError.  CompVis ldm/modules/diffusionmodules/util.py.
     """
     num = len(schedule.alpha_bar)
     ts = [t + 1 for t in range(0, num, num // steps)]
@@ -149,7 +149,7 @@ def linspace(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def sgm_uniform(schedule: Schedule, steps: int) -> list[Level]:
-    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability's sgm."""
+    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability AI's sgm."""
     ts = np.linspace(len(schedule.alpha_bar) - 1, 0, steps + 1)[:-1]
     return [*(schedule.between(float(t)) for t in ts), CLEAN]
 
@@ -182,7 +182,7 @@ def exponential(schedule: Schedule, steps: int) -> list[Level]:
     return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
 
 
-# DeepFloyd IF's tables: the schedule is cut into equal parts, cleanest first, and each gives so many timesteps.
+# DeepFloyd IF's tables: timesteps per section of the schedule, which is cut into equal parts, cleanest first.
 SECTIONS = {
     "fast27": (10, 10, 3, 2, 2),
     "smart27": (7, 4, 2, 1, 2, 4, 7),
@@ -196,7 +196,7 @@ SECTIONS = {
 
 
 def respaced(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps evenly from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number."""
+    """Even timesteps from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number of steps."""
     return _in_sections(schedule, (steps,))
 
 
@@ -206,12 +206,12 @@ def _table(name: str, schedule: Schedule, steps: int) -> list[Level]:
     if steps != sum(counts):
         raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
     levels = _in_sections(schedule, counts)
-    # The original's own exception, against artefacts of the noisiest timestep.
+    # An exception in the original too, against artefacts at the noisiest timestep.
     return [schedule.at(len(schedule.alpha_bar) - 3), *levels[1:]] if name == "fast27" else levels
 
 
 def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
-    """Cut the schedule into equal parts (the first may be longer by one), and take so many even timesteps of each."""
+    """Cut the schedule into equal parts (the first may be longer by one), and take `counts` even timesteps of each."""
     size, longer = divmod(len(schedule.alpha_bar), len(counts))
     ts, start = [], 0
     for i, count in enumerate(counts):
@@ -225,7 +225,7 @@ def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
 
 
 Spacing = Callable[[Schedule, int], list[Level]]
-# By name; SPACINGS["mine"] = f adds one of your own, which every sampler, flag and name ("Euler mine") then knows.
+# By name; SPACINGS["mine"] = f adds your own, for every sampler, flag and name ("Euler mine").
 SPACINGS: dict[str, Spacing] = {
     each.__name__: each
     for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original, respaced)

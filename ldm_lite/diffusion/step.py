@@ -16,7 +16,7 @@ Network = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; also co
 
 
 class Row(NamedTuple):
-    """One row of a Plan as float32 tensors on the device; the columns of the table under their names."""
+    """One row of a Plan as float32 tensors on the device, with the names of the Plan's columns."""
 
     t: Tensor  # ()
     to_prediction: Tensor  # (2,)
@@ -41,11 +41,11 @@ def denoise_step(
     guidance: Guidance,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """One row: registers (R,B,C,h,w) float32, of which the first is the latent -> the same after one model call.
+    """Run one row: return the registers (R,B,C,h,w) float32, the first of which is the latent, after one model call.
 
     noise (B,C,h,w) is unit noise or zeros.  The conditioning has K*B rows for the K branches of the guidance, branch
-    by branch.  The model's input is in dtype; all else is float32.  Where the model puts out twice the channels, the
-    second half is its variance, from -1, the plan's, to 1, the plan's stretched; it is taken from the last branch.
+    by branch.  The model's input is in dtype; all else is float32.  If the model's output has twice the channels, the
+    second half, of the last branch, is the variance: -1 is the plan's, 1 the plan's stretched.
     """
     x = registers[0]
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
@@ -63,6 +63,6 @@ def denoise_step(
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)
     out = guide(guidance, out, x, row.to_x0)
     prediction = row.to_prediction[0] * x + row.to_prediction[1] * out
-    # Multiply and add, not matmul: the sampler's arithmetic stays float32 where matmuls are TF32.
+    # Multiply and add, not matmul: the sampler's arithmetic stays float32 even if matmuls are TF32.
     terms = torch.cat([registers, prediction[None], noise[None]])
     return (row.mix[:, :, None, None, None, None] * terms).sum(dim=1)

@@ -5,6 +5,8 @@ Source: Rombach et al. 2022, sec. 4.3.1; `BERTEmbedder` and `x_transformer.py` o
 It attends to every token, padding included: there is no mask.  `to_logits` in the files is not used here.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -24,10 +26,10 @@ class BERTSpec:
     vocab_size: int
     length: int
     width: int
-    layers: int  # each an attention and a feed-forward
+    layers: int  # each has attention and a feed-forward
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> "BERTSpec":
-        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> BERTSpec:
+        """Return the spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
         vocab_size, width = shapes["token_emb.weight"]
         layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
         return BERTSpec(vocab_size, shapes["pos_emb.emb.weight"][0], width, layers)

@@ -4,6 +4,8 @@ Shape letters: B batch, T tokens (77), D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,7 @@ class CLIPTextSpec:
     skip: int  # number of last layers that the context skips: 1 in SDXL
     norm: bool  # apply final_layer_norm to the context: not in SDXL
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> "CLIPTextSpec":
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> CLIPTextSpec:
         """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
 
         Raises KeyError if a tensor is missing.

@@ -4,6 +4,8 @@ Shape letters: B batch, S pixels per side, N patches plus the class token, D wid
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPVisionModel.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
@@ -29,8 +31,8 @@ class CLIPVisionSpec:
     activation: str  # a key of models.clip.ACTIVATIONS; not known from the weights
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "CLIPVisionSpec":
-        """The spec of an encoder of OpenAI's whose weights have these shapes.  Raises KeyError if one is missing."""
+    def from_shapes(shapes: Shapes) -> CLIPVisionSpec:
+        """Return the spec of OpenAI's encoder whose weights have these shapes.  Raises KeyError if one is missing."""
         width, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
         return CLIPVisionSpec(
             size=patch * math.isqrt(shapes["embeddings.position_embedding.weight"][0] - 1),

@@ -1,8 +1,8 @@
-"""ControlNet: a copy of the UNet's encoder that also reads an image, and a UNet with such networks.
+"""ControlNet: a copy of the UNet's encoder that also reads an image; and a UNet with ControlNets.
 
 What is unusual about it:
-- it is the UNet's own `Encoder` with three small additions, so whatever speeds that up speeds this up;
-- the image is embedded once a job (`embed_hint`), not once a step;
+- it is the UNet's own `Encoder` with three small additions, so optimisations of the UNet apply to it;
+- the image is embedded once per job (`embed_hint`), not once per step;
 - `ControlledUNet` is the UNet and its ControlNets as one network of tensors, so that they compile as one.
 
 Shape letters: B batch, C channels, h w latent size, T text tokens, D context channels.
@@ -63,7 +63,7 @@ class ControlNet(Encoder):
 
 
 def infer_spec(shapes: Shapes) -> UNetSpec:
-    """The spec of a ControlNet whose weights have these shapes, without heads, as UNetSpec.from_shapes.
+    """Return the spec of a ControlNet whose weights have these shapes, without heads, as UNetSpec.from_shapes.
 
     Raises KeyError if a key that every ControlNet has is missing.
     """
@@ -71,21 +71,21 @@ def infer_spec(shapes: Shapes) -> UNetSpec:
 
 
 def guess_scales(num: int) -> list[float]:
-    """The `num` factors of guess mode, growing with depth to 1 in the middle: 0.825^(12-i) in the original."""
+    """Return the `num` factors of guess mode, growing with depth to 1 in the middle: 0.825^(12-i) in the original."""
     return [0.825 ** (num - 1 - i) for i in range(num)]
 
 
 class ControlInput(NamedTuple):
-    """Input of one ControlNet in a step, beside the UNet's."""
+    """Input of one ControlNet in a step, in addition to the UNet's."""
 
     hint: Tensor  # (1,C,h,w) of embed_hint
     scales: Tensor  # (S,) float32, the factors of its S results; all zero = no effect
-    share: int  # K: of a batch of K branches, one after the other, only the last is controlled; 1: all are
-    pool: bool  # average its results over all positions, as the shuffle network wants
+    share: int  # K: only the last of the batch's K branches is controlled; 1: all are
+    pool: bool  # average its results over all positions, for the shuffle network
 
 
 class ControlInputs(NamedTuple):
-    """Inputs of a ControlledUNet in a step, beside the UNet's: tensors, so that all steps are one compiled graph."""
+    """Further inputs of a ControlledUNet in a step: tensors, so that all steps are one compiled graph."""
 
     nets: tuple[ControlInput | None, ...]  # one for each ControlNet; None = it does not run
     features: tuple[Tensor | None, ...] | None  # of T2I-Adapters, as UNet.forward takes them
@@ -108,7 +108,7 @@ class ControlledUNet(nn.Module):
         control: ControlInputs,
         cache: TextCache | None = None,
     ) -> Tensor:
-        """As UNet.forward; a ControlNet reads the first channels of x and of y, as many as its spec says."""
+        """Run as UNet.forward; a ControlNet reads as many of the first channels of x and y as its spec has."""
         added: tuple[Tensor, ...] | None = None
         for net, own in zip(self.nets, control.nets, strict=True):
             assert isinstance(net, ControlNet)
@@ -121,7 +121,7 @@ class ControlledUNet(nn.Module):
 def _results(
     net: ControlNet, control: ControlInput, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The tensors that a ControlNet adds to the UNet's skips and middle, for the whole batch."""
+    """Return the tensors that a ControlNet adds to the UNet's skips and middle, for the whole batch."""
     first = 0 if control.share == 1 else x.shape[0] - x.shape[0] // control.share
     text = None if context is None else context[first:]
     vector = None if y is None or net.spec.vector_dim is None else y[first:, : net.spec.vector_dim]

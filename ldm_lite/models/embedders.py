@@ -4,6 +4,8 @@ Shape letters: B batch, D width of the context, N number of labels, H W image si
 Source: Rombach et al. 2022, sec. 4.3; CompVis encoders/modules.py (ClassEmbedder, SpatialRescaler).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ class ClassSpec:
     width: int
     unconditional: int | None  # the row for guidance's unconditional branch, if the model was trained with one
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> "ClassSpec":
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> ClassSpec:
         """Return this spec with the sizes of a network whose weights have these shapes.
 
         Raises KeyError if a tensor is missing.
@@ -37,7 +39,7 @@ class LabelMapSpec:
     channels: int
     halvings: int
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> "LabelMapSpec":
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> LabelMapSpec:
         """Return this spec with the sizes of a network whose weights have these shapes.
 
         Raises KeyError if a tensor is missing.
@@ -47,7 +49,7 @@ class LabelMapSpec:
 
 
 class ClassEmbedder(nn.Module):
-    """Classes (B,) int64 -> context (B,1,D): a class is a sentence of one word."""
+    """Classes (B,) int64 -> context (B,1,D): each class is a single token."""
 
     def __init__(self, spec: ClassSpec) -> None:
         super().__init__()

@@ -5,6 +5,8 @@ Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpe
 `logit_scale` in the files is not used here.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,7 +33,7 @@ class OpenCLIPTextSpec:
     end_id: int  # the pooled output is taken at the first token with this id
     projection: bool  # has a text_projection, which the pooled output needs
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> "OpenCLIPTextSpec":
+    def fitted(self, shapes: Shapes, heads: int | None = None) -> OpenCLIPTextSpec:
         """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
 
         Raises KeyError if a tensor is missing.

@@ -16,7 +16,7 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D).
 
-    Every attention layer of a UNet or autoencoder calls its attribute `attention`, which is this function by default.
+    Attention layers of UNets and autoencoders call their attribute `attention`, which is this function by default.
     Vaswani et al. 2017, eq. 1.
     """
     return F.scaled_dot_product_attention(q, k, v)
@@ -72,7 +72,7 @@ def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
 class Conv1x1(nn.Conv2d):
     """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions, which copies nothing with channels last.
 
-    An input that is not channels last, as after a norm on CUDA, is made so first: else the bias needs another kernel.
+    Other inputs, as after a norm on CUDA, are made channels last first: otherwise the bias needs another kernel.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:

@@ -20,7 +20,7 @@ class Pixels(nn.Module):
     def __init__(self, spec: PixelSpec) -> None:
         super().__init__()
         self.spec = spec
-        # Empty: it tells the device and dtype, as other networks' weights do.
+        # Empty: its only use is to have a device and dtype, like other networks' weights.
         self.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
 
     def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:

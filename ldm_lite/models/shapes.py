@@ -1,4 +1,4 @@
-"""Reading a network's numbers from the keys and shapes of its weights."""
+"""Read a network's sizes from the keys and shapes of its weights."""
 
 import re
 from collections.abc import Mapping

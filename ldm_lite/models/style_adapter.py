@@ -1,8 +1,10 @@
-"""T2I-Adapter's style network: CLIP's features of an image -> a few tokens to append to the prompt's.
+"""T2I-Adapter's style network: turns CLIP's image features into a few tokens to append to the prompt's.
 
 Shape letters: B batch, N patches of CLIP, T tokens, D CLIP's width, C of the context.
 Source: Mou et al. 2023; StyleAdapter of the original ldm/modules/encoders/adapter.py.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -25,8 +27,8 @@ class StyleAdapterSpec:
     heads: int  # not known from the weights
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "StyleAdapterSpec":
-        """The spec of an adapter whose weights have these shapes.  Raises KeyError if one is missing."""
+    def from_shapes(shapes: Shapes) -> StyleAdapterSpec:
+        """Return the spec of an adapter whose weights have these shapes.  Raises KeyError if one is missing."""
         _, num_tokens, width = shapes["style_embedding"]
         layers = count(shapes, r"transformer_layes\.(\d+)\.")
         return StyleAdapterSpec(num_tokens, width, shapes["proj"][1], layers, heads=8)

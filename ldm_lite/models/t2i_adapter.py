@@ -1,10 +1,12 @@
-"""T2I-Adapter: a small network that turns an image into features for a UNet's encoder, once a job.
+"""T2I-Adapter: a small network that turns an image into features for a UNet's encoder, once per job.
 
 What is unusual about it: it reads neither the latents nor the timestep, so it costs nothing per step.
 
 Shape letters: B batch, c channels of the image (1 or 3), C channels, h w latent size.
 Source: Mou et al. 2023, sec. 3; the original ldm/modules/encoders/adapter.py, and Adapter/models/adapters.py for XL.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -20,13 +22,13 @@ class AdapterSpec:
 
     in_channels: int  # of the image
     factor: int  # pixels per position of the first features, along each side: 8, or 16 for SDXL
-    channels: tuple[int, ...]  # of the features, one for each level of the UNet; for SDXL the last is the middle's
+    channels: tuple[int, ...]  # of the features, one entry per level of the UNet; for SDXL the last is for the middle
     num_res_blocks: int  # per level
     light: bool  # the small kind: each level is a narrow stack between two 1x1 convolutions
 
     @staticmethod
-    def from_shapes(shapes: Shapes, num_levels: int) -> "AdapterSpec":
-        """The spec of an adapter whose weights have these shapes, for a UNet with num_levels levels.
+    def from_shapes(shapes: Shapes, num_levels: int) -> AdapterSpec:
+        """Return the spec of an adapter whose weights have these shapes, for a UNet with num_levels levels.
 
         Raises KeyError if a key that every adapter has is missing.
         """
@@ -112,8 +114,8 @@ class T2IAdapter(nn.Module):
     def place(self, features: tuple[Tensor, ...], num_res_blocks: tuple[int, ...]) -> tuple[Tensor | None, ...]:
         """Arrange features as UNet.forward takes them: one entry for each input block, and one for the middle.
 
-        num_res_blocks is the UNet's.  They are added after the last residual block of each level; SDXL's first after
-        the downsampler that follows, since it has half the size, and SDXL's last after the middle.  Raises ValueError
+        num_res_blocks is the UNet's.  Features are added after the last residual block of each level; for SDXL the
+        first, of half the size, after the downsampler that follows, and the last after the middle.  Raises ValueError
         if the UNet has another number of levels.
         """
         ends = [sum(num_res_blocks[: i + 1]) + i for i in range(len(num_res_blocks))]

@@ -5,6 +5,8 @@ Source: Raffel et al. 2020, sec. 2.1; Shazeer 2020 (the gated feed-forward of v1
 Files hold the token embedding under two names; the second, `encoder.embed_tokens.weight`, is not used here.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
@@ -30,8 +32,8 @@ class T5Spec:
     max_distance: int  # beyond it all positions share a bucket; not known from the weights
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "T5Spec":
-        """The spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    def from_shapes(shapes: Shapes) -> T5Spec:
+        """Return the spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
         vocab_size, width = shapes["shared.weight"]
         buckets, heads = shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
         return T5Spec(
@@ -59,10 +61,10 @@ class RMSNorm(nn.Module):
 
 
 def relative_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
-    """(T,T) int64: the bucket of each key's position relative to each query's.
+    """Return (T,T) int64: the bucket of each key's position relative to each query's.
 
     Half of the buckets are for keys after the query.  In each half, the first half holds one distance per bucket; the
-    buckets of the second grow by a constant factor up to max_distance.  Raffel et al. 2020, sec. 2.1.
+    buckets of the second half grow by a constant factor up to max_distance.  Raffel et al. 2020, sec. 2.1.
     """
     position = torch.arange(length)
     relative = position[None, :] - position[:, None]  # (query, key)
@@ -88,7 +90,7 @@ class SelfAttention(nn.Module):
         self.relative_attention_bias = nn.Embedding(spec.buckets, spec.heads) if has_bias else None
 
     def position_bias(self, length: int) -> Tensor:
-        """The bias of all layers' scores for relative positions (1,H,T,T) float32; only the first layer has one."""
+        """Return the relative position bias of all layers' scores (1,H,T,T) float32; only the first layer has one."""
         assert self.relative_attention_bias is not None
         buckets = relative_buckets(length, self.spec.buckets, self.spec.max_distance)
         bias: Tensor = self.relative_attention_bias(buckets.to(self.q.weight.device))  # (T, T, H)

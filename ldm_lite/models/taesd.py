@@ -1,7 +1,7 @@
 """TAESD, the tiny autoencoder for the latents of Stable Diffusion: for previews, or as a fast decoder.
 
 What is unusual about it:
-- its latents are scaled as the UNet's: there is no scale factor to divide by;
+- its latents have the UNet's scale: there is no scale factor to divide by;
 - inside, images are in [0,1]; encode() and decode() here take and return [-1,1] as the other autoencoders do;
 - encoder and decoder are plain sequences, whose indices are the keys of the original files; they come as two files,
   one of which may be missing.
@@ -20,7 +20,7 @@ from ldm_lite.models.shapes import Shapes
 
 @dataclass(frozen=True)
 class TAESDSpec:
-    """How tiny autoencoders differ."""
+    """Options in which tiny autoencoders differ."""
 
     embed_dim: int  # channels of a latent
     encoder: bool  # has an encoder
@@ -28,7 +28,7 @@ class TAESDSpec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> "TAESDSpec | None":
-        """The spec of a tiny autoencoder whose weights have these shapes; None if they are not one's."""
+        """Return the spec of a tiny autoencoder whose weights have these shapes; None for any other network."""
         sides = ("encoder", "decoder")
         found = [side for side in sides if f"{side}.1.conv.0.weight" in shapes or f"{side}.1.weight" in shapes]
         if not found:

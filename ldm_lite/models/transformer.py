@@ -1,7 +1,7 @@
-"""Attention over the positions of a feature map: the transformers of an LDM UNet, and attention blocks without text.
+"""Attention over the positions of a feature map: an LDM UNet's transformers, and attention blocks without text.
 
-A transformer takes the text's keys and values from a cache if it is given one (`UNet.text_cache`).  A layer of another
-class, or one whose forward was replaced, has None there and is called as `layer(x, context)`.
+A transformer can read the text's keys and values from a cache (`UNet.text_cache`).  Layers of another class, or with a
+replaced forward, have the entry None and are called as `layer(x, context)`.
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, H heads, T text tokens, D context channels.
 Source: Rombach et al. 2022, sec. 3.3; CompVis attention.py and openaimodel.py.
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ldm_lite.models.ops import GEGLU, AttentionFn, Conv1x1, attention, merge_heads, split_heads
 
 KeysValues = tuple[Tensor, Tensor]  # of the text, (B,T,C) each
-BlockCache = tuple[KeysValues | None, KeysValues | None]  # of attn1 and attn2; None = the layer makes its own
+BlockCache = tuple[KeysValues | None, KeysValues | None]  # of attn1 and attn2; None = the layer computes its own
 TransformerCache = tuple[BlockCache | None, ...]  # one entry for each block
 
 
@@ -55,7 +55,7 @@ class CrossAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Identity())  # slot 1 held a Dropout
 
     def keys_values(self, context: Tensor) -> KeysValues:
-        """Keys and values of context (B,T,D), for all heads: (B,T,C) each."""
+        """Return keys and values of context (B,T,D), for all heads: (B,T,C) each."""
         return self.to_k(context), self.to_v(context)
 
     def forward(self, x: Tensor, context: Tensor, cache: KeysValues | None = None) -> Tensor:
@@ -89,7 +89,7 @@ class BasicTransformerBlock(nn.Module):
         self.norm3 = nn.LayerNorm(channels)
 
     def text_cache(self, context: Tensor) -> BlockCache:
-        """Keys and values of context (B,T,D) for the layers that read it: attn2, and attn1 if `cross_only`."""
+        """Return keys and values of context (B,T,D) for the layers that read it: attn2, and attn1 if `cross_only`."""
         first = self.attn1.keys_values(context) if self.cross_only and _is_own(self.attn1, CrossAttention) else None
         return first, self.attn2.keys_values(context) if _is_own(self.attn2, CrossAttention) else None
 
@@ -117,7 +117,7 @@ class SpatialTransformer(nn.Module):
         self.proj_out = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
 
     def text_cache(self, context: Tensor) -> TransformerCache | None:
-        """Keys and values of context (B,T,D) for each block; None if this layer's own forward was replaced."""
+        """Return keys and values of context (B,T,D) for each block; None if this layer's forward was replaced."""
         if not _is_own(self, SpatialTransformer):
             return None
         return tuple(

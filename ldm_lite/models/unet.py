@@ -12,6 +12,8 @@ Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text toke
 Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,14 +46,14 @@ class UNetSpec:
     linear_proj: bool  # proj_in and proj_out of a transformer are linears, not 1x1 convolutions
     cross_only: tuple[bool, ...]  # attn1 attends to the context too (x4 upscaler)
     vector_dim: int | None  # width of y for the label_emb MLP (SDXL, unCLIP)
-    guidance_dim: int | None  # width of the guidance scale's sinusoids, which follow in y (LCM)
+    guidance_dim: int | None  # width of the guidance scale's sinusoids, at the end of y (LCM)
     num_classes: int | None  # size of the label_emb table (x4 upscaler: noise levels)
     scale_shift: bool  # the timestep scales and shifts the normalised features instead of being added
     resblock_updown: bool  # resampling by residual blocks instead of convolutions
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "UNetSpec":
-        """The spec of a UNet whose weights have these shapes, with num_heads and head_dim both None.
+    def from_shapes(shapes: Shapes) -> UNetSpec:
+        """Return the spec of a UNet whose weights have these shapes, with num_heads and head_dim both None.
 
         Raises KeyError if a key that every LDM UNet has is missing.
         """
@@ -104,7 +106,7 @@ class UNetSpec:
 
 
 def _depth(shapes: Shapes, block: str) -> int:
-    """Transformer blocks in one of the input blocks or the middle; 1 for an attention block."""
+    """Count the transformer blocks in an input block or the middle; 1 for an attention block."""
     blocks = count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
     return blocks or int(f"{block}.1.qkv.weight" in shapes)
 
@@ -203,7 +205,7 @@ class Block(nn.ModuleList):
 
 
 class Encoder(nn.Module):
-    """The encoder half of a UNet and its middle: the part that a ControlNet copies."""
+    """A UNet's encoder half and middle: the part that a ControlNet copies."""
 
     def __init__(self, spec: UNetSpec) -> None:
         super().__init__()
@@ -299,7 +301,7 @@ class UNet(Encoder):
     def text_cache(self, context: Tensor) -> TextCache:
         """Compute the keys and values of all layers for the text (B,T,D) in the weights' dtype: forward's `cache`.
 
-        They depend on nothing else, so they are valid for all steps with this text.
+        They depend only on the text, so they are valid for all its steps.
         """
         layers = {layer.index: layer for layer in self.modules() if isinstance(layer, SpatialTransformer)}
         return tuple(layers[i].text_cache(context) if i in layers else None for i in range(self._num_transformers))
@@ -319,9 +321,9 @@ class UNet(Encoder):
 
         context (B,T,D) is the text (None for unconditional models); cache is text_cache(context), or None.  y holds
         a vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), both in this order, or class indices
-        (B,), as the spec says.  control and features have one entry for each input block and one for the middle: a
-        ControlNet's is added to the skip alone, a T2I-Adapter's to the feature map too.
-        All are in the weights' dtype; t in any.
+        (B,), as the spec says.  control and features have one entry for each input block and one for the middle:
+        control (ControlNet) is added only to the skip, features (T2I-Adapter) to the feature map too.
+        All are in the weights' dtype; t may have any.
         """
         x = channels_last(x)
         emb = self.embed(t, y, x.dtype)  # (B, E)

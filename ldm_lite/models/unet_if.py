@@ -1,14 +1,16 @@
 """The DeepFloyd IF UNet: stages I (64 px) and II (256 px) of the pixel diffusion cascade, from a frozen spec.
 
 How it differs from the LDM UNet (unet.py), whose residual blocks it uses:
-- it works on pixels, and outputs a variance beside its prediction;
-- attention is over T5's tokens and the image's positions together; the pooled tokens are added to the timestep;
+- it works on pixels, and outputs a variance as well as a prediction;
+- attention is over T5's tokens and the image's positions together; pooled tokens join the timestep embedding;
 - exact GELU instead of SiLU; in stage II residual sums are multiplied by 0.7071, which halves their variance;
 - stage II also reads the upsampled image, in channels after the noised ones, and the noise level of that image.
 
 Shape letters: B batch, C channels, h w image size, N = h*w tokens, L text tokens, D their width, E embedding.
 Source: Saharia et al. 2022, app. B; the original deepfloyd_if/model/unet.py.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
@@ -23,18 +25,18 @@ from ldm_lite.models.unet import ResBlock, UNetSpec
 
 @dataclass(frozen=True)
 class IFSpec(UNetSpec):
-    """Sizes in which the stages differ: a UNetSpec's, and two more.
+    """Sizes in which the stages differ: those of UNetSpec, and two more.
 
-    A depth of 1 is attention, context_dim the width of T5, num_classes (stage II) the number of noise levels of the
-    smaller image; out_channels counts the prediction and its variance.
+    A transformer_depth of 1 means attention, context_dim is T5's width, num_classes (stage II) the number of noise
+    levels of the smaller image; out_channels counts the prediction and its variance.
     """
 
     pool_heads: int
     super_resolution: bool  # stage II: reads the upsampled smaller image, and its noise level as y
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "IFSpec":
-        """The spec of a stage whose weights have these shapes.  Weights do not tell head_dim: it is 64 in every stage.
+    def from_shapes(shapes: Shapes) -> IFSpec:
+        """Return the spec of a stage whose weights have these shapes.  head_dim is always 64: shapes do not tell it.
 
         Raises KeyError if a key that every stage has is missing.
         """
@@ -185,8 +187,8 @@ class UNetIF(nn.Module):
         """Pixels x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> (B,out_channels,h,w), eps then variance.
 
         context (B,L,context_dim) is T5's output.  In stage II x is [noised pixels, upsampled image], and y (B,) the
-        timestep in [0,1000) of the noise added to that image.  The variance is in [-1,1]: its logarithm, from the
-        smallest to the largest that the schedule allows.  x and context are in the weights' dtype; t and y in any.
+        timestep in [0,1000) of the noise added to that image.  The variance output, in [-1,1], interpolates
+        its logarithm between the schedule's limits.  x and context are in the weights' dtype; t and y may have any.
         """
         # timestep, pooled text and noise level, after the GELU that starts every residual block
         width = self.spec.model_channels

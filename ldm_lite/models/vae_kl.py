@@ -9,6 +9,8 @@ Shape letters: B batch, C channels, H W image size, h w = H/f, W/f latent size, 
 Source: Rombach et al. 2022, sec. 3.1; CompVis autoencoder.py and diffusionmodules/model.py.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -31,8 +33,8 @@ class VAESpec:
     mid_attn: bool
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "VAESpec":
-        """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    def from_shapes(shapes: Shapes) -> VAESpec:
+        """Return the spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
         channels = shapes["encoder.conv_in.weight"][0]
         levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
         widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels]
@@ -88,7 +90,7 @@ class ResnetBlock(nn.Module):
 
 
 class AttnBlock(nn.Module):
-    """Self-attention over all positions with a single head; a residual (B,C,h,w) -> (B,C,h,w)."""
+    """Single-head self-attention over all positions with a residual connection (B,C,h,w) -> (B,C,h,w)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

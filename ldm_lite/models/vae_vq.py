@@ -1,7 +1,7 @@
 """The VQ autoencoder of latent diffusion: vq-f4, f8 and f16, and taming-transformers' VQGAN, from a frozen spec.
 
 What is unusual about it:
-- its encoder, decoder and their spec are the KL autoencoder's, from vae_kl.py, with a codebook between them;
+- encoder, decoder and their spec are the KL autoencoder's, from vae_kl.py, with a codebook between them;
 - as in the first stage of a diffusion model, encoding does not quantise and decoding does: it replaces each latent by
   the nearest code;
 - the nearest code is searched in float32, a slice of the positions at a time.
@@ -9,6 +9,8 @@ What is unusual about it:
 Shape letters: B batch, C channels of a latent, H W image size, h w = H/f, W/f latent size, K codes.
 Source: Esser et al. 2021, sec. 3.1; CompVis autoencoder.py, taming-transformers' quantize.py (VectorQuantizer2).
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -23,13 +25,13 @@ POSITIONS_TIMES_CODES = 2**24  # distances in memory at a time: 64 MiB
 
 @dataclass(frozen=True)
 class VQSpec(VAESpec):
-    """Sizes in which VQ autoencoders differ: a KL autoencoder's, and the codebook's."""
+    """Sizes in which VQ autoencoders differ: those of a KL autoencoder, and of the codebook."""
 
     num_codes: int
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "VQSpec":
-        """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    def from_shapes(shapes: Shapes) -> VQSpec:
+        """Return the spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
         return VQSpec(**vars(VAESpec.from_shapes(shapes)), num_codes=shapes["quantize.embedding.weight"][0])
 
 
@@ -84,7 +86,7 @@ class VQModel(nn.Module):
     def decode(self, z: Tensor, quantize: bool = True) -> Tensor:
         """Latents (B,embed_dim,h,w), divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
 
-        Without quantize, z is decoded as it is (force_not_quantize in the original).  Raises ValueError if z does not
+        Without quantize, z is decoded unchanged (force_not_quantize in the original).  Raises ValueError if z does not
         have embed_dim channels.
         """
         check_latents(z, self.spec)

@@ -59,9 +59,9 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
 
 
 def use(network: nn.Module, path: Path) -> None:
-    """Have a network run the code of a package, on its own weights; for inputs of other shapes it raises ValueError.
+    """Run a network by a package's code, on its own weights; calls with inputs of other shapes raise ValueError.
 
-    Raises ValueError if the file is no such package, or one for another network, dtype or device.
+    Raises ValueError if the file is not such a package, or is for another network, dtype or device.
     """
     package = _Package(path)
     package.runners(network)
@@ -114,18 +114,18 @@ class _Package:
             key = tuple(None if each is None else (tuple(each[0]), each[1]) for each in about["inputs"])
             runners[key] = runner, own
         if not runners:
-            raise ValueError(f"{self.path}: is no package of ldm_lite.export")
+            raise ValueError(f"{self.path}: is not a package of ldm_lite.export")
         return runners
 
 
 def _runners(path: Path) -> list[Any]:
-    """Load the compiled models of a package.  Raises ValueError if it is none.
+    """Load the compiled models of a package.  Raises ValueError for any other file.
 
-    By torch's own loader: torch._inductor.aoti_load_package imports the compiler.
+    Uses torch's low-level loader: torch._inductor.aoti_load_package imports the compiler.
     """
     path.stat()  # may raise FileNotFoundError
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: is no package of ldm_lite.export")
+        raise ValueError(f"{path}: is not a package of ldm_lite.export")
     # Each model has this file; without it torch 2.11 crashes instead of raising.
     metadata = r"data/aotinductor/([^/]+)/[^/]*_metadata\.json$"
     inside = (re.search(metadata, name) for name in zipfile.ZipFile(path).namelist())
@@ -140,7 +140,7 @@ def _runners(path: Path) -> list[Any]:
 
 
 def _about(network: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """Describe what must be equal in a package and in the network that runs it."""
+    """Describe what a package and the network that runs it must have in common."""
     weights = network.state_dict()
     layout = [(name, tuple(each.shape), each.stride(), str(each.dtype)) for name, each in sorted(weights.items())]
     first = next(iter(weights.values()))

@@ -85,7 +85,7 @@ _FUNCTIONS: dict[str, AttentionFn] = {
 
 
 def register(name: str, function: AttentionFn) -> None:
-    """Make a function of q, k and v known by a name, wherever an attention is chosen by name.
+    """Register a function of q, k and v under a name that every `attention` option accepts.
 
     Raises ValueError if the name is taken.
     """
@@ -100,7 +100,7 @@ def names() -> tuple[str, ...]:
 
 
 def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
-    """Compute a cross-attention layer by the function of torch.nn.MultiheadAttention, on the layer's own weights."""
+    """Run a cross-attention layer through torch.nn.MultiheadAttention's function, with the layer's own weights."""
     to_q, to_k, to_v, to_out = (cast(nn.Linear, layer.get_submodule(n)) for n in ("to_q", "to_k", "to_v", "to_out.0"))
     out, _ = F.multi_head_attention_forward(
         x.transpose(0, 1),  # (N, B, C)
@@ -132,9 +132,9 @@ def layers(network: nn.Module) -> dict[str, AttentionLayer]:
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
-    """Return the function of a name, or of "sliced:n", after a trial run on this device and dtype.
+    """Return the function with a name, or "sliced:n", after a trial run on this device and dtype.
 
-    "mha" is no function of q, k and v: see use.  Raises ValueError if the name is unknown or does not run here.
+    "mha" is not a function of q, k and v: see use.  Raises ValueError if the name is unknown or does not run here.
     """
     kind, _, number = name.partition(":")
     if kind == "sliced" and number.isdecimal() and int(number) > 0:
@@ -190,7 +190,7 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
 
 
 def follow(network: nn.Module, other: nn.Module) -> None:
-    """Give each attention layer the attention of another network's layer of that name: a ControlNet its UNet's."""
+    """Copy the attention of another network, layer by layer and by name: a ControlNet uses its UNet's."""
     found = layers(other)
     for name, layer in layers(network).items():
         layer.attention = found[name].attention
@@ -202,9 +202,9 @@ def follow(network: nn.Module, other: nn.Module) -> None:
 def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Tensor]]]:
     """Record attention maps by layer name: within the block each call of a layer appends one (B,H,N,M) tensor.
 
-    pattern is a layer's name or has wildcards: "*attn2" is every cross-attention of a UNet.  Maps of guided steps hold
-    both halves of the batch.  A map is large (N times M): choose few layers, or empty the lists.  For one thread at a
-    time, since the network's own layers record.  Raises ValueError if no layer matches.
+    pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention of a UNet.  Maps of guided
+    steps hold both halves of the batch.  A map is large (N times M): choose few layers, or empty the lists.  For one
+    thread at a time, since the network's own layers record.  Raises ValueError if no layer matches.
     """
     chosen = {name: layer for name, layer in layers(network).items() if fnmatch.fnmatchcase(name, pattern)}
     if not chosen:

@@ -52,7 +52,7 @@ def compiled_step(tier: str, network: nn.Module, backend: str = "inductor") -> S
 
 
 class CompiledStep:
-    """denoise_step, compiled at its first call; the log says how long that took and when it pays, or why it failed."""
+    """denoise_step, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
 
     def __init__(self, tier: str, network: nn.Module, backend: str) -> None:
         self._tier = "step" if tier == "auto" else tier
@@ -118,7 +118,7 @@ class CompiledStep:
                 module._compiled_call_impl = None
 
     def _compile_blocks(self, model: Any) -> None:
-        """Compile the blocks of a model, of the ControlNets in it too; of the UNet if the model is a function."""
+        """Compile the blocks of a model and its ControlNets, or those of the UNet if the model is a function."""
         network = model if isinstance(model, nn.Module) else self._network
         if network not in self._regional:
             self._regional.add(network)
@@ -168,8 +168,8 @@ def regions(network: nn.Module) -> Iterator[nn.Module]:
 def fold(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any) -> tuple[Any, ...]:
     """A step's arguments, with maps (...,h,w) as views (...,h/8,8,w/8,8) if h and w are larger multiples of 8.
 
-    So the compiler knows that h and w can be halved three times.  Of sizes that may be odd it does not see that maps of
-    a UNet's lower levels are tokens as they lie, and copies each: 66 kernels of Stable Diffusion's step on a GPU.
+    This tells the compiler that h and w can be halved three times.  If they might be odd, it copies each lower-level
+    map before using it as tokens: 66 more kernels in a step of Stable Diffusion on a GPU.
     """
     if any(side % FOLD or side == FOLD for side in registers.shape[-2:]):
         return registers, row, noise, conditioning, guidance, *others
@@ -188,7 +188,7 @@ def _unfolded(x: Tensor) -> Tensor:
 def _unfolded_step(
     model: Any, registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any
 ) -> Tensor:
-    """denoise_step, of arguments that may be folded."""
+    """Run denoise_step on arguments that may be folded."""
     if registers.ndim == 7:
         registers, noise = _unfolded(registers), _unfolded(noise)
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
@@ -204,7 +204,7 @@ def _unfolded_step(
 def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any) -> None:
     """Tell the compiler which sizes of a step's arguments will change: batch, height, width, tokens.
 
-    A size of 1 is not marked: the compiler takes it for a constant, so that a batch of one has a graph of its own.
+    A size of 1 is not marked: the compiler treats it as a constant, so a batch of one has a graph of its own.
     """
     sides = (-4, -2) if registers.ndim == 7 else (-2, -1)
     marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
@@ -226,13 +226,13 @@ def _options(tier: str, device: str) -> dict[str, Any]:
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
         options["max_autotune_conv_backends"] = "ATEN"  # Triton's convolutions lose to cuDNN's
     if device == "cuda":
-        options["loop_reindexing_after_fusion"] = False  # a 6-fold regression of torch 2.12 and 2.13 with it
+        options["loop_reindexing_after_fusion"] = False  # with it, torch 2.12 and 2.13 are 6 times slower
     config = importlib.import_module("torch._inductor.config")
     return {name: value for name, value in options.items() if hasattr(config, name)}
 
 
 def _set_up(backend: str) -> None:
-    """Let compiled kernels be cached across processes, and allow a graph of one function for each width of a UNet."""
+    """Cache compiled kernels across processes, and allow one graph of a function for each width of a UNet."""
     if backend == "inductor":
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ldm_lite" / "inductor"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
@@ -240,7 +240,7 @@ def _set_up(backend: str) -> None:
     limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"  # its name in torch 2.6
     setattr(dynamo, limit, max(getattr(dynamo, limit), 64))
     shapes: Any = importlib.import_module("torch.fx.experimental._config")
-    shapes.use_duck_shape = False  # else sizes that are equal at first (a square image) would have to stay equal
+    shapes.use_duck_shape = False  # otherwise sizes that are equal at first (a square image) must stay equal
 
 
 def _timed(step: Step, device: torch.device, *args: Any) -> float:
@@ -290,7 +290,7 @@ class _Graphs:
             return graphs[key].run(tensors)
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "_Captured":
-        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode can be written to there alone
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be written outside inference mode
             static = _map(args, lambda x: x.clone())
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # One graph runs at a time, and its result is copied at once, so all graphs can share their memory.

@@ -35,7 +35,7 @@ def _forward(norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def use(network: nn.Module) -> None:
-    """Let the group norms of a network run in this form where steps are compiled."""
+    """Use this form for the group norms of a network in compiled steps."""
     for module in network.modules():
         if type(module) is nn.GroupNorm:
             patch(module, _forward)

@@ -10,8 +10,8 @@ from torch import Tensor
 class MappedPages:
     """Gives back the memory of tensors in memory-mapped files.
 
-    For tensors that were cast, copied or moved: a mapping lives as long as any tensor in it, and keeps in memory what
-    was read through it.  Reading such a tensor again reads the file.  The mappings are those of the process at the
+    For tensors that were cast, copied or moved: a mapping lives as long as any tensor in it, and keeps the pages that
+    were read.  Reading such a tensor again reads the file.  The mappings are those of the process at the
     first release.  On Linux only: other systems take such memory back when they need it.
     """
 

@@ -1,6 +1,6 @@
 """Offloading and weight quantisation: a network's weights are on the device, in full, only while they compute.
 
-Weights move by the `data` of their tensors, so nothing else in a network knows about it:
+Weights move by replacing the `data` of their tensors, so the rest of a network is unaffected:
 - offload "model": a network is on the device during its phase, between enter and exit of Offloader.phase;
 - offload "sequential": each block is there for its own forward, while the next one is copied from pinned memory, on a
   stream of its own;
@@ -37,7 +37,7 @@ class Offloader:
         offload: str | None = None,
         storage: str | None = None,
     ) -> None:
-        """Take charge of networks, by role, that are on the CPU: they are changed in place, for inference.
+        """Manage networks, by role, that are on the CPU; they are changed in place, for inference.
 
         Autoencoders are never quantised.  Raises ValueError for names that are not in OFFLOADS or STORAGES.
         """
@@ -58,7 +58,7 @@ class Offloader:
 
     @contextlib.contextmanager
     def phase(self, *roles: str) -> Iterator[None]:
-        """Let the networks of these roles compute within the block.  They may be nested; unknown roles are ignored."""
+        """Keep networks, by role, ready to compute within the block.  Phases may nest; unknown roles are ignored."""
         with contextlib.ExitStack() as stack:
             for role in roles:
                 if role in self._phases:
@@ -131,7 +131,7 @@ class Offloader:
         return group
 
     def _at_home(self, tensor: Tensor, storage: str | None) -> Quantized:
-        """Return a weight as it is kept, in the memory where it is kept while it does not compute."""
+        """Return a weight in its stored form, in the memory that holds it between computations."""
 
         def place(value: Tensor) -> Tensor:
             if self.offload is None:
@@ -154,7 +154,7 @@ class _Group:
         self.size = sum(tensor.numel() for tensor in kept)
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None  # prefetched values, and the event of their copy
-        # As of now: quantised values may move themselves, by a group of their own.
+        # The current tensors: quantised values may move too, in a group of their own.
         self._home = [each.values.data for each in kept.values()]
         self._leave()
 

@@ -35,7 +35,7 @@ def unpatch(module: nn.Module) -> None:
 
 
 def patch_of(module: nn.Module) -> Function | None:
-    """Return the function that patch() gave this module, None for its class's forward or one set in another way."""
+    """Return the function that patch() gave this module, or None if patch() did not set its forward."""
     forward = vars(module).get("forward")
     return forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else None
 

@@ -1,4 +1,4 @@
-"""Device and dtype: those that were asked for, or defaults that suit the machine."""
+"""Device and dtype: as requested, or defaults that suit the machine."""
 
 import logging
 from collections.abc import Collection, Iterable
@@ -85,7 +85,7 @@ def _cpu_has(feature: str) -> bool:
 def set_matmul_precision(name: str) -> None:
     """Set the precision of float32 products on a GPU: "highest" (float32), "high" (TF32) or "medium" (bfloat16).
 
-    It holds for the whole process.  Raises ValueError for another name.
+    It applies to the whole process.  Raises ValueError for another name.
     """
     if name not in ("highest", "high", "medium"):
         raise ValueError(f"got matmul precision {name!r}, wanted highest (float32), high (TF32) or medium (bfloat16)")

@@ -25,11 +25,11 @@ log = logging.getLogger("ldm_lite")
 def prepare(
     networks: Mapping[str, nn.Module], options: RuntimeOptions, device: torch.device
 ) -> tuple[Step, Offloader | None]:
-    """Set up networks, by role, in place and before their first use; they lie on load_device(options, device).
+    """Set up networks, by role, in place and before their first use; they are on load_device(options, device).
 
-    Returns how a step of the UNet runs, and what moves or dequantises the weights, if anything does.  On a GPU, and on
+    Returns the function that runs a step, and the offloader, if one is needed.  On a GPU, and on
     a CPU in half precision, weights become channels last.  On a CPU in float32 convolutions and norms get kernels of
-    our own, and freed memory is kept for the next tensor.  `matmul_precision` is set for the whole process.
+    our own, and freed memory is kept for reuse.  `matmul_precision` is set for the whole process.
     Raises ValueError for options that are unknown, exclude each other, or do not fit the UNet.  Other networks that
     cannot run the attention keep PyTorch's, and the log names them.
     """

@@ -1,4 +1,4 @@
-"""A UNet tile by tile, at every step: images larger than those it was trained on, in the memory of one tile.
+"""Run a UNet tile by tile at every step, for images larger than its training size, in the memory of one tile.
 
 All tiles share one noise and are blended after every step, so there are no seams; but attention does not reach beyond a
 tile.  Tiles and window are those of latent diffusion's super-resolution notebook (ddpm.py, get_fold_unfold).
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class TiledUNet(nn.Module):
     """A UNet in square tiles of `tile` latent positions that overlap by half; smaller inputs are one tile.
 
-    Inputs and outputs are those of the UNet.  Further inputs that are channels of x are tiled with it.
+    Inputs and outputs are those of the UNet.  Concatenated input channels are tiled too.
     """
 
     def __init__(self, unet: nn.Module, tile: int) -> None:

@@ -1,8 +1,8 @@
-"""An autoencoder strip by strip: large images in little memory, without seams.
+"""Run an autoencoder strip by strip: large images in little memory, without seams.
 
 Tiles that are decoded separately differ where they meet: their borders are padded, and their norms see other
 statistics.  Here every convolution runs over horizontal strips, with the neighbouring rows that it reads, and every
-norm first takes the statistics of the whole image: the result is that of the whole image, up to rounding.  Memory holds
+norm first takes the statistics of the whole image, so the result is the same up to rounding.  Memory holds
 one or two feature maps, which may be kept on another device, and one strip of everything else.
 
 Attention runs whole, at the latents' resolution, and so do images of a single strip.
@@ -29,9 +29,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def tile(vae: Any, rest: torch.device | str | None = None) -> None:
-    """Have an autoencoder compute strip by strip, for inference.
+    """Make an autoencoder compute strip by strip, for inference.
 
-    rest is where feature maps are kept between layers, None for where they are computed.  Only KL autoencoders change:
+    rest is the device that keeps feature maps between layers, None for the computing one.  Only KL autoencoders change:
     TAESD, and forks with an encoder or decoder class of their own, stay as they are.
     """
     if _is_kl(vae):
@@ -41,7 +41,7 @@ def tile(vae: Any, rest: torch.device | str | None = None) -> None:
 
 
 def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
-    """Return the autoencoder computing strip by strip, with the same weights; the given one does not change.
+    """Return a strip-by-strip version of the autoencoder with the same weights; the given one does not change.
 
     See tile, which may leave it as it is.
     """
@@ -54,9 +54,9 @@ def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
 
 
 def tiled_on_cpu(vae: Network) -> Network:
-    """Return the autoencoder computing strip by strip if it is on a CPU in float32: half the memory, a tenth more time.
+    """Return a strip-by-strip version if the autoencoder is on a CPU in float32: half the memory, a tenth more time.
 
-    One that does not run as written is returned as it is: whoever replaced or hooked a part relies on its calls.
+    An autoencoder with replaced or hooked parts is returned unchanged, since the hooks rely on its calls.
     """
     weight = next(vae.parameters())
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -1,6 +1,6 @@
-"""Batching: a job's prompts and images -> batches of noise and conditioning -> results, for every task.
+"""Batching: run a job's prompts and images in batches, for every task.
 
-A task says what its options come to (job.Job) and what each image starts from (ImageInputs); run() does the rest.
+A task resolves its options into a job.Job and prepares each image's ImageInputs; run() does the rest.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ log = logging.getLogger("ldm_lite")
 
 OnStep = Callable[[DenoisingState], None]
 
-AHEAD = 32  # batches whose prompts are encoded together where networks take turns on the device
+AHEAD = 32  # batches whose prompts are encoded together if networks take turns on the device
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
-    """What a batch of images starts from, and what is done with each of them at the end."""
+    """What a batch of images starts from, and how each result is finished."""
 
     latent_shape: tuple[int, int, int]
     init: Tensor | None = None  # (1,C,h,w) latents of an image to start from, in the UNet's scale
     deviation: Tensor | None = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every image
     mask: Tensor | None = None  # (1,1,h,w): 0 where init is kept
-    concat: Tensor | None = None  # (1,C',h,w): channels that the network reads beside the latents
-    y: Tensor | None = None  # (1,) their noise level, for networks that read it
+    concat: Tensor | None = None  # (1,C',h,w): further input channels of the network
+    y: Tensor | None = None  # (1,) noise level of concat, for networks that read it
     size: tuple[int, int] | None = None  # (height, width) that results are cropped to
     paste: tuple[Tensor, Tensor] | None = None  # pixels (3,H,W) to put back where the weights (1,H,W) are 0
-    settings: Mapping[str, object] = field(default_factory=dict)  # more for the PNG's text
+    settings: Mapping[str, object] = field(default_factory=dict)  # further settings for the PNG's text
 
     def finish(self, pixels: Tensor) -> Tensor:
-        """Decoded pixels (3,H',W') -> the result (3,H,W)."""
+        """Crop and paste decoded pixels (3,H',W'); return the result (3,H,W)."""
         if self.size is not None:
             pixels = pixels[:, : self.size[0], : self.size[1]]
         if self.paste is not None:
@@ -54,7 +54,7 @@ class ImageInputs:
 
 
 def results(job: Job, inputs: Iterable[ImageInputs], on_step: OnStep | None = None) -> Iterator[Result]:
-    """The images of a job, each as soon as it is decoded; on_step gets the state after every step."""
+    """Yield the images of a job, each as soon as it is decoded; on_step gets the state after every step."""
     for event in run(job, inputs):
         if isinstance(event, Result):
             yield event
@@ -63,7 +63,7 @@ def results(job: Job, inputs: Iterable[ImageInputs], on_step: OnStep | None = No
 
 
 def run(job: Job, inputs: Iterable[ImageInputs]) -> Iterator[DenoisingState | Result]:
-    """All prompts and repetitions of a job, from each of the inputs: states after every step, and results."""
+    """Run all prompts and repetitions of a job on each of the inputs; yield states after every step, and results."""
     model, count = job.model, len(job.prompts)
     text = PromptEncoder(model, job)
     refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
@@ -102,17 +102,17 @@ def run(job: Job, inputs: Iterable[ImageInputs]) -> Iterator[DenoisingState | Re
 
 
 class PromptEncoder:
-    """The conditioning of a job's prompts for one model; a repetition reuses that of the one before."""
+    """The conditioning of a job's prompts for one model, reused by later repetitions."""
 
     def __init__(self, model: Model, job: Job) -> None:
         self.model, self.job = model, job
-        self.own = model is job.model  # ready conditioning is for the job's model, not for its refiner
+        self.own = model is job.model  # the user's conditioning is for the job's model, not for its refiner
         distilled = model.family.unet.guidance_dim is not None
         unguided = job.guidance == 1 and job.image_scale in (None, 1)
         self.guided = not distilled and not unguided
         if distilled and (job.negative_prompt is not None or job.uncond is not None):
             log.warning("%s has its guidance distilled into it: the negative prompt is not used", model.family.title)
-        # All prompts of a job are as long as its longest, so that no image depends on what it is batched with.
+        # All prompts of a job are padded to its longest, so that no image depends on its batch.
         texts: set[str | None] = set(job.prompts if job.cond is None else ())
         if self.guided and job.uncond is None:
             texts.add(job.negative_prompt)
@@ -121,7 +121,7 @@ class PromptEncoder:
         self._cache: OrderedDict[object, Conditioning] = OrderedDict()
 
     def encode(self, rows: range, image: ImageInputs) -> tuple[Conditioning, Conditioning | None]:
-        """The conditioning of the prompts in these rows, and of the negative prompt where there is guidance."""
+        """Return the conditioning of the prompts in these rows, and of the negative prompt if there is guidance."""
         job, some = self.job, slice(rows.start, rows.stop)
         if job.cond is not None and self.own:
             cond = job.cond.rows(some, len(job.prompts))
@@ -153,16 +153,16 @@ class PromptEncoder:
 
 
 class InitialLatents:
-    """The latents that the first step sees: noise, or an image's latents with noise, for images of one size."""
+    """The initial latents of images of one size: noise, or an image's latents with noise."""
 
     def __init__(self, job: Job, image: ImageInputs, generator: torch.Generator | None) -> None:
-        """generator is the original script's, with `compat`: one for the whole job."""
+        """generator is for `compat`: as in the original script, one for the whole job."""
         self.job, self.image, self.generator = job, image, generator
         self._init: Tensor | None = None
         self._code: Tensor | None = None
         if generator is None:
             return
-        # The original samples an image's latents once a job, with a generator on the CPU.
+        # The original samples an image's latents once per job, with a generator on the CPU.
         on_cpu = generator if generator.device.type == "cpu" else torch.Generator("cpu").manual_seed(job.seeds.first)
         size, shape = job.batch_size, image.latent_shape
         self._init = self._image_latents(size, SharedNoise(on_cpu, size, shape))
@@ -170,7 +170,7 @@ class InitialLatents:
             self._code = SharedNoise(generator, size, shape)()
 
     def draw(self, seeds: Sequence[int], first: int) -> tuple[Tensor, Tensor | None, Draw]:
-        """For a batch that begins with image `first`: its initial latents, its image's latents, its later noise."""
+        """Return the initial latents, image latents and later noise of a batch that begins with image `first`."""
         draw: Draw
         if self.generator is None:
             draw = SeededNoise(seeds, self.image.latent_shape)
@@ -216,7 +216,7 @@ class InitialLatents:
 
 
 def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls | None:
-    """What the controls make of their images at this size."""
+    """Prepare the controls for images of this size."""
     if not job.controls or job.plan is None:
         return None
     factor, (_, h, w) = job.model.vae.spec.factor, image.latent_shape
@@ -226,9 +226,9 @@ def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls
 def _branches(
     job: Job, model: Model, image: ImageInputs, text: tuple[Conditioning, Conditioning | None], num: int
 ) -> Branches:
-    """The guidance of a batch of num images, with what the network of `model` reads beside the latents."""
+    """Return the branches of guidance for a batch of num images, with the conditioning for `model`."""
     cond, uncond = text
-    if image.concat is None or model.family.unet.in_channels == model.vae.spec.embed_dim:  # a refiner reads none
+    if image.concat is None or model.family.unet.in_channels == model.vae.spec.embed_dim:  # a refiner does not read it
         branches = guided(model, cond, uncond, job.guidance)
     else:
         concat = image.concat.expand(num, -1, -1, -1)

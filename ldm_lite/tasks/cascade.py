@@ -1,8 +1,8 @@
 """DeepFloyd IF: text to image in stages.
 
-A prompt goes through T5, a stage that makes 64 pixels of it, one that makes those 256, and Stable Diffusion's upscaler,
-which makes those 1024.  Each is loaded when it is its turn, and freed before the next, so that the largest is all that
-must fit into memory.
+T5 encodes the prompt, the first stage makes images of 64 pixels, the second enlarges them to 256, and Stable
+Diffusion's upscaler to 1024.  Each is loaded in turn and freed before the next, so only the largest must fit into
+memory.
 """
 
 import dataclasses
@@ -52,11 +52,11 @@ def cascade(
     uncond: Tensor,
     on_step: OnStep | None = None,
 ) -> Iterator[CascadeImage]:
-    """The images that the last stage makes, from T5's embeddings of the prompts.
+    """Yield the last stage's images, from T5's embeddings of the prompts.
 
-    stages are models, or how to load them when it is their turn (they are freed then): the first makes images, the
-    others enlarge them, and the last may be the x4 upscaler, which reads options.prompt.  context (N,T,D) makes
-    batch_size images each; uncond is (1,T,D).  Raises ValueError, one line, for options and stages that do not fit.
+    stages are models, or LoadOptions to load each in turn (and free it after): the first makes images, the others
+    enlarge them, and the last may be the x4 upscaler, which reads options.prompt.  Each row of context (N,T,D) gives
+    batch_size images; uncond is (1,T,D).  Raises ValueError, one line, for options and stages that do not fit.
     """
     check(options, len(stages))
     count = len(context) * options.batch_size * options.n_iter
@@ -79,11 +79,11 @@ def cascade(
 
 
 def _check_place(model: Model, number: int, num_stages: int) -> None:
-    """Raises ValueError for a stage, counted from 0, that cannot stand there."""
+    """Raises ValueError for a model that cannot be this stage, counted from 0."""
     family = model.family
     fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
     if not fits and not (family.task == "upscale" and 0 < number == num_stages - 1):
-        raise ValueError(f"{model.name} is {family.title}, which cannot be number {number + 1} of a cascade")
+        raise ValueError(f"{model.name} is {family.title}, which cannot be stage {number + 1} of a cascade")
 
 
 def check(options: CascadeOptions, num_stages: int) -> None:
@@ -103,7 +103,7 @@ def check(options: CascadeOptions, num_stages: int) -> None:
             raise ValueError(f"got `{name}` {value!r}, wanted numbers with commas between") from error
         for number in numbers:
             values: dict[str, Any] = {name: number}
-            Txt2imgOptions(**values)  # raises what is out of range
+            Txt2imgOptions(**values)  # raises ValueError for values out of range
     if options.height % 8 or options.width % 8:
         raise ValueError(f"got H {options.height} and W {options.width}, wanted multiples of 8")
 
@@ -116,7 +116,7 @@ def _free() -> None:
 
 
 def _own(value: str | None, number: int) -> str | None:
-    """A stage's part of an option "first,second,third"; a single value is for the first two.  None: the default."""
+    """Return a stage's part of an option "first,second,third"; a single value is for the first two.  None: default."""
     parts = [] if value is None else value.split(",")
     parts = 2 * parts if len(parts) == 1 else parts
     return parts[number] if number < len(parts) else None
@@ -138,7 +138,7 @@ class _Stage:
         small: Sequence[Tensor],
         on_step: OnStep | None,
     ) -> Iterator[Tensor]:
-        """Batch by batch: the images of the stage before -> its own, (3,H,W) in [-1,1], on the CPU."""
+        """Run batch by batch on the previous stage's images; return images (3,H,W) in [-1,1], on the CPU."""
         model, options, number = self.model, self.options, self.number
         family = model.family
         sampler, steps, scale = (_own(each, number) for each in (options.sampler, options.steps, options.scale))
@@ -175,14 +175,14 @@ def _report(on_step: OnStep | None, state: DenoisingState) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FreshNoise:
-    """A generate.StepControl: each step sees the smaller image under new noise, as the original does."""
+    """A generate.StepControl: each step reads the smaller image with fresh noise, as in the original."""
 
     model: Model
     level: Level
     draw: Draw
 
     def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
-        """The UNet, and the conditioning with noise on its channels."""
+        """Return the UNet, and the conditioning with noise on its concat channels."""
         small, fresh = conditioning.concat, self.draw()
         assert small is not None
         noise = fresh.to(small).repeat(len(small) // len(fresh), 1, 1, 1)
@@ -192,7 +192,7 @@ class FreshNoise:
 def _enlarged(
     model: Model, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep | None
 ) -> Iterator[Tensor]:
-    """The third stage: images (3,H,W) in [-1,1] -> those four times as large, on the CPU."""
+    """Run the third stage: return images (3,H,W) in [-1,1] four times as large, on the CPU."""
     sampler, steps, scale = (_own(each, 2) for each in (options.sampler, options.steps, options.scale))
     upscale = UpscaleOptions(
         prompt=options.prompt,
@@ -212,9 +212,9 @@ def _enlarged(
 
 
 def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
-    """T5's embeddings of the prompts (N,77,D), on the CPU; T5 is loaded for that, and freed.
+    """Return T5's embeddings of the prompts (N,77,D), on the CPU; T5 is loaded for this call and freed.
 
-    Raises FileNotFoundError or ValueError, one line, for files that do not hold it.
+    Raises FileNotFoundError or ValueError, one line, for files that do not hold T5.
     """
     if not options.t5:
         raise ValueError(
@@ -242,7 +242,7 @@ def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
 
 
 def read_embeds(path: str) -> Tensor:
-    """Embeddings (N,T,D) of a .npy, .safetensors or torch file that holds one tensor, (T,D) or (N,T,D).
+    """Read embeddings (N,T,D) from a .npy, .safetensors or torch file that holds one tensor, (T,D) or (N,T,D).
 
     Raises ValueError, one line, for other files.
     """
@@ -253,7 +253,7 @@ def read_embeds(path: str) -> Tensor:
 
 
 def embeddings(options: CascadeOptions, stages: StageOptions) -> tuple[Tensor, Tensor]:
-    """The embeddings of the prompt and the negative one, ready or by T5.  Raises ValueError for too little."""
+    """Return the embeddings of prompt and negative prompt, given or by T5.  Raises ValueError if one is missing."""
     if stages.prompt_embeds is not None:
         if stages.negative_embeds is None:
             raise ValueError(
@@ -267,7 +267,7 @@ def embeddings(options: CascadeOptions, stages: StageOptions) -> tuple[Tensor, T
 
 
 def stages_of(options: StageOptions) -> list[LoadOptions]:
-    """How to load each stage.  Raises ValueError if one is missing."""
+    """Return how to load each stage.  Raises ValueError if one is missing."""
     if options.stage_1 is None:
         raise ValueError("no first stage: name its file with `stage_1=FILE`")
     if options.stage_3 is not None and options.stage_2 is None:

@@ -1,6 +1,6 @@
-"""Compare samplers: the error of the last latents on a model, against a long run of Heun's method from the same noise.
+"""Compare samplers: the error of the final latents against a long run of Heun's method from the same noise.
 
-Only samplers that add no noise have one; all must run with the same spacing to solve the same equation.
+It is defined only for samplers that add no noise.  All run with the same spacing, to solve the same equation.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ class Comparison:
     noise: bool
     spacing: str  # its own
     about: str  # the first line of its docstring
-    errors: dict[int, float]  # by the number of steps; empty where there is no single solution
+    errors: dict[int, float]  # by the number of steps; empty if the sampler adds noise or solves another equation
 
 
 def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = lambda: None) -> list[Comparison]:
@@ -50,7 +50,7 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
     on_run()
     for name in names:
         plan = make_plan(name, model.schedule, 20)
-        # With noise there is no single solution; an LCM's answers are not this equation's.
+        # With noise there is no single solution, and LCM solves another equation.
         errors = {}
         for steps in [] if plan.draws.any() else numbers(options.steps, "`steps`"):
             latents = _last_latents(model, branches, noise, name, steps, options.spacing)
@@ -64,13 +64,13 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
 
 def _last_latents(model: Model, branches: Branches, noise: Tensor, sampler: str, steps: int, spacing: str) -> Tensor:
     plan = make_plan(sampler, model.schedule, steps, spacing=spacing)
-    # DDIM and PLMS start from unit noise, the others from as much as belongs to their first level.
+    # DDIM and PLMS start from unit noise, the others from the noise of their first level.
     start = noise / plan.initial * plan.level[0, 1]
     return generate.denoise(model, start, branches, plan).double()
 
 
 def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
-    """The rows as text, with the relative error at each number of steps."""
+    """Format the rows as text, with the relative error at each number of steps."""
     heads = ["sampler", "calls/20", "noise", "spacing", *(f"err@{count}" for count in steps), ""]
     lines = [heads]
     for row in rows:
@@ -82,7 +82,7 @@ def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
 
 
 def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> Image.Image:
-    """Noise level over steps for each spacing, and error against steps for each sampler.  Needs matplotlib."""
+    """Draw the noise levels of each spacing and the error of each sampler over steps.  Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")

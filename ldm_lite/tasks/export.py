@@ -19,9 +19,9 @@ log = logging.getLogger("ldm_lite")
 
 
 def export(model: Model, options: ExportOptions) -> list[Inputs]:
-    """Write the package, and return the inputs that it was compiled with.
+    """Write the package, and return the example inputs it was compiled with.
 
-    Raises ValueError for sizes that the model cannot make, and if this machine cannot compile.
+    Raises ValueError for sizes that the model cannot generate, and if this machine cannot compile.
     """
     batches = numbers(options.batches, "`batches`")
     examples = [
@@ -34,7 +34,7 @@ def export(model: Model, options: ExportOptions) -> list[Inputs]:
 
 
 def _sizes(model: Model, text: str | None) -> list[tuple[int, int]]:
-    """Widths and heights in pixels.  Raises ValueError for what is none."""
+    """Parse widths and heights in pixels.  Raises ValueError for any other text."""
     if text is None:
         return [(model.family.resolution, model.family.resolution)]
     try:
@@ -56,7 +56,7 @@ def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> 
 def run(options: ExportOptions, load: LoadOptions) -> None:
     """Load, compile, and compare the package with the network it was made from."""
     path = Path(os.path.expanduser(options.out))
-    if path.is_dir() or not os.access(path.parent, os.W_OK):  # known before minutes of compiling
+    if path.is_dir() or not os.access(path.parent, os.W_OK):  # checked before minutes of compiling
         raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
     model = load_model(load, Model)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What img2img, inpaint and upscale share: which images, at what size, and how much noise they start with."""
+"""Shared by img2img, inpaint and upscale: opening images, their sizes, and the noise they start with."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ class NamedImage(NamedTuple):
 
 
 def sources(given: Sequence[Source], option: str, least: int = 1) -> list[Source]:
-    """Files, folders and images -> files and images, those of a folder by name.
+    """Replace folders by their image files, sorted by name; keep files and images.
 
     Raises ValueError, naming the option, if there are fewer than `least`; OSError for a path that does not exist.
     """
@@ -53,17 +53,17 @@ def sources(given: Sequence[Source], option: str, least: int = 1) -> list[Source
 
 
 def open_source(source: Source) -> NamedImage:
-    """A file, or an image of any kind -> an upright, opaque RGB image.  Raises ValueError, OSError."""
+    """Open a file or convert an image to upright, opaque RGB.  Raises ValueError, OSError."""
     if isinstance(source, (str, os.PathLike)):
         return NamedImage(Path(source).name, open_image(source))
     return NamedImage("image", to_rgb(to_image(source)))
 
 
 def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[int, int]:
-    """(width, height) in pixels that an image is brought to: what the options ask for, or its own.
+    """Return the (width, height) in pixels to resize an image to: that of the options, or its own.
 
-    Its own is reduced, with a message, where it is above twice what the model was trained at; the original scripts
-    round it down to multiples of 32.
+    Its own size is reduced, with a message, to twice the model's training size at most; the original scripts round it
+    down to multiples of 32.
     """
     own_width, own_height = source.image.size
     width, height = options.width, options.height
@@ -93,20 +93,20 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
 
 
 def padded(model: Model, image: Image.Image) -> Tensor:
-    """An image of its final size -> pixels (3,H,W), padded with its edges to sides that the autoencoder takes."""
+    """Convert an image of its final size to pixels (3,H,W), padded with its edges to sides the autoencoder takes."""
     return pad(to_pixels(image), model.vae.spec.factor)
 
 
 class Start(NamedTuple):
     """Where an image's denoising starts."""
 
-    plan: Plan | None  # of the steps that the strength leaves; None: not a single step
-    level: Level | None  # the noise level for the first; None: noise alone, strength 1
+    plan: Plan | None  # of the steps that the strength leaves; None: no steps
+    level: Level | None  # the noise level to start from; None: pure noise, strength 1
     skipped: int  # steps before it
 
 
 def begin(model: Model, options: ImageOptions, strength: float) -> Start:
-    """The steps that a strength in [0,1] leaves, and the noise to start with.
+    """Return the steps that a strength in [0,1] leaves, and the noise level to start from.
 
     Raises ValueError for options that do not fit.
     """
@@ -117,7 +117,7 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     whole, last = share(steps, strength, options.exact_steps)
     plan = plan_of(model, options, last=last, steps=whole)
     if strength == 0:
-        log.info("strength 0: no UNet call, the image goes through the autoencoder alone")
+        log.info("strength 0: no UNet call, only the autoencoder")
         return Start(None, CLEAN, 0)
     log.info("strength %g: the last %d of %d steps, %d UNet calls", strength, last, whole, len(plan.t))
     if strength == 1:
@@ -126,10 +126,10 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
 
 
 def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
-    """(steps of the whole schedule, how many of them run, the last ones) for a strength in [0,1].
+    """Return (steps of the whole schedule, how many of the last ones run) for a strength in [0,1].
 
-    That is strength * steps, rounded down as the original does, at least one; with `exact` all steps run, of a finer
-    schedule.  Raises ValueError if that would need more than 1000.
+    strength * steps of them run, rounded down as in the original, but at least one; with `exact`, all steps run, of a
+    finer schedule.  Raises ValueError if that would need more than 1000.
     """
     if not exact or strength == 0:
         return steps, max(1, math.floor(round(steps * strength, 9)))
@@ -144,7 +144,7 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
 
 
 def _begin_as_the_original(model: Model, options: ImageOptions, strength: float) -> Start:
-    """The original adds noise one level higher than its first step is for, and fails where there is none.
+    """Start like the original, which adds noise one level above that of its first step, and fails if there is none.
 
     CompVis scripts/img2img.py: stochastic_encode and decode with the same t_enc.
     """
@@ -158,7 +158,7 @@ def _begin_as_the_original(model: Model, options: ImageOptions, strength: float)
 
 
 def as_original(options: Options, sampler: str, scale: float) -> Options:
-    """With `compat`, the defaults of an original script.  Raises ValueError for a sampler that it lacks."""
+    """Apply the defaults of an original script if `compat` is set.  Raises ValueError for a sampler that it lacks."""
     if not options.compat:
         return options
     if options.sampler not in (None, sampler):

@@ -14,10 +14,10 @@ from ldm_lite.tasks.job import check as check_job
 
 
 def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
-    """All prompts of the options on each image: results, each as soon as it is decoded; stop by leaving the loop.
+    """Run all prompts on each image; yield each result as soon as it is decoded.  Leaving the loop stops the job.
 
-    A result is as large as the image is resized to, whatever multiples of pixels the model takes.  At strength 0 it is
-    the image through the autoencoder, at 1 it is txt2img's.  Raises ValueError, one line, for options that do not fit.
+    A result has the size of the resized image, whatever multiples of pixels the model takes.  Strength 0 only encodes
+    and decodes the image; 1 equals txt2img.  Raises ValueError, one line, for options that do not fit.
     """
     return results(*prepare(model, options), on_step)
 
@@ -29,13 +29,13 @@ def count(options: Img2imgOptions) -> int:
 
 
 def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageInputs]]:
-    """The job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
+    """Return the job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
     check(options)
     check_task(model, "img2img")
     options = as_original(options, "ddim", scale=5.0)
     instructed = model.family.task == "instruct"
     if options.image_scale is not None and not instructed:
-        raise ValueError(f"got `image_scale`, but {model.name} is no InstructPix2Pix: leave it out")
+        raise ValueError(f"got `image_scale`, but {model.name} is not InstructPix2Pix: leave it out")
     if options.compat and instructed:
         raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
     images = sources(options.init_img, "init_img")
@@ -56,7 +56,7 @@ def check(options: Img2imgOptions) -> None:
 
 
 def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
-    """The (width, height) that InstructPix2Pix's edit_cli.py crops an image of another (width, height) to."""
+    """Return the (width, height) to which InstructPix2Pix's edit_cli.py crops an image of the given size."""
     factor = resolution / max(size)
     factor = math.ceil(min(size) * factor / 64) * 64 / min(size)
     width, height = (max(64, int(side * factor // 64) * 64) for side in size)

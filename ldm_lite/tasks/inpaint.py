@@ -1,4 +1,4 @@
-"""Inpainting and outpainting, with models made for it, which see the masked image, and with ordinary ones."""
+"""Inpainting and outpainting, with inpainting models, which see the masked image, and with ordinary ones."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from ldm_lite.tasks.job import check as check_job
 
 log = logging.getLogger("ldm_lite")
 
-Pair = tuple[Source, Source | None]  # an image and its mask, which `extend` may do without
+Pair = tuple[Source, Source | None]  # an image and its mask, which is optional with `extend`
 
 
 def inpaint(model: Model, options: InpaintOptions, on_step: OnStep | None = None) -> Iterator[Result]:
-    """All prompts of the options on each image: results, each as soon as it is decoded; stop by leaving the loop.
+    """Run all prompts on each image; yield each result as soon as it is decoded.  Leaving the loop stops the job.
 
-    White parts of a mask, above middle grey, are repainted.  Raises ValueError, one line, for options that do not fit.
+    Parts of a mask above middle grey are repainted.  Raises ValueError, one line, for options that do not fit.
     """
     return results(*prepare(model, options), on_step)
 
@@ -38,7 +38,7 @@ def count(options: InpaintOptions) -> int:
 
 
 def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[ImageInputs]]:
-    """The job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
+    """Return the job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
     check(options)
     check_task(model, "inpaint")
     found = pairs(options)
@@ -55,7 +55,7 @@ def check(options: InpaintOptions) -> None:
 
 
 def pairs(options: InpaintOptions) -> list[Pair]:
-    """The images of a job, each with its mask.  Raises ValueError if one lacks one, OSError for a missing file."""
+    """Return a job's images with their masks.  Raises ValueError for a missing mask, OSError for a missing file."""
     if options.indir is None:
         return _paired(options, sources(options.init_img, "init_img"), sources(options.mask, "mask", least=0))
     if options.init_img or options.mask:
@@ -89,10 +89,10 @@ def _sides(options: InpaintOptions) -> dict[str, int]:
 
 
 def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Tensor) -> Tensor | None:
-    """What a network made for inpainting reads beside the latents (1,C',h,w); None for an ordinary one.
+    """Return the further channels (1,C',h,w) that an inpainting network reads; None for an ordinary one.
 
-    pixels (3,H,W), hole (1,H,W) and latent_mask (1,1,h,w) of 1 where to repaint.  Stable Diffusion's has the mask, then
-    the latents of the image with a grey hole; latent diffusion's those of a black hole, then the mask as 1 or -1.
+    Given pixels (3,H,W); hole (1,H,W) and latent_mask (1,1,h,w) are 1 where to repaint.  Stable Diffusion: the mask,
+    then latents of the image with a grey hole; latent diffusion: latents with a black hole, then the mask as 1 or -1.
     """
     if model.family.task == "inpaint":
         return torch.cat([latent_mask, encode(model, (pixels * (1 - hole))[None])[0]], dim=1)
@@ -128,7 +128,7 @@ def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) 
 def _resized(
     model: Model, options: InpaintOptions, source: Source, mask_source: Source | None
 ) -> tuple[str, Image.Image, Image.Image]:
-    """An image's name, the image and its mask, extended and of their final size.  Raises ValueError."""
+    """Return an image's name, and image and mask extended and resized.  Raises ValueError."""
     named = open_source(source)
     name, image = named
     mask = Image.new("L", image.size)

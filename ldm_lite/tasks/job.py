@@ -1,6 +1,6 @@
-"""A job: the options of a task, fully resolved, and the images it makes.
+"""Job: the fully resolved options of a task.  Result: one of its images.
 
-resolve() is the only place that turns options into values; nothing below it sees an options object.
+Only resolve() turns options into values; nothing below it sees an options object.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ log = logging.getLogger("ldm_lite")
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One image, with what it was made from."""
+    """One image, with its prompt, seed and settings."""
 
     pixels: Tensor  # (3,H,W) float32 in [-1,1], on the CPU
     prompt: str
@@ -47,14 +47,14 @@ class Result:
 
     @property
     def image(self) -> Image.Image:
-        """As a PIL image, RGB, with .info["parameters"]."""
+        """The image as PIL, RGB, with .info["parameters"]."""
         image = to_pil(self.pixels)
         image.info["parameters"] = self.parameters
         return image
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """As numpy, (H,W,3) in [0,255]."""
+        """The image as numpy, (H,W,3) in [0,255]."""
         return to_array(self.pixels)
 
 
@@ -67,14 +67,14 @@ class Seeds:
     fixed: bool  # every batch starts from the seeds of the first
 
     def of(self, image: int, in_batch: int) -> int:
-        """The seed of an image, counted through the job from 0, which is number `in_batch` of its batch."""
+        """Return the seed of an image, counted from 0 in the job (`image`) and in its batch (`in_batch`)."""
         number = in_batch if self.fixed else image
         return self.first + number if self.own is None else self.own[number]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Fully resolved options: all that batching.run needs beside the model and the images to start from."""
+    """Fully resolved options: with ImageInputs, all that batching.run needs."""
 
     model: Model
     prompts: Sequence[str]  # of one repetition
@@ -83,15 +83,15 @@ class Job:
     uncond: Conditioning | None
     text: PromptOptions
     seeds: Seeds
-    noise: Tensor | None  # the user's own first noise (N,C,h,w)
+    noise: Tensor | None  # the user's own initial noise (N,C,h,w)
     batch_size: int
     repeats: int
-    plan: Plan | None  # None: not a single step
+    plan: Plan | None  # None: no steps
     guidance: float | Callable[..., Any]
     image_scale: float | None  # three-way guidance, for networks that follow instructions
     rescale: float
     threshold: float | None  # percentile of dynamic thresholding
-    start: Level | None  # noise level of the initial latents; None: noise alone
+    start: Level | None  # noise level of the initial latents; None: pure noise
     controls: Sequence[LoadedControl]
     refiner: tuple[Model, int] | None  # takes over from this step
     depth: Image.Image | None
@@ -99,7 +99,7 @@ class Job:
     settings: Mapping[str, object]  # for the PNG's text
 
     def result(self, pixels: Tensor, row: int, seed: int, settings: Mapping[str, object]) -> Result:
-        """The result for finished pixels (3,H,W), its prompt's row, its seed, and more for its PNG's text."""
+        """Make a result from finished pixels (3,H,W), the prompt's row, the seed, and further settings for the PNG."""
         _, height, width = pixels.shape
         known = dict(self.settings)
         version = known.pop("Version")
@@ -113,14 +113,14 @@ class Job:
         return Result(pixels, prompt, seed, parameters(prompt, self.negative_prompt, text))
 
 
-# ---- options that no model is needed for ----------------------------------------------------------------------------
+# ---- options without a model ----------------------------------------------------------------------------------------
 
 
 def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
     controls_of(options)
     if options.noise_level and options.image_embedding is None:
-        raise ValueError("`noise_level` is for the image that is followed: name it with `image_embedding=FILE`")
+        raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
     if options.sampler is not None:
         sampler, _ = resolve_sampler(options.sampler)
         if options.compat and sampler not in ("ddim", "plms"):
@@ -128,9 +128,9 @@ def check(options: Txt2imgOptions) -> None:
 
 
 def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
-    """The prompts of one repetition; empty ones where none is given.
+    """Return the prompts of one repetition, empty ones if none is given.
 
-    Raises ValueError for a file that is no list of prompts; with a model, also for no prompt where it needs one.
+    Raises ValueError for a file that is not a list of prompts, and, with a model, for a prompt missing that it needs.
     """
     if options.cond is not None:
         given = options.cond if isinstance(options.cond, Conditioning) else (options.cond,)
@@ -153,7 +153,7 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text, wanted a prompt in each line") from error
-    # To the original script a blank line is a prompt.
+    # The original script takes a blank line as a prompt.
     prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path}: holds no prompt, wanted one in each line")
@@ -174,7 +174,7 @@ TASKS = {  # a family's task -> the functions that can do it
 
 
 def check_task(model: Model, task: str) -> None:
-    """Raises ValueError, naming the right one, if a model cannot do a task."""
+    """Raises ValueError, naming the right command, if a model cannot do a task."""
     able = TASKS[model.family.task]
     if task not in able:
         raise ValueError(
@@ -184,7 +184,7 @@ def check_task(model: Model, task: str) -> None:
 
 
 def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, steps: int | None = None) -> Plan:
-    """The plan that the options ask for, of the family's sampler and steps by default; or of its `last` steps only."""
+    """Return the plan of the options (default: the family's sampler and steps), or only its `last` steps."""
     if options.plan is not None:
         if last is not None and last != steps:
             raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
@@ -203,7 +203,7 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
 
 
 def sampler_of(model: Model, options: Txt2imgOptions) -> str:
-    """The sampler that the options name, or the family's."""
+    """Return the sampler of the options, or the family's."""
     return model.family.sampler if options.sampler is None else options.sampler
 
 
@@ -219,8 +219,8 @@ def resolve(
 ) -> Job:
     """Turn options into a job, for a model and the plan of its steps.
 
-    start and skipped are the noise level of the initial latents and the steps left out before it; num_images is how
-    many images the job starts from.  Raises ValueError for options that do not fit.
+    start is the noise level of the initial latents, skipped the number of steps before it; num_images counts the
+    images to start from.  Raises ValueError for options that do not fit.
     """
     if options.embedding:
         model = with_embeddings(model, options.embedding)
@@ -258,7 +258,7 @@ def resolve(
 
 
 def _conditioning(value: Any) -> Conditioning | None:
-    """Ready conditioning from the user: a Conditioning, or embeddings (N,T,D)."""
+    """Convert the user's conditioning: a Conditioning, or embeddings (N,T,D)."""
     return value if value is None or isinstance(value, Conditioning) else Conditioning(value)
 
 
@@ -274,10 +274,10 @@ def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
 
 
 def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: int) -> tuple[Model, int] | None:
-    """The refiner, given or named by the options, and the step of the plan from which it takes over."""
+    """Return the refiner, loaded if the options name a file, and the step from which it takes over."""
     if options.refiner is None:
         if options.refiner_start is not None:
-            raise ValueError("`refiner_start` says where a refiner takes over: name it with `refiner=FILE`")
+            raise ValueError("`refiner_start` needs a refiner: give one with `refiner=FILE`")
         return None
     if plan is None:
         return None
@@ -292,7 +292,7 @@ def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: 
 
 
 def controls_of(options: Txt2imgOptions) -> list[Control]:
-    """The controls that the options ask for.  Raises ValueError for texts that are none."""
+    """Return the controls of the options.  Raises ValueError for text that is not a control."""
     if not options.control and options.preprocess is None:
         return []
     return parse(options.control, options.preprocess)
@@ -304,7 +304,7 @@ def _controls(model: Model, options: Txt2imgOptions) -> list[LoadedControl]:
 
 
 def _extra(options: Txt2imgOptions) -> ConditioningOptions:
-    """What some families read beside the prompt, with its files read."""
+    """Return the further conditioning of some families, with its files read."""
     values = {each.name: getattr(options, each.name) for each in dataclasses.fields(ConditioningOptions)}
     if isinstance(values["image_embedding"], (str, os.PathLike)):
         values["image_embedding"] = read_image_embedding(Path(values["image_embedding"]))
@@ -324,12 +324,12 @@ def _settings(
     refiner: tuple[Model, int] | None,
     image_scale: float | None,
 ) -> dict[str, object]:
-    """What the PNG's text says of a whole job."""
+    """Return the settings of the whole job for the PNG's text."""
     scale = model.family.scale if options.scale is None else options.scale
     scale = options.guidance if isinstance(options.guidance, (int, float)) else scale
     settings: dict[str, object] = {
         "Steps": 0 if plan is None else plan.num_steps,
-        "Sampler": label(sampler_of(model, options)) if options.plan is None else "a plan of one's own",
+        "Sampler": label(sampler_of(model, options)) if options.plan is None else "custom plan",
         "CFG scale": "a function" if callable(options.guidance) else scale,
         "Model": model.name,
         "Image CFG scale": image_scale,
@@ -345,7 +345,7 @@ def _settings(
 
 
 def _as_text(name: str, value: Any) -> object:
-    """An option's value in a PNG's text, where a comma would end it."""
+    """Format an option's value for a PNG's text, where a comma would end it."""
     if not isinstance(value, tuple):
         return value
     return f'"{value[0]},{value[1]}"' if name == "crop_top_left" else f"{value[0]}x{value[1]}"

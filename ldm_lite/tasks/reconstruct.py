@@ -21,10 +21,10 @@ class Reconstruction:
 
 
 def reconstruct(vae: Autoencoder, image: Image.Image) -> Reconstruction:
-    """An image of any size, through the autoencoder's mean latent (or codes) and back.
+    """Encode an image of any size to the mean latent (or codes), and decode it.
 
-    Sides that are no multiple of the autoencoder's factor are padded with their edges meanwhile.  Raises ValueError if
-    the result is not finite, or the autoencoder is TAESD's decoder alone.
+    Sides that are not multiples of the factor are padded with their edges, and cropped again.  Raises ValueError if the
+    result is not finite, or the autoencoder is only TAESD's decoder.
     """
     image = to_rgb(image)
     weight = next(vae.parameters())

@@ -1,4 +1,4 @@
-"""The main part of the commands that make images: load, make them, save each when it is ready, say where it is."""
+"""The body of the commands that make images: load, generate, save each image when it is ready, print its path."""
 
 import dataclasses
 import logging
@@ -31,7 +31,7 @@ MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
 class Preview:
-    """Shows what a batch will look like, after each step: the predicted x0, by a small autoencoder."""
+    """Previews a batch after each step: the predicted x0, decoded by a small autoencoder."""
 
     def __init__(self, model: Model, source: str, show: Callable[[Image.Image], None]) -> None:
         """source is the autoencoder's file.  Raises ValueError if its latents are not the model's."""
@@ -40,7 +40,7 @@ class Preview:
         self.show = show
 
     def __call__(self, state: DenoisingState) -> None:
-        """Show the state after a step; the last step's latents as they are."""
+        """Show the predicted x0 after a step, or the latents after the last step."""
         latents = state.x0 if state.step < state.num_steps else state.latents
         images = [to_pil(pixels) for pixels in generate.decode(self.model, latents)]
         self.show(grid(images, columns=math.ceil(len(images) ** 0.5)))
@@ -48,13 +48,13 @@ class Preview:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """What a command does after every step: the preview, then the progress bar."""
+    """Updates the preview and the progress bar after every step."""
 
     progress: Progress
     preview: Preview | None = None
 
     def __call__(self, state: DenoisingState) -> None:
-        """After a step."""
+        """Update both after a step."""
         if self.preview is not None:
             self.preview(state)
         self.progress(state.step, state.num_steps, len(state.latents))
@@ -92,7 +92,7 @@ def serve(
 
 
 def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
-    """What the original's own flags change in what is loaded."""
+    """Apply the original scripts' flags that concern loading."""
     if "config" in original:
         log.info("`config` is not needed: the checkpoint says what it is")
     if "laion400m" in original:

@@ -10,7 +10,7 @@ from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan
 
 
 def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
-    """Make the images that the options ask for, each as soon as it is decoded; stop by leaving the loop.
+    """Yield the images of the options, each as soon as it is decoded.  Leaving the loop stops the job.
 
     on_step gets the state after every denoising step.  Raises ValueError, one line, for options that do not fit.
     """
@@ -24,7 +24,7 @@ def count(options: Txt2imgOptions) -> int:
 
 
 def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInputs]]:
-    """The job and its single set of inputs.  Raises ValueError as txt2img does."""
+    """Return the job and its single set of inputs.  Raises ValueError as txt2img does."""
     check(options)
     check_task(model, "txt2img")
     width, height = model.family.resolution, model.family.resolution

@@ -1,7 +1,7 @@
-"""Images four times as large, by a model that reads them beside the latents.
+"""Enlarge images four times, with a model that reads them as further channels.
 
-Stable Diffusion's x4 upscaler reads a prompt too, and the noise level of the image; latent diffusion's
-super-resolution model (bsr_sr) reads the image alone.
+Stable Diffusion's x4 upscaler also reads a prompt and the noise level of the image; latent diffusion's
+super-resolution model (bsr_sr) reads only the image.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from ldm_lite.tasks.image_inputs import NamedImage, open_source, sources
 from ldm_lite.tasks.job import Job, Result, check_task, plan_of, resolve
 from ldm_lite.tasks.job import check as check_job
 
-OWN_STREAM = 2**63  # added to an image's seed: the noise on it has a generator of its own
+OWN_STREAM = 2**63  # added to an image's seed for the noise on the image, which has its own generator
 
 
 def upscale(model: Model, options: UpscaleOptions, on_step: OnStep | None = None) -> Iterator[Result]:
-    """Each image four times as large, as soon as it is decoded; stop by leaving the loop.
+    """Yield each image four times as large, as soon as it is decoded.  Leaving the loop stops the job.
 
     Raises ValueError, one line, for options that do not fit.
     """
@@ -38,7 +38,7 @@ def count(options: UpscaleOptions) -> int:
 
 
 def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[ImageInputs]]:
-    """The job and its inputs, which are read one by one.  Raises ValueError as upscale does."""
+    """Return the job and its inputs, which are read one by one.  Raises ValueError as upscale does."""
     check(options)
     check_task(model, "upscale")
     found, repeats = sources(options.init_img, "init_img"), options.images_at_a_time * options.repeats
@@ -49,22 +49,22 @@ def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[ImageI
 def enlarge(
     model: Model, options: UpscaleOptions, images: Iterable[NamedImage | Tensor], num_images: int
 ) -> tuple[Job, Iterator[ImageInputs]]:
-    """The job that makes each image, or pixels (3,H,W) in [-1,1], four times as large.
+    """Return the job that enlarges images, or pixels (3,H,W) in [-1,1], four times.
 
-    Image k has the seed options.seed + k, which its noise is drawn with too; those larger than options.tile go tile by
+    Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
     tile.
     """
     tiled: Any = TiledUNet(model.unet, options.tile)
     one = dataclasses.replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
     model = dataclasses.replace(model, unet=tiled)
     job = resolve(model, one, plan_of(model, one), num_images=num_images)
-    # An image each, since the noise on it comes from its own seed.
+    # One input per image, since the noise on an image comes from its own seed.
     return job, (_inputs(model, options, image, job.seeds.of(k, 0)) for k, image in enumerate(images))
 
 
 def check(options: UpscaleOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
-    check_job(dataclasses.replace(options, noise_level=0))  # here it is the noise on the image
+    check_job(dataclasses.replace(options, noise_level=0))  # for this task noise_level means the noise on the image
     if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
         raise ValueError("upscale has no `compat`, `from_file`, `fixed_code`, `control` or `refiner`: leave them out")
     if options.height is not None or options.width is not None:
@@ -90,6 +90,6 @@ def _inputs(model: Model, options: UpscaleOptions, image: NamedImage | Tensor, s
 
 
 def noised(model: Model, pixels: Tensor, level: int, noise: Tensor) -> Tensor:
-    """Pixels in [-1,1] with the noise of a level: they have the latents' schedule."""
+    """Add the noise of a level to pixels in [-1,1], by the latents' schedule."""
     _, a, s = model.schedule.at(level)
     return a * pixels + s * noise

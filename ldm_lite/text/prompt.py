@@ -49,7 +49,7 @@ def parse(text: str) -> list[tuple[str, float]]:
             multiply(opened["["].pop(), 1 / 1.1)
         elif kind == "stop":
             pieces.append((BREAK, -1.0))
-        else:  # as in A1111, a backslash that escapes nothing is left out
+        else:  # as in A1111, a backslash that escapes nothing is dropped
             pieces.append((token.removeprefix("\\"), 1.0))
     for first in opened["("]:
         multiply(first, 1.1)

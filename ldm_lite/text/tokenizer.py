@@ -5,7 +5,7 @@ The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_voca
 checkpoint's file.  The ids of CLIP and BERT equal those of transformers 5, T5's those of SentencePiece.  CLIP's
 original tokenizer first runs ftfy, `str.split` and `str.lower`: it straightens typographic quotes, unescapes HTML,
 folds full-width letters, repairs mojibake, drops control characters and knows the final sigma.  This one takes the text
-as it is, so texts with such characters get other ids.  The Unicode version of `tokenizers` decides what a letter is.
+as it is, so such texts get different ids.  The Unicode version of `tokenizers` decides what a letter is.
 Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
 bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_model.proto` of SentencePiece.
 """
@@ -42,7 +42,7 @@ class TextTokenizer:
 
     length: int = 77
     pad_id: int = 0
-    # Names of embeddings, matched in any case, and the token ids of each, which lie beyond the vocabulary.
+    # Names of embeddings, case-insensitive, with their token ids, which lie beyond the vocabulary.
     added: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     before: ClassVar[tuple[int, ...]] = ()

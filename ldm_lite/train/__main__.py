@@ -17,12 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     (options, load), _ = flags.parse(argv, "train", __doc__.splitlines()[0], (TrainOptions, LoadOptions))
 
-    def body() -> None:
-        from ldm_lite.train.run import train  # imports torch
+    return console.run(lambda: run(options, load), (options, load))
 
-        print(train(options, load, TrainingBar(options.steps)))
 
-    return console.run(body, (options, load))
+def run(options: TrainOptions, load: LoadOptions) -> None:
+    """Train, and print the path of the checkpoint."""
+    from ldm_lite.train.run import train
+
+    print(train(options, load, TrainingBar(options.steps)))
 
 
 if __name__ == "__main__":

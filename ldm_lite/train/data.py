@@ -62,10 +62,10 @@ class ImageFolder:
 def open_folder(folder: Path, resolution: int) -> ImageFolder:
     """Open images with a .txt of the same name beside each, or a .jsonl with {"file_name": ..., "text": ...} lines.
 
-    Raises ValueError, one line, if this is no folder, has no images, or a caption is missing or empty.
+    Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing or empty.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: is no folder, wanted one with captioned images")
+        raise ValueError(f"{folder}: is not a folder, wanted one with captioned images")
     lists = sorted(folder.glob("*.jsonl"))
     pairs = _from_list(lists[0]) if lists else _from_text_files(folder)
     if not pairs:
@@ -133,7 +133,7 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: 
     """Import a Python file and call its scenes().  Raises ValueError if there is no such file or function."""
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: is no Python file, wanted one with a function scenes(resolution, ...)")
+        raise ValueError(f"{path}: is not a Python file, wanted one with a function scenes(resolution, ...)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # so that worker processes can unpickle its objects
     try:
@@ -195,7 +195,7 @@ def encode_dataset(dataset: Dataset, vae: AutoencoderKL, batch: int, workers: in
 
 
 def example_indices(dataset: Dataset, seed: int, first: int, count: int) -> list[int]:
-    """Indices of the examples first, ..., first + count - 1 of a run: shuffled epochs, or ever new scenes."""
+    """Return the dataset indices of a run's examples first, ..., first + count - 1: shuffled epochs, or new scenes."""
     if dataset.size is None:
         return [seed * 2**32 + i for i in range(first, first + count)]
     epochs: dict[int, list[int]] = {}
@@ -283,7 +283,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def to_float(pixels: Tensor, device: torch.device) -> Tensor:
-    """Pixels uint8 [0,255] -> float32 [-1,1] on the device."""
+    """Convert pixels uint8 [0,255] to float32 [-1,1] on the device."""
     return pixels.to(device, non_blocking=True).float() / 127.5 - 1
 
 

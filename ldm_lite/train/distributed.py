@@ -1,6 +1,6 @@
-"""One training run by several processes: `torchrun --nproc-per-node 2 -m ldm_lite.train ...`.
+"""Train with several processes: `torchrun --nproc-per-node 2 -m ldm_lite.train ...`.
 
-Each process has batches of its own.  A step uses the mean of all gradients, so the effective batch grows with the
+Each process has its own batches.  A step uses the mean of all gradients, so the effective batch grows with the
 number of processes.  In a single process, which has rank 0 of 1, these functions do nothing.
 """
 
@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 
 def init() -> None:
-    """Join the other processes that torchrun has started, if any.  Each takes a GPU of its own."""
+    """Join the other processes started by torchrun, if any.  Each takes its own GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         local, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if num_gpus > 1:

@@ -1,4 +1,4 @@
-"""LoRA training: low-rank layers beside the frozen layers of a network, in the layout of kohya's files.
+"""LoRA training: low-rank layers added to the frozen layers of a network, in the layout of kohya's files.
 
 Trains every linear layer and 1x1 convolution of the UNet's transformers, and on request those of the text encoder's
 layers: the same modules as kohya's networks/lora.py.  Hu et al. 2021.
@@ -56,7 +56,7 @@ class LoRA(nn.Module):
             self.add_module(name, LoRALinear(layer, rank, self.alpha).to(layer.weight.device))
 
     def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
-        """Add these layers to networks like those the LoRA was made for, and freeze the networks, until remove().
+        """Add these layers to networks with the LoRA's layers, and freeze the networks, until remove().
 
         Raises ValueError, with nothing changed, if they have other layers.
         """
@@ -74,7 +74,7 @@ class LoRA(nn.Module):
 
 
 class AttachedLoRA:
-    """A LoRA at work in some networks, until remove() or the end of a `with` block."""
+    """A LoRA attached to networks, until remove() or the end of a `with` block."""
 
     def __init__(self, lora: LoRA, networks: Mapping[str, nn.Module]) -> None:
         """As LoRA.attach."""
@@ -90,7 +90,7 @@ class AttachedLoRA:
         ]
 
     def remove(self) -> None:
-        """Take the LoRA out: the networks run as before, and the parameters that were frozen need gradients again."""
+        """Detach the LoRA: the networks run as before, and the frozen parameters require gradients again."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._unfrozen:
@@ -107,7 +107,7 @@ class AttachedLoRA:
 
 
 def _targets(networks: Mapping[str, nn.Module]) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The layers that a LoRA changes, by kohya's names."""
+    """Return the layers that a LoRA changes, by kohya's names."""
     found = {}
     for role, network in networks.items():
         names = file_names(role, network)
@@ -120,12 +120,12 @@ def _targets(networks: Mapping[str, nn.Module]) -> dict[str, nn.Linear | nn.Conv
 
 
 def _add(lora: LoRALinear, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """The forward hook of a layer."""
+    """Forward hook of a layer: add the LoRA's output."""
     return output + lora(args[0])
 
 
 def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors (float16, on the CPU) and the metadata of the file of a LoRA, or of its EMA, for a model."""
+    """Return the tensors (float16, on the CPU) and the metadata of a LoRA file, from a LoRA or its EMA, for a model."""
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024
     version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"

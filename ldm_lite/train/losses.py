@@ -1,6 +1,6 @@
-"""What is trained, and its loss: an autoencoder, or a diffusion model with its text encoder.
+"""Losses, with the networks they train: an autoencoder, or a diffusion model with its text encoder.
 
-A loss owns the networks that are trained and computes the loss of a batch; the trainer does everything else.
+A loss owns the trained networks and computes the loss of a batch; the trainer does everything else.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ldm_lite.train.data import to_float
 class Loss(Protocol):
     """The networks to train, and the loss of a batch."""
 
-    networks: dict[str, nn.Module]  # those that are trained, by name
+    networks: dict[str, nn.Module]  # the trained networks, by name
 
     def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
         """Return the loss () of pixels (B,3,R,R) uint8 and B captions.
@@ -45,7 +45,7 @@ class AutoencoderLoss:
         self.networks: dict[str, nn.Module] = {"vae": self.vae}
 
     def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
-        """The loss of one batch; captions are ignored."""
+        """Return the loss of one batch; captions are ignored."""
         device = next(self.vae.parameters()).device
         x = to_float(pixels, device)
         with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
@@ -65,10 +65,10 @@ class DiffusionLoss:
     """
 
     model: Model  # with a KL autoencoder, which stays frozen, and a CLIP-L text encoder
-    networks: dict[str, nn.Module]  # those of the model that are trained, or a LoRA attached to it
+    networks: dict[str, nn.Module]  # the model's trained networks, or a LoRA attached to it
     caption_dropout: float = 0.0  # share of captions replaced by the empty one
     min_snr: float | None = None  # gamma
-    tokens: int | None = None  # captions are cut or padded to this length, by default all that the text encoder takes
+    tokens: int | None = None  # captions are cut or padded to this length; default: the text encoder's
 
     def __post_init__(self) -> None:
         vae, text = self.model.vae, self.model.text_encoder
@@ -81,7 +81,7 @@ class DiffusionLoss:
         self._a, self._s = (value.sqrt().float().to(device) for value in (alpha_bar, 1 - alpha_bar))
 
     def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
-        """The loss of one batch.  In place of pixels, it takes the moments (B,2C,h,w) of a LatentDataset too."""
+        """Return the loss of one batch; pixels may also be the moments (B,2C,h,w) of a LatentDataset."""
         mean, logvar = self._moments(pixels)
         z, noise = (torch.randn(mean.shape, generator=generator).to(mean.device) for _ in range(2))
         x0 = self.model.family.scale_factor * (mean + (logvar / 2).exp() * z)
@@ -99,7 +99,7 @@ class DiffusionLoss:
 
     @torch.no_grad()
     def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of the latents of pixels, or of moments that were encoded beforehand."""
+        """Return mean and log variance of the latents, from pixels or from moments encoded beforehand."""
         device = self._a.device
         if pixels.dtype == torch.uint8:
             return self._vae.encode(to_float(pixels, device))
@@ -107,7 +107,7 @@ class DiffusionLoss:
         return mean, logvar
 
     def _weights(self, t: Tensor, gamma: float) -> Tensor:
-        """Min-SNR weights (B,) of timesteps (B,)."""
+        """Return the min-SNR weights (B,) of timesteps (B,)."""
         snr = (self._a[t] / self._s[t]).square()
         capped = snr.clamp(max=gamma)
         return {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.model.schedule.prediction]
@@ -131,6 +131,6 @@ def checkpoint_activations(unet: UNet) -> contextlib.ExitStack:
 
 @torch.no_grad()
 def measure_scale(vae: AutoencoderKL, pixels: Tensor) -> float:
-    """The factor that gives the latents of pixels (B,3,R,R) uint8 unit variance.  Rombach et al. 2022, app. G."""
+    """Return the factor that scales the latents of pixels (B,3,R,R) uint8 to unit variance.  Rombach 2022, app. G."""
     mean, logvar = vae.encode(to_float(pixels, next(vae.parameters()).device))
     return float(1 / (mean.var() + logvar.exp().mean()).sqrt())

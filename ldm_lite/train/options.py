@@ -56,7 +56,7 @@ class TrainOptions(CheckedOptions):
     debug: bool = option(False, "show the traceback of an error")
 
 
-# Options that a preset, which does not come from a file, cannot use.
+# Options that a preset cannot use, since it does not come from a file.
 _OF_CHECKPOINTS = (
     *("ckpt", "unet", "text_encoder", "lora", "ema", "zero_snr", "metadata"),
     *("attention", "matmul_precision", "vae_tiling"),
@@ -65,7 +65,7 @@ _OF_DIFFUSION = ("freeze_text", "lora_alpha", "lora_text", "caption_dropout", "m
 
 
 def check(options: TrainOptions, load: LoadOptions) -> None:
-    """Raise ValueError, one line, for an option that this run would not use, or for data given twice or not at all."""
+    """Raise ValueError, one line, for an option that this run does not use, or for data given twice or not at all."""
     for name in ("offload", "storage", "compile", "compiled"):
         if getattr(load, name) not in (None, "off"):
             instead = ", or use `compile_network`" if name == "compile" else ""

@@ -30,7 +30,7 @@ SAMPLE_STEPS = 20
 
 
 def checkpoint_path(options: TrainOptions) -> Path:
-    """The file that a run writes."""
+    """Return the path of the checkpoint that a run writes."""
     return Path(options.out) / ("model.safetensors" if options.lora_rank is None else "lora.safetensors")
 
 
@@ -51,7 +51,7 @@ def save(options: TrainOptions, model: Model, trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def _with_ema(model: Model, trainer: Trainer) -> Iterator[Model]:
-    """The model with the EMA in place of the weights that are trained."""
+    """Yield the model with the EMA in place of the trained weights."""
     if isinstance(lora := trainer.loss.networks.get("lora"), LoRA):
         with lora.using(trainer.ema["lora"]):
             yield model
@@ -60,7 +60,7 @@ def _with_ema(model: Model, trainer: Trainer) -> Iterator[Model]:
 
 
 def _checkpoint(options: TrainOptions, model: Model, trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors (float16) and the metadata of a checkpoint in the original layout."""
+    """Return the tensors (float16) and the metadata of a checkpoint in the original layout."""
     roles = ["vae"] if options.stage == "autoencoder" else ["unet", "vae", "text_encoder"]
     with _with_ema(model, trainer) as ema:
         weights = {role: getattr(ema, role).state_dict() for role in roles}
@@ -79,7 +79,7 @@ def _checkpoint(options: TrainOptions, model: Model, trainer: Trainer) -> tuple[
 
 
 def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
-    """A row of images for each prompt, from the same noise at every checkpoint."""
+    """Draw a row of images for each prompt, from the same noise at every checkpoint."""
     plan = make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
     side = model.family.resolution
     noise = generate.SeededNoise(range(SAMPLES), model.latent_shape(side, side))()

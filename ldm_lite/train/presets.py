@@ -26,7 +26,7 @@ EMOJI_64 = replace(
         cross_only=(False, False),
     ),
     vae=replace(KL_F8, channels=32, num_res_blocks=1, z_channels=16, embed_dim=16),
-    prediction="v",  # at t = T, where x is only noise, its loss still asks for the image
+    prediction="v",  # at t = T, where x is pure noise, the target is still the image
     text_encoders=(replace(CLIP_L, length=32, width=128, mlp_width=512, layers=3, heads=4),),
     resolution=64,
     scale=2.5,

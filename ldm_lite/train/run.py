@@ -33,8 +33,8 @@ def train(
 ) -> Path:
     """Start or continue a training run and return the path of its checkpoint.
 
-    on_step gets the number of steps done and, now and then, their mean loss.  Raises ValueError, one line, for options,
-    data or models that cannot be used, and if the loss is not finite.
+    on_step gets the number of steps done and, now and then, their mean loss.  Raises ValueError, one line, for unusable
+    options, data or models, and if the loss is not finite.
     """
     check(options, load)
     distributed.init()
@@ -63,7 +63,7 @@ def train(
 
 
 def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
-    """A trainer at the step that the run has reached, with networks set up for training."""
+    """Return a trainer at the run's current step, with networks set up for training."""
     networks = loss.networks.values()
     for weight in (p for network in networks for p in network.parameters() if p.ndim == 4):
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)

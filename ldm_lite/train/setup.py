@@ -1,4 +1,4 @@
-"""From options to what a run starts with: the model, the dataset, and the loss."""
+"""Make the model, the dataset and the loss of a run from its options."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def make_model(options: TrainOptions, load_options: LoadOptions) -> Model:
 
 
 def _new_model(options: TrainOptions, load_options: LoadOptions) -> Model:
-    """A preset with new weights, but for the autoencoder's if there is a file of it."""
+    """Return a preset with new weights, except for an autoencoder from a file."""
     if options.preset not in PRESETS:
         raise ValueError(f"unknown preset {options.preset!r}: wanted one of {', '.join(PRESETS)}")
     device, family = pick_device(load_options.device), PRESETS[options.preset]
@@ -97,7 +97,7 @@ def check_model(options: TrainOptions, model: Model) -> None:
 
 
 def open_dataset(options: TrainOptions, resolution: int) -> Dataset:
-    """Open the images of the options.  Raises ValueError, one line, if they are not usable."""
+    """Open the options' images.  Raises ValueError, one line, if they are not usable."""
     if options.data is not None:
         return open_folder(Path(options.data), resolution)
     try:
@@ -117,7 +117,7 @@ def with_measured_scale(model: Model, dataset: Dataset, seed: int) -> Model:
 
 
 def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module) -> LatentDataset:
-    """Encode a finite dataset, or read its latents from the run's folder if they are of this data and autoencoder."""
+    """Encode a finite dataset, or read its latents from the run's folder if data and autoencoder are the same."""
     assert isinstance(vae, AutoencoderKL)
     path = Path(options.out) / "latents.pt"
     encoder = [*vae.encoder.parameters(), *vae.quant_conv.parameters()]
@@ -148,7 +148,7 @@ def make_loss(options: TrainOptions, model: Model) -> Loss:
 
 
 def trained_networks(options: TrainOptions, model: Model) -> dict[str, nn.Module]:
-    """The networks of a diffusion model that are trained, or changed by a LoRA, by role."""
+    """Return the networks of a diffusion model that are trained, or changed by a LoRA, by role."""
     networks: dict[str, nn.Module] = {"unet": model.unet}
     if options.lora_text if options.lora_rank is not None else not options.freeze_text:
         assert model.text_encoder is not None

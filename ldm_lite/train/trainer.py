@@ -23,7 +23,7 @@ from ldm_lite.train.losses import Loss
 
 STATE = "state.pt"
 LOG = "log.jsonl"
-CHECK_EVERY = 20  # steps between looks at the loss: each one waits for the GPU
+CHECK_EVERY = 20  # steps between reads of the loss, each of which waits for the GPU
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Trainer:
         self.saved = self.step
 
     def resume(self) -> None:
-        """Continue from the state in the folder.  Raises ValueError if it is the state of other networks."""
+        """Continue from the state in the folder.  Raises ValueError if it belongs to other networks."""
         path = self.folder / STATE
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
@@ -106,7 +106,7 @@ class Trainer:
             write_atomically(log, lambda path: path.write_text(kept, encoding="utf-8"))
 
     def untrained_tokens(self) -> Tensor:
-        """Mask (V,) of the rows of the text encoder's token table that never had a gradient, on the CPU."""
+        """Return a mask (V,) of the rows of the token embedding that never had a gradient, on the CPU."""
         table = self.loss.networks["text_encoder"].get_parameter("embeddings.token_embedding.weight")
         return (self.optimizer.state[table]["exp_avg_sq"] == 0).all(dim=1).cpu()
 
@@ -115,7 +115,7 @@ class Trainer:
     def fit(
         self, dataset: Dataset, on_step: Callable[[int, float | None], None], on_save: Callable[[int], None]
     ) -> None:
-        """Train to the last step of the config, or until its minutes are over.
+        """Train to the last step of the config, or until its time is over.
 
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
         steps done, after the state was written.  Raises ValueError, leaving the saved files as they are, if the loss is
@@ -143,7 +143,7 @@ class Trainer:
                 return
 
     def _batches(self, dataset: Dataset) -> Iterator[tuple[Tensor, list[str]]]:
-        """The batches of this process from the current step on: each process takes every world_size-th."""
+        """Yield the batches of this process from the current step on: each process takes every world_size-th."""
         config, size = self.config, distributed.world_size()
         first, end = self.step * config.accumulate * size + distributed.rank(), config.steps * config.accumulate * size
         return batches(dataset, config.seed, config.batch, range(first, end, size), config.workers)
@@ -154,7 +154,7 @@ class Trainer:
                 log.write(json.dumps(row) + "\n")
 
     def _step(self, data: Iterator[tuple[Tensor, list[str]]]) -> Tensor:
-        """One optimiser step over `accumulate` batches.  Returns its loss () without waiting for the device."""
+        """Run one optimiser step over `accumulate` batches.  Returns its loss () without waiting for the device."""
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * learning_rate(self.step, config.warmup, config.steps)
@@ -202,7 +202,7 @@ class Trainer:
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then half a cosine down to 0."""
+    """Return the share of the peak learning rate: linear warm-up, then half a cosine down to 0."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -1,6 +1,6 @@
 """Detect a checkpoint's family from the keys and shapes of its networks, never from its file name.
 
-The specs in models/ read the architecture from the shapes, and families.py has a row for it.  What shapes cannot tell
+The specs in models/ read the architecture from the shapes; families.py has one row for each.  What shapes cannot tell
 (head counts, prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
@@ -28,8 +28,8 @@ TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscret
 def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
     """Return the family of a file, from the shapes of its networks by role (keys without prefixes) and its metadata.
 
-    `sgm` = the file names text encoders as generative-models does.  A UNet that matches no row is described by the
-    metadata if they are complete.  Raises ValueError, one line, for an unknown or distilled network and for
+    `sgm` = the file's text encoders have the key names of generative-models.  If a UNet matches no row, complete
+    metadata describe it instead.  Raises ValueError, one line, for an unknown or distilled network and for
     contradictory metadata.
     """
     if metadata.get("family", "sd1") not in FAMILIES:
@@ -73,7 +73,7 @@ def _fit_text(family: Family, shapes: Mapping[str, Shapes]) -> Family:
 def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
     """Return the family with another autoencoder, from the file `name`.
 
-    It keeps its scale factor, which no autoencoder's file tells; with TAESD it is 1, whose latents are the UNet's.
+    The scale factor stays, since autoencoder files do not store it, but is 1 for TAESD, whose latents are the UNet's.
     Raises ValueError if the latents have other channels or another size.
     """
     own = family.vae
@@ -86,12 +86,12 @@ def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
 
 
 def _as_inferred(spec: UNetSpec) -> UNetSpec:
-    """Return a row's spec as inference does: without the number of heads, which shapes do not tell."""
+    """Return a row's spec without the number of heads, as inferred from shapes, which do not tell it."""
     return replace(spec, num_heads=None, head_dim=None)
 
 
 def turbo_variant(family: Family) -> str | None:
-    """Return the name of the Turbo model with the family's UNet; None if there is none, or the family is it."""
+    """Return the name of the Turbo variant of the family; None if there is none, or the family is Turbo itself."""
     name = next((name for name in TURBOS.values() if FAMILIES[name].unet == family.unet), None)
     return None if name is None or FAMILIES[name].title == family.title else name
 
@@ -145,7 +145,7 @@ def check_complete(found: Collection[str], required: Iterable[str]) -> None:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the metadata that a user gives.  Raises ValueError for an unknown key."""
+    """Check and return metadata from the user.  Raises ValueError for an unknown key."""
     if unknown := [name for name in metadata if name not in METADATA_KEYS]:
         raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(METADATA_KEYS)}")
     return metadata
@@ -163,7 +163,7 @@ METADATA_KEYS = (
 def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     """Return the family that a file's metadata describe.  Raises ValueError naming the nearest UNet if they do not.
 
-    With "family", the name of a row, that row gives what the metadata do not.
+    If the metadata name a row as "family", it supplies the missing values.
     """
     missing = [key for key in (*REQUIRED, "prediction") if key not in metadata]
     if missing and "family" not in metadata:

@@ -63,15 +63,15 @@ class Family:
     unet: UNetSpec
     vae: AutoencoderSpec
     text_encoders: tuple[EncoderSpec, ...]  # encoders of the prompt: text, a class, boxes, a label map
-    conditioner: str  # how their outputs become the UNet's inputs: a name in conditioning.CONDITIONERS
-    task: str  # "txt2img" (and what builds on it), "inpaint", ...: see job.COMMANDS
-    sgm: bool  # its files name text encoders as generative-models does
+    conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
+    task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
+    sgm: bool  # text encoders have the key names of generative-models
     prediction: Prediction
     noise: ScaledLinear | Cosine
     scale_factor: float  # UNet latents = scale_factor * autoencoder latents; may be IN_THE_FILE
-    sampler: str  # any of its names, with its timestep spacing
+    sampler: str  # any name of a sampler, with its timestep spacing
     resolution: int  # pixels per side
-    v_resolution: int | None  # of its variant with v prediction, which only weights tell apart; None = no such variant
+    v_resolution: int | None  # of the v-prediction variant, which only weights tell apart; None = no such variant
     vae_overflows: bool  # the autoencoder overflows in float16, so it stays in float32
     steps: int
     scale: float  # classifier-free guidance

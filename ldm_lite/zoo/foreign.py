@@ -1,4 +1,4 @@
-"""Files that ldm_lite does not read as a checkpoint: recognised by their keys, to be refused by name."""
+"""Recognise files that ldm_lite does not read as a checkpoint by their keys, so that errors can name them."""
 
 import re
 from collections.abc import Iterable
@@ -27,6 +27,6 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
 
 
 def foreign(keys: Iterable[str]) -> str | None:
-    """The kind of a file with these keys if ldm_lite does not read it, else None."""
+    """Return the kind of file with these keys if ldm_lite does not read it, else None."""
     text = "\n".join(keys)
     return next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None)

@@ -45,7 +45,7 @@ def build(spec: Spec) -> nn.Module:
 
 
 def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
-    """The spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    """Return the spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
     kind = VQSpec if "quantize.embedding.weight" in shapes else VAESpec
     return TAESDSpec.from_shapes(shapes) or kind.from_shapes(shapes)
 
@@ -95,7 +95,7 @@ LDM_UNET = replace(  # text2img256; most of the LDM zoo is defined by its differ
 )
 UNCONDITIONAL_UNET = replace(LDM_UNET, model_channels=224, channel_mult=(1, 2, 3, 4), context_dim=None)
 
-# Every LDM UNet by the name of its original.  One without a row in FAMILIES is recognised, but refused by its name.
+# Every LDM UNet by its original name.  If one has no row in FAMILIES, the error names it.
 UNETS = {
     "sd1": SD1_UNET,
     "sd1_inpaint": replace(SD1_UNET, in_channels=9),

@@ -1,4 +1,4 @@
-"""The loading table: from the start of a process to networks that are ready."""
+"""The loading table: from process start to loaded networks."""
 
 import subprocess
 import time

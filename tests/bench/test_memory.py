@@ -1,4 +1,4 @@
-"""The memory table: each mode's peak, speed and image, in a process of its own."""
+"""The memory table: each mode's peak, speed and image, in its own process."""
 
 import subprocess
 from dataclasses import replace

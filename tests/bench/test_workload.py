@@ -1,4 +1,4 @@
-"""The workloads do what the commands do, and their cost is that known of Stable Diffusion 1.x."""
+"""The workloads do what the commands do, at the known cost of Stable Diffusion 1.x."""
 
 from collections.abc import Callable
 from dataclasses import replace

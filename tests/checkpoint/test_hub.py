@@ -1,4 +1,4 @@
-"""Finding checkpoints: paths, the bundled model, and the hub, which a local server stands in for."""
+"""Finding checkpoints: paths, the bundled model, and the hub (a local server)."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""LoRA files in kohya's and PEFT's format: merged, they compute what kohya's and diffusers' own code computed."""
+"""LoRA files in kohya's and PEFT's format: merged, they give the results of kohya's and diffusers' own code."""
 
 import json
 from pathlib import Path
@@ -293,13 +293,13 @@ def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path
             {f"x{key}": value for key, value in wide.items()},
             r"none of its 1 modules is in this model \(has xlora_unet_",
         ),
-        ({f"{name}.lora_up.weight": torch.ones(2, 2)}, "has no up or no down: the file is damaged"),
+        ({f"{name}.lora_up.weight": torch.ones(2, 2)}, "lacks its up or down weight: the file is damaged"),
         ({f"{name}.hada_w1_a": torch.ones(2, 2)}, "holds LoHa, which is not supported"),
         (wide | {f"{name}.dora_scale": torch.ones(2)}, "holds DoRA, which is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
             merge_lora(networks(small), [(write(tmp_path / "a.safetensors", tensors), 1.0)])
-    with pytest.raises(ValueError, match=r"is no LoRA .*give a whole checkpoint as `ckpt`"):
+    with pytest.raises(ValueError, match=r"is not a LoRA .*give a whole checkpoint as `ckpt`"):
         open_lora(small_path)
     assert torch.equal(small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"), before)
 

@@ -1,4 +1,4 @@
-"""Reading files: formats by content, one result whatever the container, and every hostile file refused in one line."""
+"""Reading files: formats by content, the same result for every container, hostile files refused in one line."""
 
 import io
 import os

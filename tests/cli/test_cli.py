@@ -126,7 +126,7 @@ def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.Ca
 def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[str]) -> None:
     """What is left of a prompt without quotes, and of a shell's variable that is not set."""
     for argv, wanted in (
-        (["a", "red", "apple"], "error: got words beside the prompt, 'red apple': put it into quotes (see --help)"),
+        (["a", "red", "apple"], "error: got words after the prompt, 'red apple': put it in quotes (see --help)"),
         (["--init-img", ""], "error: argument --init-img/--init_img/--input: got an empty text: give a value, or"),
         (["--ckpt", ""], "error: argument --ckpt: got an empty text: give a value, or leave the flag out"),
     ):

@@ -1,4 +1,4 @@
-"""Boxes as tokens: what taming-transformers' builder makes of them (the goldens), and what is refused."""
+"""Boxes as tokens: against taming-transformers' builder (the goldens), and invalid boxes."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_unused_slots_and_the_whole_image_as_crop() -> None:
         ([Box(1, 0, 0, 64, 64)], "in 0 to 1"),
     ],
 )
-def test_what_cannot_be_is_said(boxes: list[Box], message: str) -> None:
+def test_invalid_boxes_are_refused(boxes: list[Box], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tokens(boxes)
 
@@ -43,7 +43,7 @@ def test_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["no JSON", "3", '[{"class": 7}]', '[{"class": 7, "box": [0, 1]}]', "[1]"])
-def test_a_file_that_is_no_list_of_boxes_is_said(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_list_of_boxes_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "boxes.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"boxes\.json: is not a list of boxes .* wanted \["):

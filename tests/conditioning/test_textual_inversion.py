@@ -1,4 +1,4 @@
-"""Textual inversion: files of every kind, names in prompts, and what diffusers' text encoders make of them."""
+"""Textual inversion: files of every kind, names in prompts, and embeddings against diffusers' text encoders."""
 
 import re
 from collections.abc import Callable
@@ -144,15 +144,15 @@ def test_what_does_not_fit_is_one_line(
             "w.pt: is for another model: its vectors are 96 wide, wanted 64 ",
         ),
         ([tmp_path / "uneven.safetensors"], "clip_l and clip_g differ in their number of vectors: the file is damaged"),
-        ([tmp_path / "two.safetensors"], r"holds 2 tensors \(has a\), which are no textual inversion"),
-        ([tmp_path / "conv.safetensors"], "which are no textual inversion"),
+        ([tmp_path / "two.safetensors"], r"holds 2 tensors \(has a\), which are not a textual inversion"),
+        ([tmp_path / "conv.safetensors"], "which are not a textual inversion"),
         ([kohya(tmp_path / "l.safetensors", torch.ones(76, 64))], "holds 76 vectors, wanted 1 to 75"),
         (
             [
                 kohya(tmp_path / "a.safetensors", torch.ones(1, 64)),
                 kohya(tmp_path / "other" / "A.pt", torch.ones(1, 64)),
             ],
-            "A.pt: there is another embedding of the name 'A': rename the file",
+            "A.pt: another embedding has the name 'A': rename the file",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ def test_equals_opencv_bit_for_bit(low: int, high: int) -> None:
     assert 0.01 < (edges > 0).mean() < 0.5
 
 
-def test_a_flat_picture_has_no_edges_and_a_step_has_one() -> None:
+def test_a_flat_image_has_no_edges_and_a_step_has_one() -> None:
     flat = np.zeros((9, 12, 3), np.uint8)
     assert not np.asarray(canny(Image.fromarray(flat))).any()
     flat[:, 6:] = 200

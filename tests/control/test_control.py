@@ -76,7 +76,7 @@ def test_a_control_is_read(text: str, wanted: Control) -> None:
 
 
 @pytest.mark.parametrize("text", ["a.pth", "a.pth:", ":b.png", "a.pth:b.png:c.png", "a.pth:b.png:0.6-0.2", "a:b:0-1.5"])
-def test_what_is_no_control_is_refused(text: str) -> None:
+def test_text_that_is_not_a_control_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="got control"):
         parse([text])
 
@@ -92,10 +92,10 @@ def test_preprocessing_is_for_all_or_for_each() -> None:
         parse([], "canny")
 
 
-# ---- pictures -------------------------------------------------------------------------------------------------------
+# ---- images ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_is_cut_to_size_and_lies_in_0_to_1(folder: Path) -> None:
+def test_an_image_is_cut_to_size_and_lies_in_0_to_1(folder: Path) -> None:
     pixels = Control("", str(folder / "photo.png")).pixels((96, 64))
     assert pixels.shape == (1, 3, 64, 96)
     assert 0 <= pixels.min() < 0.1 < 0.9 < pixels.max() <= 1
@@ -112,7 +112,7 @@ def test_what_is_transparent_is_the_hole_of_inpainting(folder: Path) -> None:
         Control("", str(folder / "photo.png"), preprocess="inpaint").pixels((64, 64))
 
 
-def test_the_size_follows_the_picture(folder: Path) -> None:
+def test_the_size_follows_the_image(folder: Path) -> None:
     Image.new("RGB", (600, 400)).save(folder / "wide.png")
     assert natural_size(Control("a", folder / "wide.png"), 512) == (768, 512)
 
@@ -291,7 +291,7 @@ def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-def test_inductor_compiles_a_steered_step(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inductor_compiles_a_step_with_controls(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     compiled = replace(pipe, step=CompiledStep("step", pipe.unet, "inductor"))
     torch.testing.assert_close(run(compiled, [spec(folder)]), run(pipe, [spec(folder)]), rtol=1e-3, atol=1e-3)
@@ -302,7 +302,7 @@ def test_inductor_compiles_a_steered_step(pipe: Pipeline, folder: Path, caplog: 
 # ---- what does not fit ----------------------------------------------------------------------------------------------
 
 
-def test_files_that_are_no_control_or_for_another_unet_are_refused(
+def test_files_without_a_control_or_for_another_unet_are_refused(
     pipe: Pipeline, folder: Path, small_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="holds no ControlNet and no T2I-Adapter, only unet, vae, text_encoder"):

@@ -1,4 +1,4 @@
-"""The compiled step: what torch.compile is promised of it, on a UNet with every kind of layer, and the bundled one's.
+"""The compiled step: how many graphs it needs, on a UNet with every kind of layer, and on the bundled one.
 
 With fixed shapes: one graph for every row of every sampler, step count, eta, spacing and guidance scale.  Turning
 guidance, rescale or thresholding on is another graph each, since the code differs.

@@ -1,4 +1,4 @@
-"""Samplers and spacings of one's own: registered as a user would, they work like the built-in ones."""
+"""User-defined samplers and spacings: registered as a user would, they work like the built-in ones."""
 
 import functools
 import textwrap
@@ -189,7 +189,7 @@ def quadratic(schedule: Schedule, steps: int) -> list[Level]:
     return [*(schedule.between(float(t)) for t in ts), CLEAN]
 
 
-def test_a_spacing_of_ones_own() -> None:
+def test_a_spacing_of_your_own() -> None:
     wanted = [level.t for level in quadratic(SD, 7)[:-1]]
     assert make_plan("heun", SD, 7, spacing=quadratic).t[::2].tolist() == wanted
     with pytest.raises(ValueError, match="unknown spacing 'quadratic': wanted one of leading"):
@@ -227,7 +227,7 @@ def sample(pipe: Pipeline, sampler: str, **options: Any) -> tuple[np.ndarray[Any
     return np.asarray(result.image), result.parameters
 
 
-def test_images_with_a_sampler_of_ones_own(bundled: Pipeline) -> None:
+def test_images_with_a_sampler_of_your_own(bundled: Pipeline) -> None:
     register(half_step, label="Half Step")
     SAMPLERS["mine"] = half_step
     SPACINGS["quadratic"] = quadratic

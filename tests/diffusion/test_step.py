@@ -1,4 +1,4 @@
-"""The step, in float32: against textbook loops of each sampler, the goldens, and what it promises about guidance."""
+"""The step, in float32: against textbook loops of each sampler, the goldens, and its guidance."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -5,8 +5,8 @@
     git clone https://github.com/TencentARC/T2I-Adapter && git -C T2I-Adapter worktree add ../T2I-Adapter-SD origin/SD
     PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_control_goldens.py --originals .
 
-The networks are the originals' own classes, filled with toy.fill's weights, in float32; modules that importing them
-needs, but what is used of them does not, are replaced by empty ones.
+The networks are the originals' own classes, filled with toy.fill's weights, in float32; modules needed only for
+importing them are replaced by empty ones.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def diffusers_control() -> dict[int, Tensor]:
 
 
 def steered() -> Arrays:
-    """Ten guided steps on the small Stable Diffusion 1 by diffusers, steered by OpenCV's edges of a picture."""
+    """Ten guided steps on the small Stable Diffusion 1 by diffusers, steered by OpenCV's edges of an image."""
     weights = {f"control_model.{key}": value for key, value in toy.control(SMALL.unet).items()}
     config: dict[str, Any] = {
         "block_out_channels": (32, 64),

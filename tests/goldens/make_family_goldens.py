@@ -5,7 +5,7 @@
 
 The checkpoints are random_checkpoint.small's, in the original layout, renamed by diffusers' own converters; the
 tokenizers are transformers'; 4 steps of DDIM from toy.normal's noise, in float32.  What is stored: the embeddings of
-PROMPT, the last latents, and every fourth pixel of the picture.
+PROMPT, the last latents, and every fourth pixel of the image.
 """
 
 import copy
@@ -138,7 +138,7 @@ def depth(tokenizer: transformers.CLIPTokenizer) -> Arrays:
 
 
 def sdxl(first: transformers.CLIPTokenizer, second: transformers.CLIPTokenizer) -> Arrays:
-    """Without a negative prompt, with an empty one, with sizes; handed over to the refiner, from a picture too."""
+    """Without a negative prompt, with an empty one, with sizes; handed over to the refiner, from an image too."""
     family, refiner = small("sdxl_base"), small("sdxl_refiner")
     weights, refining = dict(state_dict(family)), dict(state_dict(refiner))
     base = sdxl_pipeline(family, weights, first, second)

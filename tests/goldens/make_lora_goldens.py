@@ -1,4 +1,4 @@
-"""Make tests/data/lora.npz: what kohya's and diffusers' own code make of a LoRA file.
+"""Make tests/data/lora.npz: results of kohya's and diffusers' own code for a LoRA file.
 
     pip install diffusers transformers peft
     git clone https://github.com/kohya-ss/sd-scripts

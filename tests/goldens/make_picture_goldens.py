@@ -1,4 +1,4 @@
-"""Make tests/data/pictures.npz: what diffusers' pipelines and the original img2img script make of a picture.
+"""Make tests/data/pictures.npz: results of diffusers' pipelines and the original img2img script for an image.
 
     pip install diffusers transformers einops omegaconf
     git clone https://github.com/CompVis/stable-diffusion

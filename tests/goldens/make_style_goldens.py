@@ -1,10 +1,10 @@
-"""Make tests/data/style.npz: what T2I-Adapter's style network and its original's sampler make of a picture.
+"""Make tests/data/style.npz: results of T2I-Adapter's style network and the original's sampler for an image.
 
     pip install diffusers transformers
     git clone -b SD https://github.com/TencentARC/T2I-Adapter
     PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_style_goldens.py --original T2I-Adapter
 
-The image encoder is transformers' CLIPVisionModel, its picture prepared by CLIPImageProcessor; the adapter and the
+The image encoder is transformers' CLIPVisionModel, its image prepared by CLIPImageProcessor; the adapter and the
 sampler are the original's, the UNet diffusers', all with toy's weights, in float32; nothing of it is copied.
 """
 
@@ -31,7 +31,7 @@ STEPS, SCALE, WEIGHT, END = 4, 5.0, 0.8, 0.5
 
 
 def seen() -> Tensor:
-    """The hidden states (1,17,128) of the picture's patches."""
+    """The hidden states (1,17,128) of the image's patches."""
     size = {"height": toy.VISION.size, "width": toy.VISION.size}
     processor = CLIPImageProcessorPil(size={"shortest_edge": toy.VISION.size}, crop_size=size)
     spec = toy.VISION

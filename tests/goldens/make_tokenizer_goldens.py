@@ -1,4 +1,4 @@
-"""Make tests/data/tokenizer.json: what transformers' CLIPTokenizer makes of texts that are hard to tokenize.
+"""Make tests/data/tokenizer.json: ids by transformers' CLIPTokenizer of texts that are hard to tokenize.
 
 Each case is a pattern and how often it is repeated, its ids (start, at most 75 tokens, end; no padding), and how many
 ids there would be without truncation. Every character is of Unicode 8 or older, so that the ids do not depend on how

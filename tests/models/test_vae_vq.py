@@ -68,7 +68,7 @@ def test_codes_are_told_apart_in_half_precision() -> None:
     assert quantize(z).dtype == torch.bfloat16
 
 
-def test_a_picture_has_one_latent() -> None:
+def test_an_image_has_one_latent() -> None:
     network = toy.fill(VQModel(toy.VQ_F16))
     x = toy.normal(7, 1, 3, 8, 8)
     mean, deviation = network.distribution(x)

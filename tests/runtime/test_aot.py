@@ -1,6 +1,6 @@
-"""A network compiled ahead of time runs on its own weights, and only what it was compiled for.
+"""A network compiled ahead of time runs on its own weights, and only for its compiled shapes.
 
-The compiler itself takes long: only the slow test runs it, and the others have a stand-in for what it makes.
+The compiler is slow: only the slow test runs it; the others use a stand-in for its output.
 """
 
 import copy
@@ -103,7 +103,7 @@ def test_a_copy_runs_the_package_on_its_own_weights(tmp_path: Path, monkeypatch:
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler: ahead-of-time compilation needs one"
 )
-def test_compiled_in_earnest(tmp_path: Path) -> None:
+def test_real_compilation(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "tiny.pt2"
     aot.export(network(), [tuple(each.contiguous() for each in inputs(batch)) for batch in (2, 4)], path)
     assert [each.name for each in path.parent.iterdir()] == ["tiny.pt2"]
@@ -152,15 +152,15 @@ def test_a_package_of_another_network_is_one_line(package: Path, monkeypatch: py
 def test_a_file_that_is_no_package_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.pt2"
     path.write_bytes(b"no zip")
-    with pytest.raises(ValueError, match=r"is no package of ldm_lite.export"):
+    with pytest.raises(ValueError, match=r"is not a package of ldm_lite.export"):
         aot.use(network(), path)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a", "b")
-    with pytest.raises(ValueError, match=r"is no package of ldm_lite.export"):
+    with pytest.raises(ValueError, match=r"is not a package of ldm_lite.export"):
         aot.use(network(), path)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x/data/aotinductor/model0/a.so", "no library")
-    with pytest.raises(ValueError, match=r"is no package of ldm_lite.export"):
+    with pytest.raises(ValueError, match=r"is not a package of ldm_lite.export"):
         aot.use(network(), path)
     with zipfile.ZipFile(path, "a") as file:
         file.writestr("x/data/aotinductor/model0/a_metadata.json", "{}")

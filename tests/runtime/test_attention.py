@@ -126,7 +126,7 @@ def test_two_networks_have_two_backends(unet: nn.Module) -> None:
     assert {layer.attention for layer in layers(unet).values()} != {layer.attention for layer in layers(other).values()}
 
 
-def test_what_is_not_available_is_said_in_one_line(unet: nn.Module) -> None:
+def test_an_unavailable_backend_is_one_line(unet: nn.Module) -> None:
     before = [layer.attention for layer in layers(unet).values()]
     for name in sorted(set(names()) - set(available(CPU, torch.float32))):
         with pytest.raises(ValueError, match=rf"^attention '{name}' is not available on cpu in fp32.*take one of sdpa"):

@@ -1,4 +1,4 @@
-"""Compilation tiers: one graph for everything that a job can vary, and plain steps where it fails."""
+"""Compilation tiers: one graph for everything that a job can vary, and plain steps if compilation fails."""
 
 import contextlib
 import gc
@@ -107,7 +107,7 @@ VARIED = [
     arguments(2, 3, 12, 8, tokens=10),
     arguments(3, 4, 20, 28, sampler="plms"),
 ]
-EIGHTS = [  # the sizes that pictures usually have
+EIGHTS = [  # the sizes that images usually have
     arguments(0, 2, 16, 16),
     arguments(1, 2, 16, 24, sampler="ddim"),
     arguments(2, 3, 40, 16, tokens=10),
@@ -165,7 +165,7 @@ def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
     [replace(PLAIN, vector_dim=24), pytest.param(SMALL.unet, marks=pytest.mark.slow)],
     ids=["plain", "unet"],
 )
-def test_a_steered_step_is_one_graph_for_weights_steps_and_pictures(spec: UNetSpec) -> None:
+def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UNetSpec) -> None:
     """Also over jobs, each of which has a network of its own around the same UNet."""
     shares = (2,) if spec.vector_dim else (1, 2)
     unet, nets = toy.fill(UNet(spec)), [toy.fill(ControlNet(spec), f"{i}.") for i in range(len(shares))]
@@ -420,7 +420,7 @@ def test_the_users_own_error_stays(tiny: nn.Module) -> None:
     assert torch.isfinite(step(tiny, *arguments(0, 2, 8, 8))).all()
 
 
-def test_break_even_is_said(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+def test_break_even_is_reported(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ldm_lite"):
         CompiledStep("step", tiny, "eager")(tiny, *arguments(0, 2, 8, 8))
     assert "compiled in " in caplog.text

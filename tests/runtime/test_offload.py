@@ -1,6 +1,6 @@
 """Offloading and quantisation: weights are on the device while they compute, and results are the same.
 
-What is copied to the device is a clone here, so that on a CPU too "on the device" and "at home" are different memory.
+Copies to the device are clones here, so that the device's and the stored weights differ in memory on a CPU too.
 """
 
 import contextlib

@@ -86,7 +86,7 @@ def test_networks_may_compute_in_dtypes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("tuning", [{}, {"storage": "int8"}, {"offload": "model"}], ids=str)
-def test_a_pipeline_of_two_dtypes_makes_pictures(tuning: dict[str, str]) -> None:
+def test_a_pipeline_of_two_dtypes_makes_images(tuning: dict[str, str]) -> None:
     pipe = ldm_lite.load(device="cpu", dtype="bf16,vae=fp32,text_encoder=fp32", **tuning)
     assert pipe.dtype == torch.bfloat16
     assert next(pipe.vae.parameters()).dtype == torch.float32

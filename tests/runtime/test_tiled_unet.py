@@ -43,6 +43,6 @@ def test_a_pointwise_network_is_the_same_in_tiles(size: tuple[int, int]) -> None
     assert set(tiles) == {(min(8, size[0]), min(8, size[1]))}
 
 
-def test_a_tile_too_small_is_said() -> None:
+def test_too_small_a_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="got a tile of 4, wanted 8 or more"):
         TiledUNet(Pointwise(), 4)

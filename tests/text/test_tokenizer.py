@@ -1,4 +1,4 @@
-"""CLIPTokenizer against transformers' (the goldens), and what it promises about padding, truncation and errors."""
+"""CLIPTokenizer against transformers' (the goldens), and its padding, truncation and errors."""
 
 import gzip
 import hashlib

@@ -263,7 +263,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
     [
         ([], "wanted either --data FOLDER or --renderer FILE.py"),
         (["--data", "DATA", "--renderer", "x.py"], "wanted either --data FOLDER or --renderer FILE.py"),
-        (["--data", "none"], "none: is no folder, wanted one with captioned images"),
+        (["--data", "none"], "none: is not a folder, wanted one with captioned images"),
         (["--data", "EMPTY"], "holds no images"),
         (["--data", "UNCAPTIONED"], "has no caption: wanted a.txt beside it"),
         (["--data", "BLANK"], "its caption is empty"),
@@ -274,7 +274,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
         (["--data", "LATIN"], "a.txt: is not UTF-8 text"),
         (["--renderer", "SYNTAX/r.py"], "r.py: cannot be imported: SyntaxError"),
         (["--renderer", "FAILS/r.py"], "the renderer fails at scene 0: KeyError: 0"),
-        (["--renderer", "none.py"], "is no Python file"),
+        (["--renderer", "none.py"], "is not a Python file"),
         (["--preset", "huge", "--data", "DATA"], "unknown preset 'huge': wanted one of emoji64"),
         (["--preset", "emoji64", "--data", "DATA"], "a new diffusion model needs an autoencoder"),
     ],

@@ -428,8 +428,8 @@ def test_options_without_a_refiner_or_embedding_are_one_line(
     files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        (["--refiner-start", "0.5"], "--refiner-start says where a refiner takes over: name it with --refiner FILE"),
-        (["--noise-level", "100"], "--noise-level is for the image that is followed: name it with --image-embedding"),
+        (["--refiner-start", "0.5"], "--refiner-start needs a refiner: give one with --refiner FILE"),
+        (["--noise-level", "100"], "--noise-level needs an image embedding: give one with --image-embedding"),
     ):
         assert command(tmp_path, files("sdxl_base"), *arguments) == 2
         assert message in capsys.readouterr().err
@@ -491,7 +491,7 @@ def test_an_image_embedding_is_read(
     assert np.array_equal(*images)
     np.save(tmp_path / "wrong.npy", np.zeros((1, 7)))
     for arguments, message in (
-        ([], r"reads an image's CLIP embedding (1, 24) beside the prompt: give one with --image-embedding FILE"),
+        ([], r"reads an image's CLIP embedding (1, 24) besides the prompt: give one with --image-embedding FILE"),
         (["--image_embedding", str(tmp_path / "wrong.npy")], "got an image embedding (1, 7) and noise level 0"),
     ):
         assert command(tmp_path, files("sd2_unclip_h"), *arguments) == 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ldm_lite.runtime.patching import kernel, patch
 
-LARGE = 256 * 256  # positions of a map above which it pays: below, the plain kernel's error is 1e-6 at most
+LARGE = 256 * 256  # positions of a map above which strips are used: below, the plain kernel's error is 1e-6 at most
 STRIP = 128 * 128  # positions of a strip at most: its error is 2e-7
 
 
@@ -48,7 +48,7 @@ def _forward(norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def use(network: nn.Module) -> None:
-    """Let the group norms of a network normalise large maps in strips."""
+    """Make the group norms of a network normalise large maps in strips."""
     for module in network.modules():
         if type(module) is nn.GroupNorm:
             patch(module, _forward)

@@ -104,7 +104,7 @@ def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def use(network: nn.Module) -> int:
-    """Let the 3x3 convolutions of a network run this way where it is faster.  Returns how many of them can."""
+    """Use Winograd for a network's 3x3 convolutions wherever it is faster.  Returns how many can use it."""
     found = [
         module
         for module in network.modules()
