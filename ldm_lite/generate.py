@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
-from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
+from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.unet import TextCache, UNet
@@ -145,6 +147,8 @@ def stream(
         for i, row in enumerate(table):
             step = int(plan.step[i])
             fresh = _sent(draw(), device) if draw is not None and plan.draws[i] else silence
+            if fresh.shape != x.shape:
+                raise ValueError(f"got noise of shape {tuple(fresh.shape)} from `draw`, wanted {tuple(x.shape)}")
             now = stages[-1 if step >= stages[-1].first_step else 0]
             if now is not stage:
                 phase.close()
@@ -256,6 +260,14 @@ def _check_all(
                 f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
                 f"{refiner.model.family.prediction}: the second cannot continue a run of the first"
             )
+    wanted = [
+        to_kept(model.schedule.prediction, "x0", Level(t, *level)) for t, level in zip(plan.t, plan.level, strict=True)
+    ]
+    if not np.allclose(plan.to_x0, wanted, equal_nan=True):
+        raise ValueError(
+            f"this plan is for another network: {model.name} predicts {model.schedule.prediction}; "
+            "make one with its own schedule"
+        )
     if draw is None and plan.draws.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
 

@@ -92,22 +92,42 @@ def _flatten(image: Image.Image, background: str) -> Image.Image:
 
 
 def to_image(value: Any) -> Image.Image:
-    """Convert an array (H,W), (H,W,3) or (H,W,4), uint8 or float in [0,1], or a tensor (3,H,W) in [-1,1].
+    """Convert an array (H,W), (H,W,3) or (H,W,4), uint8, uint16, bool or float in [0,1], or a tensor (3,H,W) in [-1,1].
 
-    A PIL image is returned as is.  Raises ValueError for anything else.
+    Values may lie slightly out of range, as resampling leaves them.  A PIL image is returned as is.  Raises ValueError
+    for anything else.
     """
+    if not isinstance(value, (Image.Image, Tensor, np.ndarray)):
+        raise ValueError(f"got {type(value).__name__} as an image, wanted a path, PIL, an array (H,W,3) or a tensor")
     if isinstance(value, Image.Image):
+        if 0 in value.size:
+            raise ValueError(f"got an image of {value.width} x {value.height} pixels, wanted one or more")
         return value
     if isinstance(value, Tensor):
         pixels = value[0] if value.ndim == 4 and len(value) == 1 else value
-        if pixels.ndim != 3 or len(pixels) != 3:
+        if pixels.ndim != 3 or len(pixels) != 3 or not pixels.numel():
             raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, wanted (3,H,W) in [-1,1]")
+        if not pixels.is_floating_point() or not pixels.abs().max() <= 2:
+            raise ValueError(
+                f"got a tensor of {value.dtype} from {pixels.min()} to {pixels.max()} as an image, wanted [-1,1]"
+            )
         return to_pil(pixels.detach().cpu())
-    if not isinstance(value, np.ndarray) or value.ndim not in (2, 3):
-        raise ValueError(f"got {type(value).__name__} as an image, wanted a path, PIL, an array (H,W,3) or a tensor")
-    if value.dtype.kind == "f":
-        value = (value * 255).round().clip(0, 255)
-    return Image.fromarray(value.astype(np.uint8))
+    return Image.fromarray(_to_bytes(value[:, :, 0] if value.ndim == 3 and value.shape[2] == 1 else value))
+
+
+def _to_bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
+    """An array of pixels in 8 bits.  Raises ValueError for one that is no image."""
+    if value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,), (4,)) or not value.size:
+        raise ValueError(f"got an array of shape {value.shape} as an image, wanted (H,W), (H,W,3) or (H,W,4)")
+    if value.dtype.kind not in "buif":
+        raise ValueError(f"got an array of {value.dtype} as an image, wanted uint8, or floats in [0,1]")
+    least, most = float(value.min()), float(value.max())
+    floats = value.dtype.kind == "f"
+    if not (-0.5 <= least <= most <= 1.5 if floats else 0 <= least <= most <= (65535 if value.dtype == "u2" else 255)):
+        wanted = "[0,1]" if floats else "0 to 255"
+        raise ValueError(f"got an array of {value.dtype} from {least:g} to {most:g} as an image, wanted {wanted}")
+    scale = 255 if floats or value.dtype.kind == "b" else 1 / 257 if value.dtype == "u2" else 1
+    return (value.astype(np.float64) * scale).round().clip(0, 255).astype(np.uint8)
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

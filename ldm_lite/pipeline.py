@@ -24,8 +24,8 @@ from ldm_lite.cli.task_options import (
     Txt2imgOptions,
     UpscaleOptions,
 )
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
+from ldm_lite.diffusion.guidance import Conditioning, as_conditioning
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import DenoisingState, Draw, SeededNoise
@@ -35,7 +35,7 @@ from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.batching import results, run
 from ldm_lite.tasks.image_inputs import open_source
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import Job, read_extra
 
 Options = TypeVar("Options")
 
@@ -63,7 +63,7 @@ def load(
             options[name] = os.fspath(options[name])
     place = {"device": None if device is None else str(device)}
     place["dtype"] = short_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    return load_model(_options(LoadOptions, "load", {"ckpt": source, **place, **options}), Pipeline)
+    return load_model(_options(LoadOptions, "load", _joined("load", {"ckpt": source, **place}, options)), Pipeline)
 
 
 class Pipeline(Model):
@@ -89,7 +89,7 @@ class Pipeline(Model):
 
         options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
         """
-        given = {"prompt": prompt, "init_img": image, **options}
+        given = _joined("img2img", {"prompt": prompt, "init_img": image}, options)
         return _outputs(*img2img.prepare(self, _options(Img2imgOptions, "img2img", given)), output)
 
     def inpaint(
@@ -105,7 +105,7 @@ class Pipeline(Model):
 
         options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as for txt2img.
         """
-        given = {"prompt": prompt, "init_img": image, "mask": mask, **options}
+        given = _joined("inpaint", {"prompt": prompt, "init_img": image, "mask": mask}, options)
         return _outputs(*inpaint.prepare(self, _options(InpaintOptions, "inpaint", given)), output)
 
     def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
@@ -113,7 +113,7 @@ class Pipeline(Model):
 
         options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as for txt2img.
         """
-        given = {"prompt": prompt, "init_img": image, **options}
+        given = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
         return _outputs(*upscale.prepare(self, _options(UpscaleOptions, "upscale", given)), output)
 
     def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[DenoisingState]:
@@ -122,9 +122,7 @@ class Pipeline(Model):
         decode() turns either into images.  Leaving the loop stops the job.
         """
         job, inputs = txt2img.prepare(self, _options(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
-        for event in run(job, inputs):
-            if isinstance(event, DenoisingState):
-                yield event
+        return (event for event in run(job, inputs) if isinstance(event, DenoisingState))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -136,10 +134,14 @@ class Pipeline(Model):
         names = {each.name for each in dataclasses.fields(ConditioningOptions)}
         extra = {name: value for name, value in options.items() if name in names}
         others = {name: value for name, value in options.items() if name not in names}
-        others["syntax"] = others.pop("prompt_syntax", "plain")
+        others = {"syntax": others.pop("prompt_syntax", "plain"), **others}
         made = _options(PromptOptions, "encode_prompt", {**others, "negative": negative})
-        made = dataclasses.replace(made, extra=ConditioningOptions(**extra))
-        return encode_prompts(self, [prompt] if isinstance(prompt, str) else prompt, made)
+        made = dataclasses.replace(made, extra=read_extra(ConditioningOptions(**extra)))
+        check_used([self], made.extra)
+        prompts = Txt2imgOptions(prompt=prompt).prompt
+        if not prompts and prompts != "":
+            raise ValueError("no prompt: give a text, or a list of one or more")
+        return encode_prompts(self, [prompts] if isinstance(prompts, str) else prompts, made)
 
     def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
         """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it, for one seed or B seeds."""
@@ -151,7 +153,10 @@ class Pipeline(Model):
         """Return a function that draws noise(...) first, then at each call the next noise of a stochastic sampler."""
         side = self.family.resolution
         shape = self.latent_shape(side if height is None else height, side if width is None else width)
-        return SeededNoise([seed] if isinstance(seed, int) else seed, shape)
+        seeds = Txt2imgOptions(seed=seed).seed
+        if not seeds and seeds != 0:
+            raise ValueError("no seed: give a whole number, or a list of one or more")
+        return SeededNoise([seeds] if isinstance(seeds, int) else seeds, shape)
 
     def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
         """Return a sampler's plan (default: the family's sampler); options are spacing=, eta=, churn= and last=."""
@@ -172,9 +177,12 @@ class Pipeline(Model):
         guidance is a scale, a function step -> scale, or a function (cond, uncond) -> output of the network's raw
         outputs (B,C,h,w).  draw supplies the noise of stochastic samplers: see noise_source.
         """
-        count = len(noise)
-        cond = cond.rows(slice(None), count)
-        uncond = None if uncond is None else uncond.rows(slice(None), count)
+        if not isinstance(noise, Tensor) or not isinstance(plan, Plan):
+            raise TypeError(f"got {type(noise).__name__} and {type(plan).__name__}, wanted noise, a tensor, and a Plan")
+        count, given, other = len(noise), as_conditioning(cond), as_conditioning(uncond)
+        if given is None:
+            raise TypeError("got None as conditioning, wanted what encode_prompt makes")
+        cond, uncond = given.rows(slice(None), count), None if other is None else other.rows(slice(None), count)
         return generate.denoise(self, noise, guided(self, cond, uncond, guidance), plan, draw=draw)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
@@ -189,6 +197,9 @@ class Pipeline(Model):
         images = image if isinstance(image, (list, tuple)) else [image]
         factor = self.vae.spec.factor
         pixels = [pad(to_pixels(open_source(each).image), factor) for each in images]
+        if len({each.shape for each in pixels}) != 1:
+            sizes = " and ".join(f"{each.shape[2]}x{each.shape[1]}" for each in pixels)
+            raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
         return generate.encode(self, torch.stack(pixels))[0]
 
     def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
@@ -198,7 +209,7 @@ class Pipeline(Model):
         all threads.
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
-        return lora.merge_lora(self.networks, [(opened, weight)], self.offloader)
+        return lora.merge_lora(self.networks, [(opened, float(weight))], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """Within the block, collect the UNet's attention maps (B,H,N,M) by layer name, one for each call.
@@ -224,6 +235,13 @@ def _options(kind: type[Options], function: str, given: Mapping[str, Any]) -> Op
             hint = f"did you mean {near[0]}? " if near else ""
             raise TypeError(f"{function}() has no argument {name!r}: {hint}it takes {', '.join(names)}")
     return kind(**given)
+
+
+def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments.  Raises TypeError for an option that is an argument of its own under another name."""
+    for name in named.keys() & options.keys():
+        raise TypeError(f"{function}() has no argument {name!r}: it is one of the first, given by position")
+    return {**named, **options}
 
 
 def _outputs(job: Job, inputs: Any, output: str) -> list[Any]:

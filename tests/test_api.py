@@ -1,5 +1,6 @@
 """The Python API: what goes in and comes out, its parts, and errors in Python's terms."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ldm_lite
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.control import loading
 from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.names import make_plan
 from ldm_lite.pipeline import Pipeline
 
 
@@ -149,6 +152,125 @@ def test_errors_name_the_argument_in_python_s_terms(pipe: Pipeline, options: dic
     with pytest.raises(ValueError, match=message) as error:
         pipe.txt2img(**{"prompt": "a cat", **options})  # type: ignore[arg-type]
     assert not re.search(r"(^|\s)--\w", str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": "2"}, "got `steps` '2', wanted a whole number"),
+        ({"steps": 2.5}, "got `steps` 2.5, wanted a whole number"),
+        ({"seed": None}, "got `seed` None, wanted a whole number or a list of them"),
+        ({"seed": [1.5]}, "got `seed` 1.5, wanted a whole number"),
+        ({"scale": "7"}, "got `scale` '7', wanted a number"),
+        ({"compat": "no"}, "got `compat` 'no', wanted True or False"),
+        ({"prompt": 5}, "got `prompt` 5, wanted a text or a list of them"),
+        ({"prompt": ["a", None]}, "got `prompt` None, wanted a text"),
+        ({"negative_prompt": ["a"]}, r"got `negative_prompt` \['a'\], wanted a text"),
+        ({"sampler": 3}, "got `sampler` 3, wanted a text"),
+        ({"control": 5}, "got int as `control`, wanted a Control or FILE:IMAGE"),
+        ({"plan": 5}, "got int as `plan`, wanted a Plan"),
+        ({"noise": np.zeros((1, 4, 8, 8))}, "got ndarray as `noise`, wanted a tensor"),
+        ({"cond": Conditioning()}, "wanted a Conditioning that holds something"),
+        ({"guidance": "7"}, "got `guidance` '7', wanted a number or a function"),
+    ],
+)
+def test_values_of_another_type_are_a_type_error(pipe: Pipeline, options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        pipe.txt2img(**{"prompt": "a cat", **options})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_and_torch_are_python_s(pipe: Pipeline) -> None:
+    one = pixels(pipe, "a cat", seed=3)[0]
+    for seed in (np.int64(3), torch.tensor(3), np.array([3]), range(3, 4)):
+        assert torch.equal(pixels(pipe, (text for text in ["a cat"]), seed=seed)[0], one)
+        assert torch.equal(pipe.noise(seed, 64, 64), pipe.noise([3], 64, 64))
+    assert pipe.encode_prompt(text for text in ["a cat", "a dog"]).context.shape[0] == 2  # type: ignore[arg-type, union-attr]
+
+
+def test_sizes_come_as_numbers_and_are_checked() -> None:
+    assert Txt2imgOptions(original_size=[64, 32]).original_size == (64, 32)  # type: ignore[arg-type]
+    for wrong in (3, (0, 64), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"got `original_size` .*, wanted HxW"):
+            Txt2imgOptions(original_size=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [lambda c, u: 3.0, lambda c, u: c[:, :1], lambda c, u: None])
+def test_a_guidance_function_must_keep_the_shape(pipe: Pipeline, wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"from the `guidance` function, wanted \(1, 4, 8, 8\)"):
+        pixels(pipe, "a cat", guidance=wrong)
+
+
+def test_a_guidance_schedule_may_have_more_arguments_by_default(pipe: Pipeline) -> None:
+    late = pixels(pipe, "a cat", guidance=lambda step, scale=3.0: scale)
+    assert torch.equal(late[0], pixels(pipe, "a cat", guidance=3.0)[0])
+    cond = pipe.encode_prompt("a cat")
+    with pytest.raises(ValueError, match="got a `guidance` function, but no conditioning of the negative prompt"):
+        pipe.denoise(pipe.noise(), cond, None, pipe.plan("ddim", 1), guidance=lambda cond, uncond: cond)
+
+
+def test_a_plan_of_another_network_or_beside_a_sampler_is_refused(pipe: Pipeline) -> None:
+    assert pipe.family.prediction == "eps"
+    other = make_plan("ddim", dataclasses.replace(pipe.schedule, prediction="v"), 2)
+    with pytest.raises(ValueError, match=r"this plan is for another network: .* predicts eps"):
+        pipe.txt2img("a cat", plan=other)
+    with pytest.raises(ValueError, match="got `plan` and `steps`, which it replaces"):
+        pipe.txt2img("a cat", plan=pipe.plan("ddim", 2), steps=3)
+
+
+def test_parts_that_do_not_fit_are_errors_of_one_line(pipe: Pipeline) -> None:
+    cond, uncond, plan = pipe.encode_prompt(["a cat", "a dog"]), pipe.encode_prompt(""), pipe.plan("euler_a", 2)
+    noise = pipe.noise([1, 2, 3])
+    with pytest.raises(ValueError, match=r"got conditioning of shape \(2, .* for 3 images, wanted 1 or 3"):
+        pipe.denoise(noise, cond, uncond, plan)
+    with pytest.raises(ValueError, match=r"got noise of shape .* from `draw`, wanted"):
+        pipe.denoise(noise[:2], cond, uncond, plan, draw=lambda: noise)
+    with pytest.raises(ValueError, match="got images of 64x64 and 64x32 pixels, wanted one or more of one size"):
+        pipe.encode([toy.photo(), toy.photo()[:32]])
+    with pytest.raises(ValueError, match="no prompt: give a text"):
+        pipe.encode_prompt([])
+    with pytest.raises(ValueError, match="does not use: leave out `original_size`"):
+        pipe.encode_prompt("a cat", original_size=(64, 64))
+    with pytest.raises(TypeError, match="got attention 3, wanted a name or a function"):
+        pipe.use_attention(3)  # type: ignore[arg-type]
+
+
+def test_a_stream_of_wrong_options_fails_at_once(pipe: Pipeline) -> None:
+    with pytest.raises(ValueError, match="got `steps` 0"):
+        pipe.stream("a cat", steps=0)
+
+
+def test_masks_may_be_bool(pipe: Pipeline) -> None:
+    mask = np.arange(64)[:, None].repeat(64, 1) < 32
+    made = [pipe.inpaint("a cat", toy.photo(), kind, steps=1, output="tensor")[0] for kind in (mask, mask * 1.0)]
+    assert torch.equal(*made)
+
+
+def test_a_control_says_all_of_itself() -> None:
+    control = ldm_lite.Control("net", toy.photo(), weight=0.8, end=0.7, guess=True)
+    assert str(control) == "net:image:0.8:0-0.7:guess"
+    for wrong in ({"weight": float("nan")}, {"start": "0"}, {"preprocess": "canny:.:."}):
+        with pytest.raises(ValueError, match="got `"):
+            ldm_lite.Control("net", "image", **wrong)  # type: ignore[arg-type]
+
+
+def test_options_are_checked_before_the_refiner_is_loaded(pipe: Pipeline) -> None:
+    with pytest.raises(ValueError, match="no prompt: give one"):
+        pipe.txt2img(refiner="no-such-file")
+
+
+def test_an_argument_is_not_given_twice(pipe: Pipeline) -> None:
+    with pytest.raises(TypeError, match=r"img2img\(\) has no argument 'init_img': it is one of the first"):
+        pipe.img2img("a cat", toy.photo(), init_img=toy.photo())
+
+
+def test_load_refuses_what_it_cannot_use(small_path: Path) -> None:
+    for options in ({"dtype": 16}, {"lora": [("a", 0.5)]}, {"attention": 3}, {"zero_snr": "no"}):
+        with pytest.raises(TypeError, match="got `"):
+            ldm_lite.load(small_path, device="cpu", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got matmul precision 'low'"):
+        ldm_lite.load(small_path, device="cpu", matmul_precision="low")
+    with pytest.raises(FileNotFoundError, match="none"):
+        ldm_lite.load(small_path, device="cpu", lora=Path("none.safetensors"))
 
 
 def test_an_unknown_argument_is_named_with_the_nearest(pipe: Pipeline) -> None:

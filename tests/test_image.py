@@ -18,6 +18,7 @@ from ldm_lite.image import (
     read_image,
     resize,
     to_array,
+    to_image,
     to_mask,
     to_pixels,
     to_rgb,
@@ -189,3 +190,33 @@ def test_whatever_a_damaged_file_raises_is_one_line(tmp_path: Path, error: Excep
     Image.new("RGB", (1, 1)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=r"a\.png: is not an image that can be read \((x|MemoryError)\)"):
         read_image(tmp_path / "a.png", convert)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.full((8, 8, 3), 128.0),
+        np.full((8, 8, 3), -0.9),
+        np.full((8, 8, 3), np.nan),
+        np.full((8, 8, 3), -3),
+        np.full((8, 8, 3), 256),
+        np.zeros((3, 8, 8), np.uint8),
+        np.zeros((8, 8, 2), np.uint8),
+        np.zeros((0, 8, 3), np.uint8),
+        np.zeros((8, 8), object),
+        torch.zeros(3, 8, 8, dtype=torch.uint8),
+        torch.full((3, 8, 8), 128.0),
+        torch.full((3, 8, 8), torch.nan),
+        Image.new("RGB", (0, 8)),
+    ],
+)
+def test_arrays_and_tensors_that_are_no_images_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"as an image, wanted|got an image of 0 x 8 pixels"):
+        to_image(value)
+
+
+def test_arrays_of_other_types_are_scaled() -> None:
+    values = np.array([[0, 255], [128, 64]], np.uint8)
+    for same in (values.astype(np.uint16) * 257, values[:, :, None], values.astype(np.int64), values / 255):
+        assert np.array_equal(np.asarray(to_image(same)), values)
+    assert np.array_equal(np.asarray(to_image(values > 100)), 255 * (values > 100))

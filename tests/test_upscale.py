@@ -154,3 +154,12 @@ def test_bad_input_is_one_line(
     assert main(["--ckpt", str(paths["x4"]), *given, "--device", "cpu", "--out", str(tmp_path)]) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert message in last
+
+
+def test_one_prompt_and_a_noise_level_that_the_network_knows(pipes: dict[str, Pipeline]) -> None:
+    levels = pipes["x4"].unet.spec.num_classes
+    assert levels is not None
+    with pytest.raises(ValueError, match=f"got `noise_level` {levels}, wanted 0 to {levels - 1}"):
+        pipes["x4"].upscale(picture(), noise_level=levels)
+    with pytest.raises(ValueError, match="upscale takes one prompt for all images"):
+        pipes["x4"].upscale(picture(), ["a cat", "a dog"])  # type: ignore[arg-type]

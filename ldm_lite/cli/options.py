@@ -6,6 +6,9 @@ Nothing here imports torch, so `--help` is instant.
 
 import dataclasses
 import math
+import operator
+import os
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +28,7 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     within: tuple[float, float] | None = None,
-    parse: Callable[[str, str], Any] | None = None,
+    parse: Callable[[str, Any], Any] | None = None,
     png: str | None = None,
     used_by: tuple[str, ...] | None = None,
 ) -> Any:
@@ -48,22 +51,55 @@ def argument(help: str) -> Any:
 
 @dataclass(frozen=True)
 class CheckedOptions:
-    """Options that raise ValueError for a number out of range, or text that does not parse."""
+    """Options that raise ValueError for a number out of range, or text that does not parse.
+
+    They raise TypeError for a value of another type; numbers of numpy and torch become Python's.
+    """
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             value, within, parse = getattr(self, each.name), each.metadata["within"], each.metadata["parse"]
-            if isinstance(value, str) and parse is not None:
-                object.__setattr__(self, each.name, parse(each.name, value))
+            if value is not None and parse is not None:
+                value = parse(each.name, value)
             elif isinstance(each.default, tuple) and not isinstance(value, tuple):
-                object.__setattr__(self, each.name, _as_tuple(value))
-            for number in (value if isinstance(value, (list, tuple)) else [value]) if within is not None else ():
+                value = _as_tuple(value)
+            if value is not None or each.type in _WORDS:
+                value = _typed(each.name, value, typing.get_args(each.type) or (each.type,))
+            object.__setattr__(self, each.name, value)
+            for number in (value if isinstance(value, tuple) else [value]) if within is not None else ():
                 _check_range(each.name, number, within)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     """Convert one item, or a list, for an option that may be repeated."""
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
+    """An option's value as one of the types in its declaration.  Raises TypeError if it is none of them."""
+    kind = next((each for each in _WORDS if each in kinds), None)
+    if kind is None:
+        return value
+    several = ... in kinds or any(typing.get_origin(each) is Sequence for each in kinds)
+    single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
+    if several and not single:
+        return tuple(_typed(name, each, (kind,)) for each in value)
+    try:
+        if kind is int:
+            return operator.index(value)
+        if kind is float and not isinstance(value, (int, str)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    else:
+        # A text may be a path; an attention or a spacing may be a function of your own.
+        text = kind is str and (isinstance(value, (str, os.PathLike)) or callable(value))
+        if text or (kind is bool and value in (True, False)) or (kind is float and isinstance(value, int)):
+            return os.fspath(value) if isinstance(value, os.PathLike) else value
+    raise TypeError(f"got `{name}` {value!r:.50}, wanted {_WORDS[kind]}" + " or a list of them" * several)
 
 
 def _check_range(name: str, value: Any, within: tuple[float, float]) -> None:
@@ -74,14 +110,15 @@ def _check_range(name: str, value: Any, within: tuple[float, float]) -> None:
     raise ValueError(f"got `{name}` {value}, wanted {'a finite number' if within == FINITE else wanted}")
 
 
-def pair(name: str, text: str) -> tuple[int, int]:
-    """Parse two whole numbers: "HxW" for a size, "Y,X" for a position.  Raises ValueError for anything else."""
+def pair(name: str, value: Any) -> tuple[int, int]:
+    """Parse two whole numbers, or their text: "HxW" or "Y,X".  Raises ValueError for anything else."""
     between, least = (",", 0) if name == "crop_top_left" else ("x", 1)
+    text = between.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     first, _, second = text.replace("X", "x").partition(between)
     numbers = [int(side) if side.strip().isdecimal() else -1 for side in (first, second)]
     if not least <= min(numbers) <= max(numbers) <= MOST_PX:
         wanted = "HxW, height first, 1024x768 for instance" if between == "x" else "Y,X, 0,128 for instance"
-        raise ValueError(f"got `{name}` {text!r}, wanted {wanted}")
+        raise ValueError(f"got `{name}` {value!r}, wanted {wanted}")
     return numbers[0], numbers[1]
 
 

@@ -1,5 +1,6 @@
 """Control: a ControlNet or T2I-Adapter with its image, from Python or as text from the command line."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from ldm_lite.control.canny import canny
 from ldm_lite.image import open_image, resize, to_image, to_rgb
 
 SYNTAX = "FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]"
+NUMBER = r"\d*\.?\d+"
 PREPROCESSORS = ("none", "canny", "inpaint")
 
 
@@ -44,12 +46,15 @@ class Control:
     )  # loaded networks, by UNet
 
     def __post_init__(self) -> None:
+        for name in ("weight", "start", "end"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not math.isfinite(value):
+                raise ValueError(f"got `{name}` {value!r}, wanted a finite number")
         if not 0 <= self.start < self.end <= 1:
             raise ValueError(
-                f"got control {str(self)!r} from {self.start:g} to {self.end:g}, wanted it to start before it ends, as "
-                "shares of the steps, 0 to 1"
+                f"got control {str(self)!r}, wanted it to start before it ends, as shares of the steps, 0 to 1"
             )
-        if not re.fullmatch(rf"{'|'.join(PREPROCESSORS)}|canny:[\d.]+:[\d.]+", self.preprocess):
+        if not re.fullmatch(rf"{'|'.join(PREPROCESSORS)}|canny:{NUMBER}:{NUMBER}", str(self.preprocess)):
             raise ValueError(
                 f"got `preprocess` {self.preprocess!r}, wanted {', '.join(PREPROCESSORS)} or canny:LOW:HIGH"
             )
@@ -57,7 +62,10 @@ class Control:
     def __str__(self) -> str:
         """The control as on the command line, without defaults."""
         image = os.fspath(self.image) if isinstance(self.image, (str, os.PathLike)) else "image"
-        return f"{os.fspath(self.source)}:{image}" + (f":{self.weight:g}" if self.weight != 1 else "")
+        text = f"{os.fspath(self.source)}:{image}" + (f":{self.weight:g}" if self.weight != 1 else "")
+        if (self.start, self.end) != (0, 1):
+            text += f":{self.start:g}-{self.end:g}"
+        return text + ":guess" * self.guess + ":pool" * self.pool
 
     def with_image(self, image: Any) -> "Control":
         """Return the same control for another image, sharing a loaded network."""
@@ -102,6 +110,9 @@ def parse(controls: Sequence[str | Control], preprocess: str | None = None) -> l
 
     Raises ValueError for other texts.
     """
+    for control in controls:
+        if not isinstance(control, (str, Control)):
+            raise TypeError(f"got {type(control).__name__} as `control`, wanted a Control or {SYNTAX}")
     texts = [control for control in controls if isinstance(control, str)]
     if preprocess is not None and not texts:
         raise ValueError("got `preprocess`, but no `control` whose image it is for")
@@ -114,7 +125,7 @@ def parse(controls: Sequence[str | Control], preprocess: str | None = None) -> l
 
 
 def _parse(text: str, preprocess: str) -> Control:
-    number, names = r"\d*\.?\d+", text
+    number, names = NUMBER, text
     options: dict[str, Any] = {}
     while ":" in names:
         rest, _, last = names.rpartition(":")

@@ -22,10 +22,26 @@ class Conditioning(NamedTuple):
     cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
 
     def rows(self, rows: slice, count: int) -> "Conditioning":
-        """Return some rows of a conditioning of `count` images, or of a single conditioning for all of them."""
+        """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
         parts = [self.context, self.y, self.concat]
+        for part in parts:
+            if part is not None and (part.ndim == 0 or len(part) not in (1, count)):
+                raise ValueError(
+                    f"got conditioning of shape {tuple(part.shape)} for {count} images, wanted 1 or {count}"
+                )
         chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
         return Conditioning(chosen[0], chosen[1], chosen[2])
+
+
+def as_conditioning(value: Any) -> Conditioning | None:
+    """Ready conditioning from the user: a Conditioning, or embeddings (N,T,D).  Raises TypeError for anything else."""
+    if value is None or (isinstance(value, Conditioning) and any(part is not None for part in value[:3])):
+        return value
+    if isinstance(value, Tensor):
+        return Conditioning(value)
+    raise TypeError(
+        f"got {type(value).__name__} as conditioning, wanted a Conditioning that holds something, or a tensor"
+    )
 
 
 Combine = Callable[[Tensor, Tensor], Tensor]  # the outputs (B,C,h,w) of cond and uncond -> the guided output
@@ -68,13 +84,19 @@ def classifier_free(
     """uncond + scale * (cond - uncond); no uncond, or scale 1, means no guidance, and half the work.
 
     guidance is the scale, a function step -> scale (steps count from 0), or a function (cond, uncond) -> output of the
-    network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in the original scripts' convention.
+    network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in the original scripts' convention.  Raises
+    TypeError for anything else, ValueError for a function without uncond.
     """
-    if uncond is None or guidance == 1:
-        return Branches((cond,), (1.0,))
     if not callable(guidance):
+        if isinstance(guidance, str):
+            raise TypeError(f"got `guidance` {guidance!r}, wanted a number or a function")
+        if uncond is None or guidance == 1:
+            return Branches((cond,), (1.0,))
         return Branches((uncond, cond), (1 - guidance, guidance))
-    if len(inspect.signature(guidance).parameters) >= 2:
+    if uncond is None:
+        raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
+    needed = [each for each in inspect.signature(guidance).parameters.values() if each.default is each.empty]
+    if len(needed) >= 2:
         return Branches((uncond, cond), (0.0, 1.0), combine=guidance)
     return Branches((uncond, cond), Scheduled(guidance))
 
@@ -121,7 +143,7 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
     """
     if guidance.weights is not None:
         outs = out.view(len(guidance.weights), *x.shape)  # (K, B, C, h, w)
-        out = mixed(outs, guidance.weights) if guidance.combine is None else guidance.combine(outs[1], outs[0])
+        out = mixed(outs, guidance.weights) if guidance.combine is None else _combined(guidance.combine, outs)
         if guidance.rescale is not None:
             out = rescaled(out, outs[-1], guidance.rescale)
     if guidance.percentile is None and guidance.kept is None:
@@ -134,6 +156,15 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
         latents, mask = guidance.kept
         x0 = mask * x0 + (1 - mask) * latents
     return (x0 - p * x) / q
+
+
+def _combined(combine: Combine, outs: Tensor) -> Tensor:
+    """What the user's function makes of the outputs (2,B,C,h,w).  Raises ValueError unless that is (B,C,h,w)."""
+    out: object = combine(outs[1], outs[0])
+    if not isinstance(out, Tensor) or out.shape != outs[0].shape:
+        got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"got {got} from the `guidance` function, wanted {tuple(outs[0].shape)} as it was given")
+    return out
 
 
 def mixed(outs: Tensor, weights: Tensor) -> Tensor:

@@ -170,6 +170,8 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
 
     Call it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
     """
+    if not isinstance(attention, str) and not callable(attention):
+        raise TypeError(f"got attention {attention!r}, wanted a name or a function of q, k and v")
     found = layers(network)
     if not found:
         raise ValueError(f"{type(network).__name__} has no attention layers")

@@ -49,6 +49,8 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if isinstance(name, str) and name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: wanted one of {', '.join(DTYPES)}")
     dtype = DTYPES[name] if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"got dtype {name!r}, wanted one of {', '.join(DTYPES)}")
     if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
         log.warning("bf16 is emulated on this CPU, and slower than fp32")
     return dtype
@@ -82,13 +84,18 @@ def _cpu_has(feature: str) -> bool:
     return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())  # bool() is False, for an older torch
 
 
+def check_matmul_precision(name: str) -> None:
+    """Raises ValueError for a name that is not one of set_matmul_precision's."""
+    if name not in ("highest", "high", "medium"):
+        raise ValueError(f"got matmul precision {name!r}, wanted highest (float32), high (TF32) or medium (bfloat16)")
+
+
 def set_matmul_precision(name: str) -> None:
     """Set the precision of float32 products on a GPU: "highest" (float32), "high" (TF32) or "medium" (bfloat16).
 
     It applies to the whole process.  Raises ValueError for another name.
     """
-    if name not in ("highest", "high", "medium"):
-        raise ValueError(f"got matmul precision {name!r}, wanted highest (float32), high (TF32) or medium (bfloat16)")
+    check_matmul_precision(name)
     torch.set_float32_matmul_precision(name)
     torch.backends.cudnn.allow_tf32 = name != "highest"
 

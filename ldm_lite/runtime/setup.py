@@ -16,7 +16,7 @@ from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.compile import Step, compiled_step
 from ldm_lite.runtime.cpu import group_norm, winograd
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.precision import set_matmul_precision
+from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
 from ldm_lite.runtime.tiling import tile
 
 log = logging.getLogger("ldm_lite")
@@ -42,6 +42,7 @@ def prepare(
         )
     if options.vae_tiling and "vae" in networks:
         tile(networks["vae"])
+    check_matmul_precision(options.matmul_precision or "highest")
     if device.type == "cuda":
         set_matmul_precision(options.matmul_precision or "highest")
     for role, network in networks.items():

@@ -1,6 +1,7 @@
 """Inpainting and outpainting, with inpainting models, which see the masked image, and with ordinary ones."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -133,7 +134,9 @@ def _resized(
     name, image = named
     mask = Image.new("L", image.size)
     if mask_source is not None:
-        given = open_mask(mask_source) if isinstance(mask_source, (str, Path)) else to_mask(to_image(mask_source))
+        given = (
+            open_mask(mask_source) if isinstance(mask_source, (str, os.PathLike)) else to_mask(to_image(mask_source))
+        )
         if abs(given.width / given.height * image.height / image.width - 1) > 0.01:
             raise ValueError(
                 f"{name} has {image.width} x {image.height} pixels, but its mask {given.width} x {given.height}: "

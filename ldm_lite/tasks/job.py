@@ -25,7 +25,7 @@ from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
 from ldm_lite.conditioning.textual_inversion import with_embeddings
 from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.guidance import Conditioning, as_conditioning
 from ldm_lite.diffusion.names import label, make_plan
 from ldm_lite.diffusion.names import resolve as resolve_sampler
 from ldm_lite.diffusion.plan import Plan
@@ -119,6 +119,7 @@ class Job:
 def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
     controls_of(options)
+    _check_arguments(options)
     if options.noise_level and options.image_embedding is None:
         raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
     if options.sampler is not None:
@@ -127,14 +128,28 @@ def check(options: Txt2imgOptions) -> None:
             raise ValueError(f"`compat` knows the samplers of the original script, ddim and plms, not {sampler}")
 
 
+def _check_arguments(options: Txt2imgOptions) -> None:
+    """Raises TypeError for objects of another kind than wanted, ValueError for those beside options they replace."""
+    if options.plan is not None:
+        if not isinstance(options.plan, Plan):
+            raise TypeError(f"got {type(options.plan).__name__} as `plan`, wanted a Plan, as Pipeline.plan makes it")
+        if replaced := [
+            name for name in ("sampler", "spacing", "steps", "eta", "churn") if getattr(options, name) is not None
+        ]:
+            raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
+    if options.noise is not None and not isinstance(options.noise, Tensor):
+        raise TypeError(f"got {type(options.noise).__name__} as `noise`, wanted a tensor (N,C,h,w)")
+    as_conditioning(options.cond)
+    as_conditioning(options.uncond)
+
+
 def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
     """Return the prompts of one repetition, empty ones if none is given.
 
     Raises ValueError for a file that is not a list of prompts, and, with a model, for a prompt missing that it needs.
     """
-    if options.cond is not None:
-        given = options.cond if isinstance(options.cond, Conditioning) else (options.cond,)
-        count = next(len(each) for each in given if each is not None)
+    if (cond := as_conditioning(options.cond)) is not None:
+        count = next(len(each) for each in cond if each is not None)
         return [options.prompt if isinstance(options.prompt, str) else ""] * count
     if options.from_file is None:
         if options.prompt is None:
@@ -224,22 +239,22 @@ def resolve(
     """
     if options.embedding:
         model = with_embeddings(model, options.embedding)
-    refiner = _refiner(model, options, plan, skipped)
-    extra = _extra(options)
-    check_used([model] if refiner is None else [model, refiner[0]], extra)
-    prompts = read_prompts(options, model)
+    prompts, extra = read_prompts(options, model), read_extra(options)
     if (options.depth is not None) != (model.family.task == "depth"):
         got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
         raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
+    seeds = _seeds(options, len(prompts) * options.repeats * num_images)
+    refiner = _refiner(model, options, plan, skipped)  # loads a checkpoint: after all that is quickly checked
+    check_used([model] if refiner is None else [model, refiner[0]], extra)
     scale = model.family.scale if options.scale is None else options.scale
     return Job(
         model=model,
         prompts=prompts,
         negative_prompt=options.negative_prompt,
-        cond=_conditioning(options.cond),
-        uncond=_conditioning(options.uncond),
+        cond=as_conditioning(options.cond),
+        uncond=as_conditioning(options.uncond),
         text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
-        seeds=_seeds(options, len(prompts) * options.repeats * num_images),
+        seeds=seeds,
         noise=options.noise,
         batch_size=options.images_at_a_time,
         repeats=options.repeats,
@@ -257,12 +272,9 @@ def resolve(
     )
 
 
-def _conditioning(value: Any) -> Conditioning | None:
-    """Convert the user's conditioning: a Conditioning, or embeddings (N,T,D)."""
-    return value if value is None or isinstance(value, Conditioning) else Conditioning(value)
-
-
 def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
+    if options.seed is None:
+        raise TypeError("got `seed` None, wanted a whole number or a list of them")
     if isinstance(options.seed, int):
         return Seeds(options.seed, None, options.fixed_code)
     seeds = tuple(options.seed)
@@ -303,7 +315,7 @@ def _controls(model: Model, options: Txt2imgOptions) -> list[LoadedControl]:
     return load_controls(model, controls, options.clip_vision) if controls or options.clip_vision else []
 
 
-def _extra(options: Txt2imgOptions) -> ConditioningOptions:
+def read_extra(options: ConditioningOptions) -> ConditioningOptions:
     """Return the further conditioning of some families, with its files read."""
     values = {each.name: getattr(options, each.name) for each in dataclasses.fields(ConditioningOptions)}
     if isinstance(values["image_embedding"], (str, os.PathLike)):
@@ -326,7 +338,7 @@ def _settings(
 ) -> dict[str, object]:
     """Return the settings of the whole job for the PNG's text."""
     scale = model.family.scale if options.scale is None else options.scale
-    scale = options.guidance if isinstance(options.guidance, (int, float)) else scale
+    scale = scale if options.guidance is None else options.guidance
     settings: dict[str, object] = {
         "Steps": 0 if plan is None else plan.num_steps,
         "Sampler": label(sampler_of(model, options)) if options.plan is None else "custom plan",

@@ -41,6 +41,9 @@ def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[ImageI
     """Return the job and its inputs, which are read one by one.  Raises ValueError as upscale does."""
     check(options)
     check_task(model, "upscale")
+    levels = model.family.unet.num_classes
+    if levels is not None and options.noise_level >= levels:
+        raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
     found, repeats = sources(options.init_img, "init_img"), options.images_at_a_time * options.repeats
     named = (image for image in map(open_source, found) for _ in range(repeats))
     return enlarge(model, options, named, len(found) * repeats)
@@ -67,6 +70,8 @@ def check(options: UpscaleOptions) -> None:
     check_job(dataclasses.replace(options, noise_level=0))  # for this task noise_level means the noise on the image
     if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
         raise ValueError("upscale has no `compat`, `from_file`, `fixed_code`, `control` or `refiner`: leave them out")
+    if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
+        raise ValueError("upscale takes one prompt for all images: give a text")
     if options.height is not None or options.width is not None:
         raise ValueError("the result is four times the image's size: leave out `height` and `width`")
 
