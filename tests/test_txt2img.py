@@ -50,7 +50,7 @@ COLOURS = {  # as scripts/render_emoji.py draws them
 def test_the_background_is_the_one_asked_for(bundled: Pipeline) -> None:
     """Of the twelve colours, the border's is nearest to the caption's."""
     for colour in COLOURS:
-        [result] = txt2img(bundled, Options(prompt=f"a cat on {colour}", steps=10))
+        [result] = txt2img(bundled, Options(prompt=f"a cat on {colour}", steps=8))
         distances = {name: np.abs(border(result.array) - value).sum() for name, value in COLOURS.items()}
         assert min(distances, key=distances.__getitem__) == colour
 

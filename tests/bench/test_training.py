@@ -14,6 +14,7 @@ SETTING = Setting(height=64, width=64, prompt="a", sampler="ddim", steps=3, n_it
 CELL = Cell(TRAIN, "fp32", 2)
 
 
+@pytest.mark.slow
 def test_all_configurations_have_the_losses_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ldm_lite.bench.measure.SAMPLE_S", 0.01)
     models = Models(random_checkpoint("small", SMALL), torch.device("cpu"))

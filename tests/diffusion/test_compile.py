@@ -68,6 +68,7 @@ def guidance(scale: float | None, rescale: float | None = None, percentile: floa
     return Guidance(*(None if value is None else torch.tensor(value) for value in (weights, rescale, percentile)))
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
