@@ -258,6 +258,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     "name", ["small", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED if name != "small")]

@@ -160,6 +160,7 @@ def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
     assert ["//" in text for text in shapes] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [replace(PLAIN, vector_dim=24), pytest.param(SMALL.unet, marks=pytest.mark.slow)],
