@@ -21,7 +21,7 @@ LAYERS = [
     {"__init__", "__main__"},
 ]
 # Within a layer.
-ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime")}
+ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 PRINTING = {"tasks.serve", "tasks.compare", "tasks.export", "train.__main__"}  # the main parts of commands
 COMMANDS = {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "__main__"}
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}

@@ -1,0 +1,79 @@
+"""Files that users name: regular ones of limited size are read, anything else is refused at once."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from ldm_lite.cli.files import open_file, read_bytes, read_text
+
+
+def test_a_regular_file_is_read_and_its_line_ends_are_made_plain(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    (tmp_path / "link").symlink_to("text")
+    for name in ("text", "link"):
+        assert read_text(tmp_path / name) == "one\ntwo\nthree\n"
+        assert read_bytes(tmp_path / name, 18) == (tmp_path / "text").read_bytes()
+    with open_file(str(tmp_path / "text")) as file:
+        assert file.read(3) == b"\xef\xbb\xbf"
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / "socket"))
+    (tmp_path / "link").symlink_to("pipe")
+    for path, kind in ((tmp_path, "folder"), (tmp_path / "pipe", "pipe"), (tmp_path / "link", "pipe")):
+        with pytest.raises(ValueError, match=f"is a {kind}, wanted a regular file"):
+            open_file(path)
+    for name, kind in (("/dev/zero", "device"), ("/dev/urandom", "device"), (str(tmp_path / "socket"), "socket")):
+        with pytest.raises(ValueError, match=f"{name}: is a {kind}, wanted a regular file"):
+            read_text(name)
+    server.close()
+
+
+def test_a_pipe_that_replaces_the_file_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe")
+    status = os.stat(tmp_path / "file")
+    monkeypatch.setattr("os.stat", lambda path: status)
+    raised: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            open_file(tmp_path / "pipe")
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert [str(error) for error in raised] == [f"{tmp_path / 'pipe'}: is a pipe, wanted a regular file"]
+
+
+def test_sizes_encodings_and_names(tmp_path: Path) -> None:
+    (tmp_path / "ten").write_bytes(bytes(10))
+    assert len(read_bytes(tmp_path / "ten", 10)) == 10
+    with pytest.raises(ValueError, match="ten: is too large, wanted at most 9 bytes"):
+        read_bytes(tmp_path / "ten", 9)
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(ValueError, match="sparse: is too large, wanted at most 16 MiB"):
+        read_text(tmp_path / "sparse")
+    (tmp_path / "latin").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin: is not text in UTF-8 \(unexpected end of data at byte 3\)"):
+        read_text(tmp_path / "latin")
+    for name in ("a\0b", "a\ud800b"):
+        with pytest.raises(ValueError, match=r"^'a.*b': is not a name that a file can have"):
+            open_file(name)
+    with pytest.raises(FileNotFoundError):
+        open_file(tmp_path / "absent")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux only")
+def test_a_file_whose_size_is_not_known_is_read_up_to_the_limit() -> None:
+    assert os.stat("/proc/self/maps").st_size == 0
+    with pytest.raises(ValueError, match="is too large"):
+        read_bytes("/proc/self/maps", 100)
