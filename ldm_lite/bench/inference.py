@@ -69,8 +69,8 @@ class _Step(_OurJob):
     def _once(self) -> Tensor:
         """Return the guided prediction of one step, recovered from its latents."""
         plan, latents = self._steps(1, CHECK_SCALE)
-        if getattr(self.model.step, "failed", False):
-            raise ValueError("could not be compiled")
+        if (failure := getattr(self.model.step, "failure", None)) is not None:
+            raise ValueError(f"could not be compiled: {failure}")
         x = self.given.noise.to(latents) * plan.initial
         return (latents - float(plan.mix[0, 0] @ X) * x) / float(plan.mix[0, 0] @ H)
 

@@ -1,6 +1,7 @@
 """Compilation tiers: one graph for everything that a job can vary, and plain steps if compilation fails."""
 
 import contextlib
+import copy
 import gc
 import itertools
 import logging
@@ -200,6 +201,7 @@ class Replayed:
 
 def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Replayed] = []
+    Pretended(monkeypatch)
 
     def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tiers._Captured:
         static = tiers._map(args, lambda x: x.clone())
@@ -266,20 +268,30 @@ def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None
 
 
 class Pretended:
-    """What a capture asks of CUDA: streams, and graphs that say which pool they share."""
+    """What a capture asks of CUDA: streams, events, workspaces, and graphs that say which pool they share."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = self.outside = SimpleNamespace(wait_stream=lambda other: None)
+        self.log: list[str] = []  # what happened, in order
+        self.current = self.outside = self.Stream("outside")
         self.pools: list[Any] = []
-        for name in ("CUDAGraph", "current_stream", "stream", "graph", "Stream"):
+        self.made = 0
+        for name in ("CUDAGraph", "current_stream", "stream", "graph", "Stream", "Event"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: self.log.append("clear"), raising=False)
 
     def CUDAGraph(self) -> Any:
         number = len(self.pools)
         return SimpleNamespace(pool=lambda: self.pools[number] or f"pool {number}", replay=lambda: None)
 
-    def Stream(self) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: None)
+    def Stream(self, name: str = "") -> Any:
+        return SimpleNamespace(
+            wait_stream=lambda other: None, wait_event=lambda event: self.log.append(f"{name} waits for {event.name}")
+        )
+
+    def Event(self) -> Any:
+        self.made += 1
+        name = f"event {self.made}"
+        return SimpleNamespace(name=name, record=lambda: self.log.append(f"{name} recorded"))
 
     def current_stream(self) -> Any:
         return self.current
@@ -297,7 +309,39 @@ class Pretended:
         assert stream is self.current
         assert capture_error_mode == "thread_local"
         self.pools.append(pool)
+        self.log.append("capture")
         yield
+
+
+def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """Two threads compute on streams of their own, and share the buffers."""
+    cuda = Pretended(monkeypatch)
+    graphs = tiers._Graphs(denoise_step)
+    graphs(tiny, *VARIED[0])
+    cuda.current = cuda.Stream("another thread")
+    graphs(tiny, *VARIED[0])
+    assert cuda.log == [
+        *("clear", "capture", "clear"),  # the workspace of the matmuls belongs to the graph
+        *("outside waits for event 1", "event 1 recorded"),
+        *("another thread waits for event 1", "event 1 recorded"),
+    ]
+
+
+def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """A network that has moved to another device; meta stands for it."""
+    cuda, streams = Pretended(monkeypatch), []
+
+    def step(*args: Any) -> Tensor:
+        streams.append(cuda.current)
+        return denoise_step(*args)
+
+    graphs = tiers._Graphs(step)
+    graphs(tiny, *VARIED[0])
+    moved = copy.deepcopy(tiny).to("meta")
+    graphs(moved, *tiers._map(tuple(VARIED[0]), lambda x: x.to("meta")))
+    assert cuda.pools == [None, None]
+    assert streams[0] is not streams[-1]
+    assert [each.out.device.type for found in graphs._graphs.values() for each in found.values()] == ["cpu", "meta"]
 
 
 def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
