@@ -45,7 +45,7 @@ class Options(CheckedOptions):
     minutes: float = option(9.0, "stop after about this many minutes and keep the results so far", within=(0, MOST))
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))
     out: str = option("outputs/bench", "folder for results.json, results.md and results.png")
-    resume: bool = option(False, "keep the results in that folder and measure only what is missing")
+    resume: bool = option(False, "keep the results in that folder; measure the missing cells and configurations")
     debug: bool = option(False, "show the traceback of an error")
 
     @property

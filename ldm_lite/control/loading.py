@@ -117,7 +117,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
         _add_base(network, model)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
     if isinstance(network, ControlNet):
-        prepare_like(network, model.unet)
+        prepare_like(network, model.unet, model.device)
     if by_block:  # all weights of these networks are in blocks, so there is no phase to enter
         Offloader({"control": network}, model.device, offload="sequential", storage=None)
     pools = found.checkpoint.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder

@@ -165,10 +165,10 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
     return True
 
 
-def use(network: nn.Module, attention: str | AttentionFn) -> None:
+def use(network: nn.Module, attention: str | AttentionFn, device: torch.device | None = None) -> None:
     """Set the attention of every layer of a network: a registered name, "sliced:n", or a function of q, k and v.
 
-    Call it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
+    device is where the network computes, if its weights are elsewhere.  Call it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
     """
     if not isinstance(attention, str) and not callable(attention):
         raise TypeError(f"got attention {attention!r}, wanted a name or a function of q, k and v")
@@ -183,7 +183,9 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
         return
     first = next(network.parameters())
     functions = {
-        head_dim: resolve(attention, first.device, first.dtype, head_dim) if isinstance(attention, str) else attention
+        head_dim: resolve(attention, device or first.device, first.dtype, head_dim)
+        if isinstance(attention, str)
+        else attention
         for head_dim in {layer.head_dim for layer in found.values()}
     }
     for layer in found.values():
