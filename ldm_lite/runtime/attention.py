@@ -168,7 +168,8 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
 def use(network: nn.Module, attention: str | AttentionFn, device: torch.device | None = None) -> None:
     """Set the attention of every layer of a network: a registered name, "sliced:n", or a function of q, k and v.
 
-    device is where the network computes, if its weights are elsewhere.  Call it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
+    device is where the network computes, if its weights are elsewhere.  Call it before compilation.  Raises ValueError,
+    with nothing changed, if a layer cannot run it.
     """
     if not isinstance(attention, str) and not callable(attention):
         raise TypeError(f"got attention {attention!r}, wanted a name or a function of q, k and v")

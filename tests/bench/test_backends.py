@@ -68,7 +68,7 @@ def test_an_error_of_a_kernel_is_that_backends() -> None:
         return Load()
 
     backend = backends.InProcessBackend("a", torch.device("cpu"), fails)
-    with pytest.raises(Unavailable, match='^"baddbmm" not implemented$'):
+    with pytest.raises(Unavailable, match=r'^"baddbmm" not implemented$'):
         backend.first(replace(CELL, dtype="fp16"))
     backend.first(CELL)
     with pytest.raises(Unavailable, match="no kernel image") as caught:
