@@ -138,7 +138,7 @@ class RuntimeOptions(CheckedOptions):
     """How the networks run."""
 
     attention: str | None = option(
-        None, "attention kernel: sdpa (PyTorch chooses), flash, sliced:8, ...; an unknown name lists all"
+        None, "attention kernel: sdpa (PyTorch chooses), fastest, flash, sliced:8, ...; an unknown name lists all"
     )
     compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)", common=True)
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")

@@ -107,7 +107,7 @@ class CompiledStep:
         for _ in range(2):  # the first call warms the kernels up
             plain_s = _timed(denoise_step, device, model, *args)
         step = self._compiled(model)
-        step = _Graphs(step) if device.type == "cuda" else step
+        step = _Graphs(step, self._tier == "max") if device.type == "cuda" else step
         cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
         log.info("%s", _verdict(cold_s, plain_s, compiled_s))
         return step
@@ -269,8 +269,9 @@ class _Graphs:
     A graph reads the network's weights at their address, and is deleted with the network.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, step: Step, measured: bool = False) -> None:
+        """measured lets cuDNN time its convolutions before the capture, which keeps the fastest ones."""
+        self._step, self._measured = step, measured
         self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, _Captured]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
         self._streams: dict[torch.device, Any] = {}  # of all captures: only those on one stream can share memory
@@ -308,7 +309,8 @@ class _Graphs:
         captured = (each for graphs in self._graphs.values() for each in graphs.values())
         pool = next((each.graph.pool() for each in captured if each.out.device == device), None)
         stream.wait_stream(outside)
-        with torch.cuda.stream(stream):  # around the capture too, which does not restore the stream if it fails
+        choice = _measured_convolutions() if self._measured else contextlib.nullcontext()
+        with choice, torch.cuda.stream(stream):  # around the capture too, which does not restore the stream if it fails
             for _ in range(2):  # compilation and autotuning must not be captured
                 self._step(model, *static)
             # thread_local: other threads may allocate memory meanwhile.
@@ -319,6 +321,18 @@ class _Graphs:
                 out = self._step(model, *static)
         outside.wait_stream(stream)
         return _Captured(graph, static, out)
+
+
+@contextlib.contextmanager
+def _measured_convolutions() -> Iterator[None]:
+    """Let cuDNN measure all of its algorithms in this block."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark, cudnn.benchmark_limit = True, 0
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.benchmark_limit = before
 
 
 @contextlib.contextmanager

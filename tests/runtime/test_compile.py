@@ -327,6 +327,26 @@ def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.Mon
     ]
 
 
+def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """From the warm-up to the capture, and in no other tier."""
+    Pretended(monkeypatch)
+    kept = [10]  # this torch may lack cuDNN
+    monkeypatch.setattr(torch._C, "_cuda_get_cudnn_benchmark_limit", lambda: kept[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_set_cudnn_benchmark_limit", kept.append, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    seen: list[tuple[bool, bool]] = []
+
+    def step(*args: Any) -> Tensor:
+        seen.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic))
+        return denoise_step(*args)
+
+    for measured in (False, True):
+        tiers._Graphs(step, measured)(tiny, *VARIED[0])
+    assert seen == [(False, False)] * 3 + [(True, False)] * 3
+    assert not torch.backends.cudnn.benchmark
+    assert kept == [10, 0, 10], "all algorithms, in this block only"
+
+
 def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """A network that has moved to another device; meta stands for it."""
     cuda, streams = Pretended(monkeypatch), []
