@@ -330,10 +330,9 @@ def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.Mon
 def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """From the warm-up to the capture, and in no other tier."""
     Pretended(monkeypatch)
-    kept = [10]  # this torch may lack cuDNN
-    monkeypatch.setattr(torch._C, "_cuda_get_cudnn_benchmark_limit", lambda: kept[-1], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_set_cudnn_benchmark_limit", kept.append, raising=False)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    kept = [10]  # a torch without cuDNN keeps no limit
+    limit = property(lambda cudnn: kept[-1], lambda cudnn, value: kept.append(value))
+    monkeypatch.setattr(type(torch.backends.cudnn), "benchmark_limit", limit)
     seen: list[tuple[bool, bool]] = []
 
     def step(*args: Any) -> Tensor:
