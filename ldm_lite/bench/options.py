@@ -22,7 +22,8 @@ class Options(CheckedOptions):
     configs: str | None = option(
         None,
         "comma-separated configurations; the first is the baseline: original, original-efficient, math, efficient, "
-        "compiled, max; with --train vanilla, sdpa, channels_last, checkpointed, compiled (default: all)",
+        "compiled, compiled-sdpa, max; with --train vanilla, sdpa, channels_last, checkpointed, compiled "
+        "(default: all)",
     )
     peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino, each in its own process")
     sections: str = option("step,decode,text,image", "comma-separated: step, decode, text, image")
