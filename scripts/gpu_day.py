@@ -7,7 +7,8 @@
 
 Each stage is a process with a time limit, and leaves what it has when it is killed.  --out holds a folder and a log for
 each stage, state.json, results.json and results.md.  diffusers is a peer: without it the stages name it as missing.
-The last stage trains, and needs the emoji font.  --toy runs the same stages on a CPU in miniature, as a test.
+The last two train a model and
+evaluate it, and need the emoji font.  --toy runs the same stages on a CPU in miniature, as a test.
 """
 
 import argparse
@@ -24,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FONT = "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf"  # what the last stage draws its pictures with
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- gpu_day.py begins -->", "<!-- gpu_day.py ends -->"
 State = dict[str, dict[str, Any]]  # stage -> status, seconds, command
@@ -32,7 +32,7 @@ State = dict[str, dict[str, Any]]  # stage -> status, seconds, command
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, in which {dir} is the stage's own folder, and its arguments at toy size."""
+    """A command, in which {dir} is the stage's own folder and {out} that of all, and the same at toy size."""
 
     name: str
     title: str
@@ -50,7 +50,11 @@ def _bench(title: str, name: str, limit_s: float, arguments: str, toy: str, **en
 
 
 STEP = "--sections step --dtypes fp16"
-TRAIN = "-m ldm_lite.train --preset emoji128 --out {dir}/run --minutes 7 --steps 1000000"
+TRAIN = (  # with the bundled model's autoencoder, which takes any size
+    "-m ldm_lite.train --preset emoji128 --vae weights/emoji.safetensors --renderer scripts/render_emoji.py "
+    "--out {dir}/run --minutes 7"
+)
+EVALUATE = "scripts/evaluate_emoji.py --ckpt {out}/train/run/model.safetensors --out {dir}/pictures"
 STAGES = (
     Stage(
         "machine",
@@ -107,7 +111,7 @@ STAGES = (
     Stage(
         "memory",
         "The options that save memory",
-        240,
+        300,
         "-m ldm_lite.bench --memory --dtypes fp16 --steps 4",
         "-m ldm_lite.bench --memory --size bundled --device cpu --dtypes fp32 --steps 1 --threads 2",
     ),
@@ -123,8 +127,11 @@ STAGES = (
         "train",
         "Training the bundled model's size from scratch",
         600,
-        TRAIN,
-        f"{TRAIN} --device cpu --steps 2 --batch 2",
+        f"{TRAIN} --steps 20000 --save-every 2000 --scenes 100000 --workers 12",
+        f"{TRAIN} --steps 1 --batch 1 --scenes 2 --workers 0 --samples apple --device cpu",
+    ),
+    Stage(
+        "evaluate", "What it has learned", 300, f"{EVALUATE} --count 500", f"{EVALUATE} --count 2 --emoji 2 --steps 1"
     ),
 )
 
@@ -157,7 +164,7 @@ def run_stage(stage: Stage, out: Path, toy: bool) -> dict[str, Any]:
     """Run one stage in a session of its own, kill it at its limit, and return how it ended."""
     folder = out / stage.name
     folder.mkdir(exist_ok=True)
-    command = (stage.toy if toy else stage.command).format(dir=folder)
+    command = (stage.toy if toy else stage.command).format(dir=folder, out=out)
     environment = {
         key: value.format(device="cpu" if toy else "cuda") for key, value in (stage.environment or {}).items()
     }

@@ -89,9 +89,9 @@ def test_an_unknown_stage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_every_stage_runs_in_miniature(tmp_path: Path) -> None:
-    """Detached, followed to its end, and formatted; training needs the font."""
-    names = [each.name for each in STAGES if each.name != "train" or Path(gpu_day.FONT).exists()]
+def test_the_stages_run_in_miniature(tmp_path: Path) -> None:
+    """Detached, followed to their end, and formatted; those left out take minutes on a CPU."""
+    names = [each.name for each in STAGES if each.name not in ("memory", "tuned", "train", "evaluate")]
     out = tmp_path / "out"
     assert gpu_day.main(["run", "--toy", "--detach", "--out", str(out), "--only", ",".join(names)]) == 0
     assert gpu_day.main(["follow", "--seconds", "900", "--out", str(out)]) == 0
