@@ -7,8 +7,7 @@
 
 Each stage is a process with a time limit, and leaves what it has when it is killed.  --out holds a folder and a log for
 each stage, state.json, results.json and results.md.  diffusers is a peer: without it the stages name it as missing.
-The last two train a model and
-evaluate it, and need the emoji font.  --toy runs the same stages on a CPU in miniature, as a test.
+The last two train a model and evaluate it, and need the emoji font.  --toy runs the same stages on a CPU in miniature.
 """
 
 import argparse
