@@ -93,12 +93,11 @@ def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
 
 def _numbered(keys: Iterable[str]) -> dict[str, int]:
     """Count the numbered children of each module: "down_blocks" -> 4, "down_blocks.0.resnets" -> 2, ..."""
-    counts: dict[str, int] = {}
+    children: dict[str, set[str]] = {}
     for key in keys:
         for found in re.finditer(r"\.(\d+)(?=\.)", key):
-            parent = key[: found.start()]
-            counts[parent] = max(counts.get(parent, 0), int(found[1]) + 1)
-    return counts
+            children.setdefault(key[: found.start()], set()).add(found[1])
+    return {parent: len(numbers) for parent, numbers in children.items()}
 
 
 def _unet_keys(keys: Collection[str]) -> dict[str, str]:

@@ -48,12 +48,12 @@ def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
 
 
 def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
-    """Return an autoencoder's spec, from its shapes.  Raises ValueError if a tensor that each kind has is missing."""
+    """Return an autoencoder's spec, from its shapes.  Raises ValueError if they make no sense."""
     try:
         return infer_vae(component.shapes)
-    except KeyError as error:
-        path, key = component.checkpoint.path, error.args[0]
-        raise ValueError(f"{path}: holds an unknown kind of autoencoder: it has no {key}") from error
+    except ValueError as error:
+        path = component.checkpoint.path
+        raise ValueError(f"{path}: holds an unknown kind of autoencoder: {error}") from error
 
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:

@@ -104,9 +104,6 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
     try:
         with on_meta():
             network = _build(model, role, found.shapes)
-    except (KeyError, IndexError) as error:
-        reason = f"is missing: {error.args[0]}" if isinstance(error, KeyError) else "has another shape"
-        raise ValueError(f"{source}: a tensor that every such network has {reason}") from error
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     # A style adapter runs now and is freed.
@@ -129,7 +126,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
 def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter:
     """Build the network of a role for weights of these shapes.
 
-    Raises KeyError if one is missing, and ValueError if it is for UNets of another kind.
+    Raises ValueError if they make no sense, or are for UNets of another kind.
     """
     unet = model.family.unet
     if role == "adapter":
