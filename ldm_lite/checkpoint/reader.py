@@ -271,6 +271,15 @@ class _WithoutInit(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def errors_of(path: object) -> Iterator[None]:
+    """Put the path of a file before the message of a ValueError that reading sizes or building a network raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Build networks in this block on the meta device, without memory, for load_weights to fill."""
     with torch.device("meta"), _WithoutInit():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, attention, merge_heads, split_heads, timestep_embedding
-from ldm_lite.models.shapes import Shapes, size
+from ldm_lite.models.shapes import Shapes, multiple, size
 from ldm_lite.models.unet import ResBlock, UNetSpec
 
 
@@ -44,7 +44,7 @@ class IFSpec(UNetSpec):
         text_dim = size(shapes, "encoder_pooling.1.positional_embedding", 2)[1]
         known = {field.name: getattr(spec, field.name) for field in fields(UNetSpec)}
         known |= {"head_dim": 64, "context_dim": text_dim, "num_classes": 1000 if second else None}
-        return IFSpec(**known, pool_heads=text_dim // 64, super_resolution=second)
+        return IFSpec(**known, pool_heads=multiple(text_dim, 64, "the text's width"), super_resolution=second)
 
     @property
     def emb_channels(self) -> int:
