@@ -88,7 +88,7 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
 
 def _open_network(folder: Path) -> Checkpoint:
     """Open the weights in the folder of one network, in one file or in shards."""
-    found, index = _weights([path.name for path in folder.iterdir() if path.is_file()])
+    found, index = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
     if found is not None:
         checkpoint = open_checkpoint(folder / found)
     elif index is not None:
@@ -107,7 +107,7 @@ def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
     """Return the weights file and the index of shards among the file names of one network's folder."""
     found = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
     indices = sorted(
-        (name for name in names if re.fullmatch(r"[^/]*\.index[^/]*\.json", name)),
+        (name for name in names if re.fullmatch(r"[\w.-]*\.index[\w.-]*\.json", name)),
         key=lambda name: (".safetensors" not in name, name),
     )
     return next((name for name in found if name in names), None), next(iter(indices), None)
@@ -133,7 +133,12 @@ def _shards(index: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index}: has no weight_map, which names the files of all tensors: download it again")
     for name in shards.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+", name) or name in (".", ".."):
+        if (
+            not isinstance(name, str)
+            or not re.fullmatch(r"[^/\\:]+", name)
+            or name in (".", "..")
+            or not name.isprintable()
+        ):
             raise ValueError(f"{index}: names {name!r}, wanted names of files in the same folder")
     if len(set(shards.values())) > MOST_SHARDS:
         raise ValueError(f"{index}: names more than {MOST_SHARDS} files")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, size
 from ldm_lite.runtime.memory import MappedPages
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def _original_keys(shapes: Shapes, open_clip: bool | None) -> dict[str, str] | N
         return _vae_keys(shapes)
     norms = ("text_model.final_layer_norm.weight", "final_layer_norm.weight")
     norm = next((key for key in norms if key in shapes), None)
-    if norm is not None and (shapes[norm][0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
+    if norm is not None and (size(shapes, norm, 1)[0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
         return {key: _substitute(OPEN_CLIP, key) for key in shapes}
     return None
 
@@ -286,6 +286,8 @@ def _qkv_order(key: str) -> int:
 def _stored(name: str, keys: Sequence[str], shapes: Shapes) -> StoredTensor:
     shape = shapes[keys[0]]
     if len(keys) > 1:
+        if not shape or any(shapes[key][1:] != shape[1:] for key in keys):
+            raise ValueError(f"{', '.join(keys)} have shapes that do not fit together")
         shape = (sum(shapes[key][0] for key in keys), *shape[1:])
     if re.search(r"\.attn(_1|\.\d+)\.(q|k|v|proj_out)\.weight$", name) and len(shape) == 2:
         shape = (*shape, 1, 1)

@@ -97,7 +97,8 @@ def join(parts: Sequence[Checkpoint]) -> Checkpoint:
 def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
     """Convert a file of one network in the format of diffusers to the original layout; return any other file as is."""
     act = checkpoint.metadata.get("hidden_act")  # from transformers' config.json: OpenCLIP's is gelu
-    tensors = original_layout(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
+    with errors_of(checkpoint.path):
+        tensors = original_layout(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
     if tensors is None:
         return checkpoint
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
@@ -125,7 +126,10 @@ def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
         if size < wanted:
             raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
         raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
-    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    keys = file.keys()
+    if len(keys) > MOST_TENSORS:
+        raise ValueError(f"{path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
+    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
     return Checkpoint(path, shapes, file.metadata() or {}, file.get_tensor)
 
 

@@ -11,14 +11,13 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.unpickle import Inert, Refused, Special, Storage, Stored, unpickle
+from ldm_lite.checkpoint.unpickle import INVERSION, Inert, Refused, Special, Storage, Stored, unpickle
 from ldm_lite.cli.files import open_file
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.memory import MappedPages
 
 MOST_PICKLE = 64 * 2**20  # bytes
 MOST_DIRECTORY = 8 * 2**20  # bytes of a zip file's list of members, some 100,000
-INVERSION = "string_to_param"  # key of the vectors in a textual inversion file
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a legacy file
 
 Spans = dict[str, tuple[int, int]]  # a storage's name -> its first byte in the file, and its number of bytes

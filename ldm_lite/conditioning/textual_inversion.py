@@ -17,7 +17,7 @@ from torch import Tensor
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
-from ldm_lite.checkpoint.torch_file import INVERSION
+from ldm_lite.checkpoint.unpickle import INVERSION
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 Shapes = Mapping[str, tuple[int, ...]]  # by key, without prefix
 
-MOST_BLOCKS = 200  # of one kind in a row: released networks have at most 48
+MOST_BLOCKS = 100  # of one kind in a row: released networks have at most 64
 LARGEST = 2**24  # size of one dimension: vocabularies have about 250,000
 
 

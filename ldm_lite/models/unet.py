@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.models.shapes import MOST_BLOCKS, Shapes, count, multiple, size
 from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TransformerCache, call_cached
 
 TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
@@ -79,14 +80,21 @@ class UNetSpec:
             size(shapes, f"{name}.weight", 2) if f"{name}.weight" in shapes else None
             for name in ("label_emb", "label_emb.0.0", "cond_proj")
         )
+        depths, middle_depth = (
+            tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
+            _depth(shapes, "middle_block"),
+        )
+        sides = 2 if num_out else 1  # a network as deep throughout as where it was read must not be far larger
+        if contexts and sum(map(mul, depths, num_res_blocks)) * sides > 2 * len(contexts) + MOST_BLOCKS:
+            raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
         return UNetSpec(
             in_channels=in_channels,
             out_channels=size(shapes, "out.2.weight", 4)[0],
             model_channels=mc,
             channel_mult=tuple(multiple(width, mc, "the width of a level") for width in widths),
             num_res_blocks=num_res_blocks,
-            transformer_depth=tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
-            middle_depth=_depth(shapes, "middle_block"),
+            transformer_depth=depths,
+            middle_depth=middle_depth,
             num_heads=None,
             head_dim=None,
             context_dim=contexts[0] if contexts else None,

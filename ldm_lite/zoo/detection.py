@@ -125,7 +125,7 @@ def detect_prediction(family: Family, unet: UNet) -> tuple[Family, str]:
 
 def parse_prediction(name: str) -> Prediction:
     """Parse a prediction type: eps, v, x0, or diffusers' names for them.  Raises ValueError."""
-    short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(name, name)
+    short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(str(name), name)
     if short not in ("eps", "v", "x0"):
         raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
     return short  # type: ignore[return-value]
