@@ -286,7 +286,7 @@ def _qkv_order(key: str) -> int:
 def _stored(name: str, keys: Sequence[str], shapes: Shapes) -> StoredTensor:
     shape = shapes[keys[0]]
     if len(keys) > 1:
-        if not shape or any(shapes[key][1:] != shape[1:] for key in keys):
+        if not all(shapes[key] and shapes[key][1:] == shape[1:] for key in keys):
             raise ValueError(f"{', '.join(keys)} have shapes that do not fit together")
         shape = (sum(shapes[key][0] for key in keys), *shape[1:])
     if re.search(r"\.attn(_1|\.\d+)\.(q|k|v|proj_out)\.weight$", name) and len(shape) == 2:

@@ -70,6 +70,8 @@ NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint.  Raises ValueError for more tensors, longer keys or higher numbers than networks have."""
     keys = checkpoint.shapes.keys()
+    if not keys:
+        raise ValueError(f"{checkpoint.path}: holds no tensors, wanted a checkpoint")
     if len(keys) > MOST_TENSORS:
         raise ValueError(f"{checkpoint.path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
     odd = (key for key in keys if len(key) > LONGEST_KEY or NO_INDEX.search(key))
