@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
-from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, load_weights, on_meta, split
+from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, errors_of, load_weights, on_meta, split
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
@@ -167,15 +167,13 @@ def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[
     main = _main(components)
     marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
     metadata = {**marked, **main.metadata, **check_metadata(options.added_metadata)}
-    try:
+    with errors_of(main.path):
         # Detected with its own autoencoder; a replacement must fit that.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
         sgm = any(key.startswith(SGM) for key in main.shapes)
         family = detect_family({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
         check_complete(components, family.networks)
         _check_latents(own, options.parts, family)
-    except ValueError as error:
-        raise ValueError(f"{main.path}: {error}") from error
     family = _scaled(family, main, metadata)
     if options.vae is not None:
         family = with_vae(family, autoencoder_spec(components["vae"]), name=options.vae)
@@ -196,7 +194,7 @@ def _networks(
     family: Family, components: Mapping[str, Component], device: torch.device, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
     """Return the family's networks by role, with their weights."""
-    with on_meta():
+    with errors_of(_main(components).path), on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
         load_weights(network, components[role], role.replace("_", " "), device, dtypes[role])

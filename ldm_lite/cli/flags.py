@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ldm_lite.cli.console import as_flags
+from ldm_lite.cli.console import as_flags, printable
 
 Field = dataclasses.Field[Any]
 
@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown flag {unknown}: the nearest is {near[0]}"
         elif message.startswith("unrecognized") and not unknown and "[PROMPT]" in (self.usage or ""):
             message = f"got words after the prompt, {message.split(': ')[1]!r}: put it in quotes"
-        self.exit(2, f"error: {message} (see --help)\n")
+        self.exit(2, f"error: {printable(message)} (see --help)\n")
 
 
 def parse(
