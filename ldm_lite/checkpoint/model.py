@@ -28,7 +28,7 @@ from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, prepare
-from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
+from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
     check_complete,
     check_metadata,
@@ -67,6 +67,7 @@ class Model:
     offloader: Offloader | None = None  # None: the networks are on the device all the time, in their own dtype
     step: Step = denoise_step  # runs a row of a plan: as written, or compiled
     learned: Mapping[int, Tensor] = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
+    ema: bool = False  # the UNet is the EMA copy of a file that has both
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -108,7 +109,7 @@ def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
     if isinstance(spec, CLIPTextSpec):
         return CLIPTokenizer(spec.length)
     if isinstance(spec, OpenCLIPTextSpec):
-        return CLIPTokenizer(spec.length, pad_id=0)
+        return OpenCLIPTokenizer(spec.length)
     if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # otherwise it reads boxes
         return BERTTokenizer(spec.length)
     return None
@@ -126,7 +127,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     path, title = checkpoint.path, hub.title(checkpoint.path)
     device = pick_device(options.device)
     family, components, metadata = _detect(checkpoint, options)
-    components["unet"], weights = _with_ema(components["unet"], options.ema)
+    components["unet"], weights = _with_ema(components["unet"], options.ema, family)
     dtypes = pick_dtypes(options.dtype, device, family.networks, ("vae",) if family.vae_overflows else ())
     networks = _networks(family, components, load_device(options, device), dtypes)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
@@ -151,6 +152,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         description=description,
         offloader=offloader,
         step=step,
+        ema=weights.startswith("EMA"),
         **_absent(family, device, dtypes["unet"]) | networks,
     )
 
@@ -279,10 +281,12 @@ def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedul
     return schedule.zero_terminal_snr() if zero_snr else schedule
 
 
-def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:
-    """Return the UNet's weights to load, and their name for the log, for ema "auto", "yes" or "no"."""
-    if ema not in ("auto", "yes", "no"):
-        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes or no")
+def _with_ema(unet: Component, ema: str, family: Family) -> tuple[Component, str]:
+    """Return the UNet's weights to load, and their name for the log, for `ema` as in LoadOptions."""
+    if ema not in ("auto", "yes", "no", "original"):
+        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes, no or original")
+    if ema == "original":
+        ema = "auto" if family.original_ema else "no"
     copy = ema_copy(unet)
     if copy is None:
         if ema == "yes":

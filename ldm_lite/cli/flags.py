@@ -187,7 +187,7 @@ def original_flags(parser: argparse.ArgumentParser) -> Any:
     section = parser.add_argument_group("flags of the original scripts that have other names here")
     section.add_argument("--plms", dest="sampler", action="store_const", const="plms", help="--sampler plms")
     section.add_argument(
-        "--dpm_solver", dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
+        *("--dpm_solver", "--dpm"), dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
     )
     section.add_argument("--precision", choices=("full", "autocast"), help="full: --dtype fp32; autocast: the default")
     section.add_argument("--config", help="not needed: the checkpoint says what it is")

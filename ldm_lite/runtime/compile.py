@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.step import denoise_step
 
 log = logging.getLogger("ldm_lite")
@@ -179,7 +179,7 @@ def fold(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance
         return _map(x, lambda each: each.view(*each.shape[:-2], each.shape[-2] // FOLD, FOLD, -1, FOLD))
 
     conditioning = conditioning._replace(concat=folded(conditioning.concat))
-    return folded(registers), row, folded(noise), conditioning, guidance._replace(kept=folded(guidance.kept)), *others
+    return folded(registers), row, folded(noise), conditioning, guidance, *others
 
 
 def _unfolded(x: Tensor) -> Tensor:
@@ -193,12 +193,9 @@ def _unfolded_step(
     if registers.ndim == 7:
         registers, noise = _unfolded(registers), _unfolded(noise)
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
-        concat, kept = conditioning.concat, guidance.kept
+        context, y, concat, control, cache = conditioning
         concat = None if concat is None else _unfolded(concat)
-        kept = None if kept is None else InpaintMask(_unfolded(kept.latents), _unfolded(kept.mask))
-        context, y, _, control, cache = conditioning
         conditioning = Conditioning(context, y, concat, control, cache)
-        guidance = Guidance(guidance.weights, guidance.rescale, guidance.percentile, kept, guidance.limit)
     return denoise_step(model, registers, row, noise, conditioning, guidance, *others)
 
 
@@ -212,7 +209,6 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, gu
     marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, *sides))]
     marks += [(tensor, (0, 1)) for tensor in _tensors(conditioning.cache)]  # (B,T,C)
     marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
-    marks += [(tensor, (0, *sides)) for tensor in guidance.kept or ()]
     for tensor, axes in marks:
         if tensor is not None:
             for axis in axes:

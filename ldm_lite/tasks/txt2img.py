@@ -7,6 +7,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.control.control import natural_size
 from ldm_lite.tasks.batching import ImageInputs, OnStep, results
 from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
+from ldm_lite.tasks.original import as_original
 
 
 def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -27,6 +28,7 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
     """Return the job and its single set of inputs.  Raises ValueError as txt2img does."""
     check(options)
     check_task(model, "txt2img")
+    options = as_original(model, options, "txt2img")
     width, height = model.family.resolution, model.family.resolution
     controls = controls_of(options)
     if controls and options.height is None and options.width is None:

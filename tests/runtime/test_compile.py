@@ -23,7 +23,7 @@ from torch._dynamo.testing import CompileCounter
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
@@ -132,16 +132,6 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
             least = min(sizes[0][0].shape[-1], sizes[0][0].shape[-2])  # type: ignore[attr-defined]
             step(network, *arguments(i, 1, least, least + i * least // 2))
         assert counter.frame_count == 2
-
-
-def test_an_inpainting_step_is_one_graph_for_sizes(tiny: nn.Module) -> None:
-    counter = CompileCounter()
-    step = CompiledStep("step", tiny, counter)  # type: ignore[arg-type]
-    for given in EIGHTS:
-        kept = InpaintMask(torch.ones_like(given[2]), torch.rand_like(given[2][:, :1]))  # type: ignore[call-overload, index]
-        given = [*given[:4], given[4]._replace(kept=kept)]  # type: ignore[attr-defined]
-        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
-    assert counter.frame_count == 1
 
 
 @pytest.mark.slow
