@@ -387,7 +387,7 @@ def test_parts_of_one_tensor_must_fit_together() -> None:
     shapes = fuzz.shapes("diffusers text_encoder")
     for key, shape in itertools.product(shapes, [(), (3, 3), (0, 0, 0)]):
         if re.search(r"[qkv]_proj|final_layer_norm.weight", key):
-            with pytest.raises(ValueError, match="do not fit together|has the shape"):
+            with pytest.raises(ValueError, match=r"do not fit together|has the shape"):
                 original_layout({**shapes, key: shape}, open_clip=None if "norm" in key else True)
 
 
