@@ -18,8 +18,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from ldm_lite.cli.files import read_text
 from ldm_lite.image import SUFFIXES, list_images, open_image
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.text.tokenizer import MOST_CHARACTERS
 
 T = TypeVar("T")
 
@@ -62,7 +64,8 @@ class ImageFolder:
 def open_folder(folder: Path, resolution: int) -> ImageFolder:
     """Open images with a .txt of the same name beside each, or a .jsonl with {"file_name": ..., "text": ...} lines.
 
-    Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing or empty.
+    Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing, empty or
+    too long.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder, wanted one with captioned images")
@@ -73,6 +76,8 @@ def open_folder(folder: Path, resolution: int) -> ImageFolder:
     for path, caption in pairs:
         if not caption:
             raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
+        if len(caption) > MOST_CHARACTERS:
+            raise ValueError(f"{path}: its caption has {len(caption):,} characters, wanted at most {MOST_CHARACTERS:,}")
     return ImageFolder(tuple(pairs), resolution)
 
 
@@ -84,12 +89,12 @@ def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
         raise ValueError(
             f"{without[0]}: has no caption: wanted {without[0].stem}.txt beside it ({len(without)} images have none)"
         )
-    return [(path, _read_text(path.with_suffix(".txt")).strip()) for path in paths]
+    return [(path, read_text(path.with_suffix(".txt"), 2**20).strip()) for path in paths]
 
 
 def _from_list(path: Path) -> list[tuple[Path, str]]:
     pairs = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, 2**30).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -104,13 +109,6 @@ def _from_list(path: Path) -> list[tuple[Path, str]]:
             raise ValueError(f"{path}, line {number}: there is no file {name}")
         pairs.append((image, caption.strip()))
     return pairs
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text") from error
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
         (["--data", "BROKEN", "--workers", "1", "--lora_rank", "1"], "is not an image that can be read"),
         (["--data", "LIST"], "captions.jsonl, line 1: wanted"),
         (["--data", "TYPES"], "captions.jsonl, line 2: wanted"),
-        (["--data", "LATIN"], "a.txt: is not UTF-8 text"),
+        (["--data", "LATIN"], "a.txt: is not text in UTF-8"),
         (["--renderer", "SYNTAX/r.py"], "r.py: cannot be imported: SyntaxError"),
         (["--renderer", "FAILS/r.py"], "the renderer fails at scene 0: KeyError: 0"),
         (["--renderer", "none.py"], "is not a Python file"),
