@@ -2,16 +2,16 @@
 
 import contextlib
 import os
-import signal
+import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ldm_lite.cli.options import SaveOptions
+from ldm_lite.cli.signals import uninterrupted
 
 
 class Saver:
@@ -52,7 +52,7 @@ class Saver:
 
 def _next_index(folder: Path, prefix: str) -> int:
     taken = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}[0-9]*.png"))
-    return max((int(number) + 1 for number in taken if number.isdigit()), default=0)
+    return max((int(number) + 1 for number in taken if re.fullmatch("[0-9]{1,9}", number)), default=0)
 
 
 def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) -> Path:
@@ -74,9 +74,8 @@ def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) 
                 except FileExistsError:
                     start += 1
                     path = name(start)
-                except OSError:  # a file system without hard links: a race between two processes is possible
-                    if not path.exists():
-                        os.replace(temporary, path)
+                except OSError:  # a file system without hard links
+                    if _rename(temporary, path):
                         return path
                     start += 1
                     path = name(start)
@@ -85,17 +84,20 @@ def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) 
                 os.unlink(temporary)
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, so that a file being written is finished."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+def _rename(temporary: str, path: Path) -> bool:
+    """Rename a file unless the name is taken, on a file system where only creating a file can fail for that reason.
+
+    Whoever creates the lock may look and rename.  If it is killed meanwhile the number is never used.
+    """
+    lock = path.with_name(f".{path.name}.lock")
     try:
-        yield
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    try:
+        if os.path.lexists(path):
+            return False
+        os.replace(temporary, path)
+        return True
     finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
+        os.unlink(lock)

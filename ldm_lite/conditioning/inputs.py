@@ -127,13 +127,11 @@ def read_tensor(path: Path) -> Tensor:
     if path.suffix == ".npy":
         return _npy(path)
     if path.suffix in (".pt", ".pth", ".bin"):
-        try:
-            with open_file(path, MOST_BYTES) as stream:
+        with open_file(path, MOST_BYTES) as stream:
+            try:
                 value = torch.load(stream, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # torch raises nearly anything for a broken pickle
-            raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
+            except Exception as error:  # torch raises nearly anything for a broken pickle
+                raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
         found = list(value.values()) if isinstance(value, dict) else [value]
     else:
         file = open_checkpoint(path)
@@ -145,13 +143,11 @@ def read_tensor(path: Path) -> Tensor:
 
 def _npy(path: Path) -> Tensor:
     """Read the floats of a .npy file as float32."""
-    try:
-        with open_file(path, MOST_BYTES) as file:
+    with open_file(path, MOST_BYTES) as file:
+        try:
             values = np.load(file, allow_pickle=False)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
+        except Exception as error:
+            raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
     return torch.from_numpy(values.astype(np.float32))

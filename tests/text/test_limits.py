@@ -108,7 +108,7 @@ def test_other_texts_and_numbers_are_regular_files(tmp_path: Path) -> None:
         os.mkfifo(path)
         with pytest.raises(ValueError, match="is a pipe"):
             boxes.read(path)
-        with pytest.raises(ValueError, match=r"is a pipe|is not a (\.npy|torch) file"):
+        with pytest.raises(ValueError, match="is a pipe"):
             inputs.read_image_embedding(path)
     (tmp_path / "deep.json").write_text("[" * 10**6)
     with pytest.raises(ValueError, match="is not a list of boxes"):
