@@ -1,5 +1,6 @@
 """Run a command: show its messages, print errors as one line, return the exit status."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -84,7 +85,13 @@ def run(body: Callable[[], None], options: Sequence[object] = (), kept: str = "f
     command, with a line that says what is `kept`.  If stdout is closed, as by `| head -1`, the command stops
     silently with status 141.
     """
-    with stoppable() as received:
+
+    def end(number: int) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"interrupted: {as_flags(kept)}\n".encode())
+        os._exit(128 + number)
+
+    with stoppable(end) as received:
         try:
             return _run(body, options, received)
         except BaseException as error:

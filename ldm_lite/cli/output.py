@@ -3,15 +3,20 @@
 import contextlib
 import os
 import re
+import struct
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ldm_lite.cli.files import open_file
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.signals import uninterrupted
+
+KEY = "ldm_lite"  # of the PNG's text that identifies its image
 
 
 class Saver:
@@ -22,18 +27,28 @@ class Saver:
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
+        if options.skip_existing and (self.single or options.skip_save or command in ("cascade", "reconstruct")):
+            raise ValueError(
+                "`skip_existing` is for folders of images that txt2img, img2img, inpaint and upscale save: leave it out"
+            )
         folder = self.out.parent if self.single else self.out
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write to {folder}: take another `out`")
 
-    def sample(self, image: Image, text: str) -> Path:
-        """Save one image with its parameters, and return its path."""
+    def keys(self) -> Counter[str]:
+        """Count the keys of the folder's whole images, for `skip_existing`; none without it."""
+        paths = (self.out / "samples").glob("[!.]*.png") if self.options.skip_existing else ()
+        return Counter(key for path in paths if (key := read_key(path)) is not None)
+
+    def sample(self, image: Image, text: str, key: str = "") -> Path:
+        """Save one image with its parameters and its key (see tasks/existing.py), and return its path."""
+        texts = {"parameters": text} | ({KEY: key} if key else {})
         if self.single:
-            return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, text)
+            return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, texts)
         folder = self.out / "samples"
-        return _save(lambda i: folder / f"{i:05}.png", image, text, _next_index(folder, ""))
+        return _save(lambda i: folder / f"{i:05}.png", image, texts, _next_index(folder, ""))
 
     def preview(self, image: Image) -> None:
         """Save a preview as preview.png, replacing the last one."""
@@ -45,9 +60,10 @@ class Saver:
 
     def grid(self, image: Image, text: str) -> Path:
         """Save a grid, and return its path."""
+        texts = {"parameters": text}
         if self.single:
-            return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, text)
-        return _save(lambda i: self.out / f"grid-{i:04}.png", image, text, _next_index(self.out, "grid-"))
+            return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, texts)
+        return _save(lambda i: self.out / f"grid-{i:04}.png", image, texts, _next_index(self.out, "grid-"))
 
 
 def _next_index(folder: Path, prefix: str) -> int:
@@ -55,10 +71,28 @@ def _next_index(folder: Path, prefix: str) -> int:
     return max((int(number) + 1 for number in taken if re.fullmatch("[0-9]{1,9}", number)), default=0)
 
 
-def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) -> Path:
+def read_key(path: Path) -> str | None:
+    """Return the key in a PNG, from its header; None if it has none, is no PNG or is not whole."""
+    with contextlib.suppress(OSError, ValueError, struct.error), open_file(path) as file:
+        if file.read(8) != b"\x89PNG\r\n\x1a\n":
+            return None
+        found, kind = None, b""
+        while kind != b"IDAT":
+            length, kind = struct.unpack(">I4s", file.read(8))
+            name, _, value = (file.read(length) if kind == b"tEXt" and length < 200 else b"").partition(b"\0")
+            if name == KEY.encode():
+                found = value.decode("latin-1")
+            file.seek(4 if name else length + 4, os.SEEK_CUR)
+        file.seek(-12, os.SEEK_END)
+        return found if file.read() == b"\0\0\0\0IEND\xaeB`\x82" else None
+    return None
+
+
+def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], start: int = 0) -> Path:
     """Write a PNG, completely or not at all, under the first free one of name(start), name(start + 1), ..."""
     info = PngInfo()
-    info.add_text("parameters", text)
+    for kind, text in texts.items():
+        info.add_text(kind, text)
     path = name(start)
     path.parent.mkdir(parents=True, exist_ok=True)
     with uninterrupted():

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]  # not on Windows
@@ -18,12 +18,13 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[list[int]]:
+def stoppable(end: Callable[[int], None]) -> Iterator[list[int]]:
     """Within the block each of SIGNALS raises Stopped; one that is ignored, as under nohup, stays so.
 
-    Yields the numbers of the signals received: an import that is interrupted may end in any other error.
+    Yields the numbers of the signals received.  `end(number)` has to end the process at once: it is called during an
+    import, which may answer an exception with any other error, or abort.
     """
-    with _handled(0, {signal.SIG_IGN}) as received:
+    with _handled(0, {signal.SIG_IGN}, end) as received:
         yield received
 
 
@@ -47,11 +48,17 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handled(patience: int, left: set[signal.Handlers]) -> Iterator[list[int]]:
+def _handled(
+    patience: int, left: set[signal.Handlers], end: Callable[[int], None] | None = None
+) -> Iterator[list[int]]:
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        while end is not None and frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                end(number)
+            frame = frame.f_back
         if len(received) > patience:
             raise Stopped(number)
 

@@ -51,6 +51,7 @@ class Result:
     seed: int
     parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
     truncated: bool = False  # 8 bits are cut off, not rounded
+    key: str = ""  # by which `skip_existing` finds it: see existing.py
 
     @property
     def image(self) -> Image.Image:
