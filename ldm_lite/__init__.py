@@ -7,9 +7,6 @@ pipe.txt2img("a red apple on a blue background")[0].save("apple.png")
 """
 
 import importlib
-import os
-import signal
-import sys
 from typing import TYPE_CHECKING
 
 from ldm_lite.cli.version import __version__
@@ -18,11 +15,6 @@ if TYPE_CHECKING:
     from ldm_lite.checkpoint.lora import open_lora
     from ldm_lite.control.control import Control
     from ldm_lite.pipeline import Pipeline, load
-
-if os.path.basename("".join(sys.argv[:1])) in ("-m", "ldm-lite") and (
-    signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):  # this process is a command: until it has begun, Ctrl-C ends it without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 __all__ = ["Control", "Pipeline", "__version__", "load", "open_lora"]
 
