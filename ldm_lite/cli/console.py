@@ -98,9 +98,9 @@ def run(body: Callable[[], None], options: Sequence[object] = (), kept: str = "f
             if not received and not isinstance(error, KeyboardInterrupt):
                 raise
             end_bars()
-            more = error.kept if isinstance(error, Stopped) else None
-            print(f"interrupted: {as_flags(more or kept)}", file=sys.stderr)
-            return 128 + (received[0] if received else signal.SIGINT)
+            stopped = error if isinstance(error, Stopped) else Stopped((*received, signal.SIGINT)[0])
+            print(f"interrupted: {as_flags(stopped.kept or kept)}", file=sys.stderr)
+            return 128 + stopped.number
 
 
 def _run(body: Callable[[], None], options: Sequence[object], received: Sequence[int]) -> int:

@@ -100,6 +100,15 @@ def test_a_file_is_finished_first_and_a_second_signal_stops_at_once() -> None:
     assert done == [1]
 
 
+def test_a_signal_that_waited_for_a_file_has_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert console.run(body) == 143
+    assert capsys.readouterr().err == "interrupted: finished images are saved\n"
+
+
 def test_a_signal_that_is_ignored_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
