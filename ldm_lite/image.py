@@ -3,25 +3,40 @@
 An image is an RGB PIL image unless stated otherwise; a mask is a PIL image of mode L, 255 = repaint and 0 = keep.
 """
 
+import contextlib
+import importlib
+import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFilter, ImageOps, UnidentifiedImageError
 from torch import Tensor
+
+from ldm_lite.cli.files import open_file
+from ldm_lite.cli.options import MOST_PX
 
 log = logging.getLogger("ldm_lite")
 
 T = TypeVar("T")
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+_HEIF = importlib.util.find_spec("pillow_heif") is not None
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", *(".heic", ".heif") * _HEIF)
+# Pillow knows forty more, some of which start other programs: EPS runs Ghostscript, whatever the file's name.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF")
+MOST_BYTES = 2**28  # of a file
+MOST_PIXELS = 2**26  # of an image, 8192 x 8192: decoding takes up to 12 bytes each
+MOST_EXIF = 2**20  # bytes
+MOST_NUMBERS = 2**18  # of a TIFF file's tag: a strip for each row, or tiles of 16 x 16
 RESIZES = ("crop", "fit", "stretch")
 SIDES = ("left", "top", "right", "bottom")
 
@@ -52,22 +67,82 @@ def open_depth(path: str | os.PathLike[str]) -> Image.Image:
 
     Raises ValueError if it is not a readable image; OSError.
     """
-    return read_image(path, lambda image: ImageOps.exif_transpose(image).convert("F" if image.mode[0] in "IF" else "L"))
+    return read_image(path, lambda image: upright(image).convert("F" if image.mode[0] in "IF" else "L"))
 
 
 def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
-    """Open an image file and return `convert` of it.  Raises ValueError if either fails; OSError."""
-    with open(path, "rb") as file:  # before the try: a missing file raises OSError
+    """Open an image file of one of FORMATS and return `convert` of it, or of its first frame.
+
+    Raises ValueError if either fails, if it is no regular file, or beyond MOST_BYTES or MOST_PIXELS; OSError.
+    """
+    with open_file(path, MOST_BYTES) as file:  # a missing file raises OSError
+        with _readable(path):
+            _check_tags(file)
+            image = Image.open(file, formats=_formats())
         try:
-            return convert(Image.open(file))
-        except Exception as error:  # PIL may raise nearly any exception for a damaged file
-            why = "" if isinstance(error, UnidentifiedImageError) else f" ({str(error) or type(error).__name__})"
-            raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
+            _check_size(image.size)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's further views of a picture
+            log.info("%s: holds several images: the first is taken", path)
+        with _readable(path):
+            return convert(image)
+
+
+@contextlib.contextmanager
+def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn Pillow's errors into a ValueError: for a damaged file it may raise nearly any exception."""
+    try:
+        yield
+    except Exception as error:
+        why = f" ({' '.join(str(error).split()) or type(error).__name__})"
+        if isinstance(error, UnidentifiedImageError):
+            why = f", wanted {', '.join(_formats())}"
+        elif isinstance(error, Image.DecompressionBombError):
+            why = f": it has more than {MOST_PIXELS} pixels, make it smaller"
+        raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
+
+
+def _check_tags(file: BinaryIO) -> None:
+    """Raises ValueError for a TIFF file with a tag of more than MOST_NUMBERS: Pillow makes a Python object of each.
+
+    TIFF 6.0, section 2; the 64-bit variant has 43 in place of 42.
+    """
+    order, big = {b"II": "<", b"MM": ">"}.get(file.read(2)), 43 in file.read(2)
+    if order is not None:
+        offset, number, entry = ("xxxxQ", "Q", "HHQ8x") if big else ("I", "H", "HHI4x")
+        file.seek(struct.unpack(order + offset, file.read(struct.calcsize(order + offset)))[0])
+        (count,) = struct.unpack(order + number, file.read(struct.calcsize(order + number)))
+        size = struct.calcsize(order + entry)
+        tags = file.read(min(count, 2**16) * size)
+        for tag, kind, numbers in struct.iter_unpack(order + entry, tags[: len(tags) // size * size]):
+            if numbers > MOST_NUMBERS and kind not in (1, 2, 7):  # bytes and text stay as they are
+                raise ValueError(f"tag {tag} has {numbers} numbers, wanted at most {MOST_NUMBERS}")
+    file.seek(0)
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """The formats that this installation of Pillow reads."""
+    if _HEIF:
+        importlib.import_module("pillow_heif").register_heif_opener()
+    Image.init()
+    return tuple(each for each in FORMATS if each in Image.OPEN)
+
+
+def _check_size(size: tuple[int, int]) -> None:
+    """Raises ValueError for a (width, height) in pixels that no image has, or that is beyond MOST_PIXELS."""
+    width, height = size
+    if not 0 < width * height <= MOST_PIXELS or max(size) > MOST_PX:
+        most = f"at most {MOST_PIXELS} in all and {MOST_PX} a side: make it smaller"
+        wanted = "one or more" if width * height == 0 else most
+        raise ValueError(f"got an image of {width} x {height} pixels, wanted {wanted}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any PIL image to RGB: rotated by its EXIF tag, 16 bits reduced to 8, transparency filled with white."""
-    return _flatten(image, "white").convert("RGB")
+    image = _flatten(image, "white")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def to_mask(image: Image.Image) -> Image.Image:
@@ -77,36 +152,52 @@ def to_mask(image: Image.Image) -> Image.Image:
 
 def _flatten(image: Image.Image, background: str) -> Image.Image:
     """Rotate an image by its EXIF tag, reduce it to 8 bits per channel and fill transparency with `background`."""
-    image = ImageOps.exif_transpose(image)
+    image = upright(image)
     if image.mode.startswith("I"):  # 16-bit grey: PIL's own conversion would clip it
-        values = np.asarray(image).astype(np.float64)
-        image = Image.fromarray((values / 257).round().clip(0, 255).astype(np.uint8))
+        values = np.asarray(image).astype(np.float32)
+        values /= 257
+        image = Image.fromarray(values.round(out=values).clip(0, 255, out=values).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("got an image of floating-point numbers, whose range is unknown: save it with 8 or 16 bits")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        if np.asarray(image)[:, :, 3].min() < 255:
+        if image.getchannel("A").getextrema() != (255, 255):
             log.info("transparent parts of an image are taken as %s", background)
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image rotated by its EXIF tag; the same object if there is nothing to rotate.
+
+    Raises ValueError for EXIF data beyond MOST_EXIF; what Pillow raises for damaged files.
+    """
+    image.load()
+    if (size := len(image.info.get("exif") or b"")) > MOST_EXIF:
+        raise ValueError(f"got {size} bytes of EXIF data, wanted at most {MOST_EXIF}: remove them")
+    return image if image.getexif().get(ExifTags.Base.Orientation, 1) == 1 else ImageOps.exif_transpose(image)
+
+
 def to_image(value: Any) -> Image.Image:
     """Convert an array (H,W), (H,W,3) or (H,W,4), uint8, uint16, bool or float in [0,1], or a tensor (3,H,W) in [-1,1].
 
-    Values may lie slightly out of range, as resampling leaves them.  A PIL image is returned as is.  Raises ValueError
-    for anything else.
+    Values may lie slightly out of range, as resampling leaves them.  A PIL image is returned as is, loaded.  Raises
+    ValueError for anything else, and for more than MOST_PIXELS.
     """
     if not isinstance(value, (Image.Image, Tensor, np.ndarray)):
         raise ValueError(f"got {type(value).__name__} as an image, wanted a path, PIL, an array (H,W,3) or a tensor")
     if isinstance(value, Image.Image):
-        if 0 in value.size:
-            raise ValueError(f"got an image of {value.width} x {value.height} pixels, wanted one or more")
+        _check_size(value.size)
+        try:
+            value.load()
+        except (OSError, SyntaxError, EOFError, struct.error) as error:
+            raise ValueError(f"got an image that cannot be read ({error})") from error
         return value
     if isinstance(value, Tensor):
         pixels = value[0] if value.ndim == 4 and len(value) == 1 else value
         if pixels.ndim != 3 or len(pixels) != 3 or not pixels.numel():
             raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, wanted (3,H,W) in [-1,1]")
+        _check_size((pixels.shape[2], pixels.shape[1]))
         if not pixels.is_floating_point() or not pixels.abs().max() <= 2:
             raise ValueError(
                 f"got a tensor of {value.dtype} from {pixels.min()} to {pixels.max()} as an image, wanted [-1,1]"
@@ -119,6 +210,7 @@ def _to_bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
     """An array of pixels in 8 bits.  Raises ValueError for one that is no image."""
     if value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,), (4,)) or not value.size:
         raise ValueError(f"got an array of shape {value.shape} as an image, wanted (H,W), (H,W,3) or (H,W,4)")
+    _check_size((value.shape[1], value.shape[0]))
     if value.dtype.kind not in "buif":
         raise ValueError(f"got an array of {value.dtype} as an image, wanted uint8, or floats in [0,1]")
     least, most = float(value.min()), float(value.max())
@@ -127,7 +219,10 @@ def _to_bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
         wanted = "[0,1]" if floats else "0 to 255"
         raise ValueError(f"got an array of {value.dtype} from {least:g} to {most:g} as an image, wanted {wanted}")
     scale = 255 if floats or value.dtype.kind == "b" else 1 / 257 if value.dtype == "u2" else 1
-    return (value.astype(np.float64) * scale).round().clip(0, 255).astype(np.uint8)
+    result = np.empty(value.shape, dtype=np.uint8)
+    for row, into in zip(value, result, strict=True):  # by row: eight times less memory
+        into[:] = (row.astype(np.float64) * scale).round().clip(0, 255)
+    return result
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -137,7 +232,8 @@ def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
     """Resize an image or mask to `size` = (width, height).  `how` is one of RESIZES.
 
     "crop" fills the size and crops the rest, equally on both sides; "fit" fits inside it, so one side may be shorter;
-    "stretch" changes the aspect ratio.  No marked pixel of a mask is lost.  Raises ValueError for another `how`.
+    "stretch" changes the aspect ratio.  No marked pixel of a mask is lost.  Raises ValueError for another `how`,
+    and for sizes, also of what is cropped afterwards, beyond MOST_PIXELS.
     """
     if how not in RESIZES:
         raise ValueError(f"got resize {how!r}, wanted {', '.join(RESIZES)}")
@@ -153,10 +249,14 @@ def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
 
 
 def clip_crop(image: Image.Image, size: int) -> Image.Image:
-    """Resize and centre-crop an image to (size, size), as CLIP's image encoder expects it."""
+    """Resize and centre-crop an image to (size, size), as CLIP's image encoder expects it.
+
+    Raises ValueError for an image so narrow that it has more than MOST_PIXELS on the way.
+    """
     width, height = image.size
     short = min(width, height)
-    scaled = image.resize((size * width // short, size * height // short), Image.Resampling.BICUBIC)
+    _check_size(scaled_size := (size * width // short, size * height // short))
+    scaled = image.resize(scaled_size, Image.Resampling.BICUBIC)
     left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
     return scaled.crop((left, top, left + size, top + size))
 
@@ -164,6 +264,7 @@ def clip_crop(image: Image.Image, size: int) -> Image.Image:
 def _scale(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     if image.size == size:
         return image
+    _check_size(size)
     if image.mode != "L":
         return image.resize(size, Image.Resampling.LANCZOS)
     # In floating point, the mean over a new pixel's area is above zero if any of it was masked.

@@ -296,7 +296,7 @@ def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     compat = Options(from_file=os.fspath(tmp_path / "prompts.txt"), compat=True)
     assert read_prompts(compat) == ["a red apple", "", "rocket", "a cat"]
-    for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not UTF-8 text")):
+    for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not text in UTF-8")):
         (tmp_path / "bad.txt").write_bytes(content)
         assert run(["--from-file", os.fspath(tmp_path / "bad.txt")], tmp_path / "bad") == 2
         assert message in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """Run a command: show its messages, print errors as one line, return the exit status."""
 
+import contextlib
 import errno
 import logging
 import os
 import re
+import signal
 import sys
 import unicodedata
 import warnings
@@ -13,6 +15,7 @@ from typing import Any, TextIO, cast
 from tqdm import tqdm
 
 from ldm_lite.cli.progress import end_bars
+from ldm_lite.cli.signals import Stopped, stoppable
 
 # How messages name an option: `name`, `name=VALUE` or `name="value"`, as in Python.
 _OPTION = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
@@ -74,13 +77,33 @@ class _Messages(logging.Handler):
             tqdm.write(line, file=sys.stderr)
 
 
-def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
-    """Run a command's body and return its exit status: 0, 1 (the machine failed), 2 (bad input) or 130 (Ctrl-C).
+def run(body: Callable[[], None], options: Sequence[object] = (), kept: str = "finished images are saved") -> int:
+    """Run a command's body and return its exit status: 0, 1 (the machine failed), 2 (bad input) or 128 + a signal's.
 
     options are the command's dataclasses.  An error is one line on stderr, with options as flags; with debug set it is
-    a traceback, and warnings of libraries are shown.  If stdout is closed, as by `| head -1`, the command stops
+    a traceback, and warnings of libraries are shown.  SIGINT (Ctrl-C, 130), SIGTERM (143) and SIGHUP (129) stop the
+    command, with a line that says what is `kept`.  If stdout is closed, as by `| head -1`, the command stops
     silently with status 141.
     """
+
+    def end(number: int) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"interrupted: {as_flags(kept)}\n".encode())
+        os._exit(128 + number)
+
+    with stoppable(end) as received:
+        try:
+            return _run(body, options, received)
+        except BaseException as error:
+            if not received and not isinstance(error, KeyboardInterrupt):
+                raise
+            end_bars()
+            stopped = error if isinstance(error, Stopped) else Stopped((*received, signal.SIGINT)[0])
+            print(f"interrupted: {as_flags(stopped.kept or kept)}", file=sys.stderr)
+            return 128 + stopped.number
+
+
+def _run(body: Callable[[], None], options: Sequence[object], received: Sequence[int]) -> int:
     log, messages, debug = logging.getLogger("ldm_lite"), _Messages(), any(getattr(o, "debug", False) for o in options)
     log.addHandler(messages)
     log.setLevel(logging.INFO)
@@ -95,11 +118,9 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
             body()
         sys.stdout.flush()  # here, since at interpreter exit it is too late to set the status
         return 0
-    except KeyboardInterrupt:
-        end_bars()
-        print("interrupted: finished images are saved", file=sys.stderr)
-        return 130
     except Exception as error:
+        if received:  # an import that is interrupted may end in any other error
+            raise
         if isinstance(error, BrokenPipeError) and _is_unread():
             return 141
         if debug:
@@ -163,6 +184,8 @@ def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
     line = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename and error.strerror:
         line = f"{error.filename}: {error.strerror}"
+    if isinstance(error, ChildProcessError):
+        return as_flags(line), 1
     if isinstance(error, (ValueError, OSError)):
         return as_flags(line), 2
     return f"{type(error).__name__}: {line} (a bug in ldm_lite: --debug shows where)", 1

@@ -213,6 +213,9 @@ class SaveOptions(CheckedOptions):
     )
     skip_save: bool = option(False, "do not save single images")
     skip_grid: bool = option(False, "do not save a grid of all images")
+    skip_existing: bool = option(
+        False, "continue a job: skip the images that the folder holds, by prompt, seed, settings, weights and inputs"
+    )
     n_rows: int = option(0, "images in a row of the grid (default: the batch size)", within=(0, MOST))
     preview: str | None = option(
         None,

@@ -2,16 +2,21 @@
 
 import contextlib
 import os
-import signal
+import re
+import struct
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ldm_lite.cli.files import open_file
 from ldm_lite.cli.options import SaveOptions
+from ldm_lite.cli.signals import uninterrupted
+
+KEY = "ldm_lite"  # of the PNG's text that identifies its image
 
 
 class Saver:
@@ -22,18 +27,28 @@ class Saver:
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
+        if options.skip_existing and (self.single or options.skip_save or command in ("cascade", "reconstruct")):
+            raise ValueError(
+                "`skip_existing` is for folders of images that txt2img, img2img, inpaint and upscale save: leave it out"
+            )
         folder = self.out.parent if self.single else self.out
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write to {folder}: take another `out`")
 
-    def sample(self, image: Image, text: str) -> Path:
-        """Save one image with its parameters, and return its path."""
+    def keys(self) -> Counter[str]:
+        """Count the keys of the folder's whole images, for `skip_existing`; none without it."""
+        paths = (self.out / "samples").glob("[!.]*.png") if self.options.skip_existing else ()
+        return Counter(key for path in paths if (key := read_key(path)) is not None)
+
+    def sample(self, image: Image, text: str, key: str = "") -> Path:
+        """Save one image with its parameters and its key (see tasks/existing.py), and return its path."""
+        texts = {"parameters": text} | ({KEY: key} if key else {})
         if self.single:
-            return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, text)
+            return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, texts)
         folder = self.out / "samples"
-        return _save(lambda i: folder / f"{i:05}.png", image, text, _next_index(folder, ""))
+        return _save(lambda i: folder / f"{i:05}.png", image, texts, _next_index(folder, ""))
 
     def preview(self, image: Image) -> None:
         """Save a preview as preview.png, replacing the last one."""
@@ -45,20 +60,39 @@ class Saver:
 
     def grid(self, image: Image, text: str) -> Path:
         """Save a grid, and return its path."""
+        texts = {"parameters": text}
         if self.single:
-            return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, text)
-        return _save(lambda i: self.out / f"grid-{i:04}.png", image, text, _next_index(self.out, "grid-"))
+            return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, texts)
+        return _save(lambda i: self.out / f"grid-{i:04}.png", image, texts, _next_index(self.out, "grid-"))
 
 
 def _next_index(folder: Path, prefix: str) -> int:
     taken = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}[0-9]*.png"))
-    return max((int(number) + 1 for number in taken if number.isdigit()), default=0)
+    return max((int(number) + 1 for number in taken if re.fullmatch("[0-9]{1,9}", number)), default=0)
 
 
-def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) -> Path:
+def read_key(path: Path) -> str | None:
+    """Return the key in a PNG, from its header; None if it has none, is no PNG or is not whole."""
+    with contextlib.suppress(OSError, ValueError, struct.error), open_file(path) as file:
+        if file.read(8) != b"\x89PNG\r\n\x1a\n":
+            return None
+        found, kind = None, b""
+        while kind != b"IDAT":
+            length, kind = struct.unpack(">I4s", file.read(8))
+            name, _, value = (file.read(length) if kind == b"tEXt" and length < 200 else b"").partition(b"\0")
+            if name == KEY.encode():
+                found = value.decode("latin-1")
+            file.seek(4 if name else length + 4, os.SEEK_CUR)
+        file.seek(-12, os.SEEK_END)
+        return found if file.read() == b"\0\0\0\0IEND\xaeB`\x82" else None
+    return None
+
+
+def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], start: int = 0) -> Path:
     """Write a PNG, completely or not at all, under the first free one of name(start), name(start + 1), ..."""
     info = PngInfo()
-    info.add_text("parameters", text)
+    for kind, text in texts.items():
+        info.add_text(kind, text)
     path = name(start)
     path.parent.mkdir(parents=True, exist_ok=True)
     with uninterrupted():
@@ -74,9 +108,8 @@ def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) 
                 except FileExistsError:
                     start += 1
                     path = name(start)
-                except OSError:  # a file system without hard links: a race between two processes is possible
-                    if not path.exists():
-                        os.replace(temporary, path)
+                except OSError:  # a file system without hard links
+                    if _rename(temporary, path):
                         return path
                     start += 1
                     path = name(start)
@@ -85,17 +118,20 @@ def _save(name: Callable[[int], Path], image: Image, text: str, start: int = 0) 
                 os.unlink(temporary)
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, so that a file being written is finished."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+def _rename(temporary: str, path: Path) -> bool:
+    """Rename a file unless the name is taken, on a file system where only creating a file can fail for that reason.
+
+    Whoever creates the lock may look and rename.  If it is killed meanwhile the number is never used.
+    """
+    lock = path.with_name(f".{path.name}.lock")
     try:
-        yield
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    try:
+        if os.path.lexists(path):
+            return False
+        os.replace(temporary, path)
+        return True
     finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
+        os.unlink(lock)

@@ -7,8 +7,9 @@ with: up to 30 objects of three tokens each (class, upper left and lower right c
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+from ldm_lite.cli.files import read_text
 
 NUM_TOKENS = 8192
 MOST_OBJECTS = 30
@@ -59,7 +60,7 @@ def read(path: str | os.PathLike[str]) -> list[Box]:
     Raises ValueError, one line, for any other file.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        entries = json.loads(read_text(path, 2**20))
         return [Box(int(entry["class"]), *map(float, entry["box"])) for entry in entries]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         wanted = '[{"class": 12, "box": [left, top, right, bottom]}, ...]'

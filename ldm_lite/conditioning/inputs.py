@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.cli.files import open_file
 from ldm_lite.conditioning import boxes
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.image import read_image
@@ -23,6 +24,8 @@ from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 
 Prompts = Sequence[str | None]
+
+MOST_BYTES = 2**30  # of a file of embeddings
 
 
 def nothing(model: Model, prompts: Prompts) -> Conditioning:
@@ -42,7 +45,7 @@ def classes(model: Model, prompts: Prompts) -> Conditioning:
     def number(prompt: str | None) -> int:
         if not prompt and spec.unconditional is not None:
             return spec.unconditional
-        if not prompt or not prompt.strip().isdecimal() or int(prompt) > most:
+        if not prompt or not prompt.strip().isdecimal() or len(prompt) > 99 or int(prompt) > most:
             raise _not(model, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
         return int(prompt)
 
@@ -124,12 +127,11 @@ def read_tensor(path: Path) -> Tensor:
     if path.suffix == ".npy":
         return _npy(path)
     if path.suffix in (".pt", ".pth", ".bin"):
-        try:
-            value = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # torch raises nearly anything for a broken pickle
-            raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
+        with open_file(path, MOST_BYTES) as stream:
+            try:
+                value = torch.load(stream, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises nearly anything for a broken pickle
+                raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
         found = list(value.values()) if isinstance(value, dict) else [value]
     else:
         file = open_checkpoint(path)
@@ -141,12 +143,11 @@ def read_tensor(path: Path) -> Tensor:
 
 def _npy(path: Path) -> Tensor:
     """Read the floats of a .npy file as float32."""
-    try:
-        values = np.load(path, allow_pickle=False)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
+    with open_file(path, MOST_BYTES) as file:
+        try:
+            values = np.load(file, allow_pickle=False)
+        except Exception as error:
+            raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
     return torch.from_numpy(values.astype(np.float32))
@@ -159,7 +160,8 @@ def read_image_statistics(path: Path) -> Tensor:
     """
     try:
         if path.suffix in (".th", ".pt"):  # no names: two tensors
-            mean, deviation = torch.load(path, map_location="cpu", weights_only=True)
+            with open_file(path, MOST_BYTES) as stream:
+                mean, deviation = torch.load(stream, map_location="cpu", weights_only=True)
         else:
             file = open_checkpoint(path)
             mean, deviation = (file.read(name) for name in ("mean", "std"))

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.control.canny import canny
-from ldm_lite.image import open_image, resize, to_image, to_rgb
+from ldm_lite.image import open_image, read_image, resize, to_image, to_rgb, upright
 
 SYNTAX = "FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]"
 NUMBER = r"\d*\.?\d+"
@@ -82,8 +82,7 @@ class Control:
         pixels = unit_pixels(image)
         if self.preprocess != "inpaint":
             return pixels
-        with self._original() as original:
-            alpha = original.convert("RGBA").getchannel("A").point(lambda value: 255 * (value < 128))
+        alpha = self._alpha().point(lambda value: 255 * (value < 128))
         hole = torch.from_numpy(np.array(resize(alpha, size, "crop")) > 0)
         if not hole.any():
             raise ValueError(f"{self}: the image has no transparent part, which `preprocess=inpaint` repaints")
@@ -95,9 +94,15 @@ class Control:
             return open_image(self.image)
         return to_rgb(to_image(self.image))
 
-    def _original(self) -> Image.Image:
-        """Return the image with its transparency."""
-        return Image.open(self.image) if isinstance(self.image, (str, os.PathLike)) else to_image(self.image)
+    def _alpha(self) -> Image.Image:
+        """Return the image's opacity, upright."""
+        if isinstance(self.image, (str, os.PathLike)):
+            return read_image(self.image, _opacity)
+        return _opacity(to_image(self.image))
+
+
+def _opacity(image: Image.Image) -> Image.Image:
+    return upright(image).convert("RGBA").getchannel("A")
 
 
 def unit_pixels(image: Image.Image) -> Tensor:

@@ -21,7 +21,7 @@ class Conditioning(NamedTuple):
     control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
     cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
 
-    def rows(self, rows: slice, count: int) -> "Conditioning":
+    def rows(self, rows: slice | list[int], count: int) -> "Conditioning":
         """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
         parts = [self.context, self.y, self.concat]
         for part in parts:

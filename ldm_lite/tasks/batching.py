@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ldm_lite.control.apply import ActiveControls
 from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed
 from ldm_lite.generate import DenoisingState, Draw, Extras, InpaintMask, RefinerSwitch, SeededNoise, SharedNoise
 from ldm_lite.image import depth_latent
+from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.job import Job, Result
 
 log = logging.getLogger("ldm_lite")
@@ -53,49 +55,97 @@ class ImageInputs:
         return pixels
 
 
-def results(job: Job, inputs: Iterable[ImageInputs], on_step: OnStep | None = None) -> Iterator[Result]:
-    """Yield the images of a job, each as soon as it is decoded; on_step gets the state after every step."""
-    for event in run(job, inputs):
+@dataclass(frozen=True, eq=False)
+class Later:
+    """ImageInputs that are made when they are needed, since encoding an image takes time, and what they are made of."""
+
+    make: Callable[[], ImageInputs]
+    sources: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Images that run together."""
+
+    first: int  # the number in the job of the image that the batch began with
+    rows: list[int]  # of the prompts
+    seeds: list[int]
+    keys: list[str]
+
+
+Inputs = Iterable[ImageInputs | Later]
+
+
+def results(
+    job: Job, inputs: Inputs, on_step: OnStep | None = None, existing: Existing | None = None
+) -> Iterator[Result]:
+    """Yield the images of a job, each as soon as it is decoded; on_step gets the state after every step.
+
+    Images that are `existing` are left out; the others are the same as with them.
+    """
+    for event in run(job, inputs, existing):
         if isinstance(event, Result):
             yield event
         elif on_step is not None:
             on_step(event)
 
 
-def run(job: Job, inputs: Iterable[ImageInputs]) -> Iterator[DenoisingState | Result]:
+def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[DenoisingState | Result]:
     """Run all prompts and repetitions of a job on each of the inputs; yield states after every step, and results."""
-    model, count = job.model, len(job.prompts)
+    model = job.model
     text = PromptEncoder(model, job)
     refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
     generator = torch.Generator(model.device).manual_seed(job.seeds.first) if job.compat else None
-    for number, image in enumerate(inputs):
+    for number, given in enumerate(inputs):
+        batches = list(_batches(job, number, given, existing))
+        if not batches:
+            continue
+        image = given.make() if isinstance(given, Later) else given
         if job.depth is not None:
             image = dataclasses.replace(image, concat=depth_latent(job.depth, image.latent_shape[1:]))
         initial, controls = InitialLatents(job, image, generator), None
-        for repeat in range(job.repeats):
-            for first in range(0, count, job.batch_size):
-                if model.offloader is not None and first % (AHEAD * job.batch_size) == 0:
-                    text.encode_ahead(first, image)
-                rows = range(first, min(first + job.batch_size, count))
-                offset = (number * job.repeats + repeat) * count
-                seeds = [job.seeds.of(offset + row, row - first) for row in rows]
-                branches = _branches(job, model, image, text.encode(rows, image), len(rows))
-                if controls is None:
-                    controls = _controls(job, image, len(branches.conditionings))
-                switch = None
-                if job.refiner is not None and refining is not None:
-                    refiner, step = job.refiner
-                    refined = _branches(job, refiner, image, refining.encode(rows, image), len(rows))
-                    switch = RefinerSwitch(refiner, refined, step)
-                latents, mask, draw = initial.draw(seeds, offset + first)
-                if job.plan is not None:
-                    extras = Extras(mask, controls, switch)
-                    plan = dataclasses.replace(job.plan, initial=1.0)  # initial.draw has scaled the noise
-                    for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
-                        latents = state.latents
-                        yield state
-                for pixels, row, seed in zip(generate.decode(model, latents), rows, seeds, strict=True):
-                    yield job.result(image.finish(pixels), row, seed, image.settings)
+        for place, batch in enumerate(batches):
+            rows = batch.rows
+            if model.offloader is not None and place % AHEAD == 0:
+                text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image)
+            branches = _branches(job, model, image, text.encode(rows, image), len(rows))
+            if controls is None:
+                controls = _controls(job, image, len(branches.conditionings))
+            switch = None
+            if job.refiner is not None and refining is not None:
+                refiner, step = job.refiner
+                refined = _branches(job, refiner, image, refining.encode(rows, image), len(rows))
+                switch = RefinerSwitch(refiner, refined, step)
+            latents, mask, draw = initial.draw(batch.seeds, batch.first)
+            if job.plan is not None:
+                extras = Extras(mask, controls, switch)
+                plan = dataclasses.replace(job.plan, initial=1.0)  # initial.draw has scaled the noise
+                for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
+                    latents = state.latents
+                    yield state
+            made = zip(generate.decode(model, latents), rows, batch.seeds, batch.keys, strict=True)
+            for pixels, row, seed, key in made:
+                result = job.result(image.finish(pixels), row, seed, image.settings)
+                yield dataclasses.replace(result, key=key)
+
+
+def _batches(job: Job, number: int, given: ImageInputs | Later, existing: Existing | None) -> Iterator[Batch]:
+    """Yield the batches of the number-th input, without the images that exist."""
+    count = len(job.prompts)
+    sources = contents(given.sources) if existing is not None and isinstance(given, Later) else ""
+    for repeat in range(job.repeats):
+        offset = (number * job.repeats + repeat) * count
+        for first in range(0, count, job.batch_size):
+            batch = Batch(offset + first, [], [], [])
+            for row in range(first, min(first + job.batch_size, count)):
+                seed = job.seeds.of(offset + row, row - first)
+                key = "" if existing is None else existing.key(job.prompts[row], seed, sources)
+                if existing is None or not existing.take(key):
+                    batch.rows.append(row)
+                    batch.seeds.append(seed)
+                    batch.keys.append(key)
+            if batch.rows:
+                yield batch
 
 
 class PromptEncoder:
@@ -117,25 +167,24 @@ class PromptEncoder:
         self.options = dataclasses.replace(job.text, num_chunks=chunks)
         self._cache: OrderedDict[object, Conditioning] = OrderedDict()
 
-    def encode(self, rows: range, image: ImageInputs) -> tuple[Conditioning, Conditioning | None]:
+    def encode(self, rows: list[int], image: ImageInputs) -> tuple[Conditioning, Conditioning | None]:
         """Return the conditioning of the prompts in these rows, and of the negative prompt if there is guidance."""
-        job, some = self.job, slice(rows.start, rows.stop)
+        job = self.job
         if job.cond is not None and self.own:
-            cond = job.cond.rows(some, len(job.prompts))
+            cond = job.cond.rows(rows, len(job.prompts))
         else:
-            cond = self._encode(job.prompts[some], image, negative=False)
+            cond = self._encode([job.prompts[row] for row in rows], image, negative=False)
         if not self.guided:
             return cond, None
         if job.uncond is not None and self.own:
-            return cond, job.uncond.rows(some, len(job.prompts))
+            return cond, job.uncond.rows(rows, len(job.prompts))
         return cond, self._encode([job.negative_prompt] * len(rows), image, negative=True)
 
-    def encode_ahead(self, first: int, image: ImageInputs) -> None:
-        """Encode the prompts of the batches from row `first` on, so that the text encoder comes to the device once."""
-        count, size = len(self.job.prompts), self.job.batch_size
+    def encode_ahead(self, batches: Sequence[list[int]], image: ImageInputs) -> None:
+        """Encode the prompts of some batches of rows, so that the text encoder comes to the device once."""
         with self.model.phase("text_encoder", "text_encoder_2"):
-            for start in range(first, min(first + AHEAD * size, count), size):
-                self.encode(range(start, min(start + size, count)), image)
+            for rows in batches:
+                self.encode(rows, image)
 
     def _encode(self, prompts: Sequence[str | None], image: ImageInputs, negative: bool) -> Conditioning:
         height, width = (side * self.model.vae.spec.factor for side in image.latent_shape[1:])

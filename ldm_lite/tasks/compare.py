@@ -106,7 +106,7 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
         axes.legend()
     file = io.BytesIO()
     figure.savefig(file, format="png")
-    return Image.open(file).convert("RGB")
+    return Image.open(file, formats=["PNG"]).convert("RGB")
 
 
 def run(options: CompareOptions, load: LoadOptions) -> None:

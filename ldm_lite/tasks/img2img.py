@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import resize
-from ldm_lite.tasks.batching import ImageInputs, OnStep, results
+from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
 from ldm_lite.tasks.image_inputs import Source, begin, open_source, padded, size_of, sources
 from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
@@ -29,7 +30,7 @@ def count(options: Img2imgOptions) -> int:
     return len(sources(options.init_img, "init_img")) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageInputs]]:
+def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[Later]]:
     """Return the job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
     check(options)
     check_task(model, "img2img")
@@ -44,7 +45,7 @@ def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageI
     plan, level, skipped = begin(model, options, strength)
     image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None
     job = resolve(model, options, plan, start=level, skipped=skipped, image_scale=image_scale, num_images=len(images))
-    return job, (_inputs(model, options, source, strength) for source in images)
+    return job, (Later(partial(_inputs, model, options, source, strength), (source,)) for source in images)
 
 
 def check(options: Img2imgOptions) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import extend, list_images, mask_latent, mask_weights, open_mask, pad, resize, to_image, to_mask
-from ldm_lite.tasks.batching import ImageInputs, OnStep, results
+from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
 from ldm_lite.tasks.image_inputs import Source, Start, begin, open_source, padded, size_of, sources
 from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
@@ -39,7 +40,7 @@ def count(options: InpaintOptions) -> int:
     return len(pairs(options)) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[ImageInputs]]:
+def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[Later]]:
     """Return the job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
     check(options)
     check_task(model, "inpaint")
@@ -54,7 +55,7 @@ def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[ImageI
         what = "below strength 1" if strength < 1 else f"with {model.family.title}"
         raise ValueError(f"no original code inpaints {what} and a seed for all of its noise: leave out `compat`")
     job = resolve(model, options, plan, start=level, skipped=skipped, num_images=len(found))
-    return job, (_inputs(model, options, pair, strength) for pair in found)
+    return job, (Later(partial(_inputs, model, options, pair, strength), pair) for pair in found)
 
 
 def check(options: InpaintOptions) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.files import read_text
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
@@ -34,8 +35,11 @@ from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import open_depth, parameters, to_array, to_image
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.original import check_original
+from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
+
+MOST_BYTES = 2**28  # of a file of prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,7 @@ class Result:
     seed: int
     parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
     truncated: bool = False  # 8 bits are cut off, not rounded
+    key: str = ""  # by which `skip_existing` finds it: see existing.py
 
     @property
     def image(self) -> Image.Image:
@@ -148,8 +153,16 @@ def _check_arguments(options: Txt2imgOptions) -> None:
 def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
     """Return the prompts of one repetition, empty ones if none is given.
 
-    Raises ValueError for a file that is not a list of prompts, and, with a model, for a prompt missing that it needs.
+    Raises ValueError for a file that is not a list of prompts, for a text that is too long, and, with a model, for a
+    prompt missing that it needs.
     """
+    prompts = _read_prompts(options, model)
+    for prompt in (*prompts, options.negative_prompt or ""):
+        check_length(prompt)
+    return prompts
+
+
+def _read_prompts(options: Txt2imgOptions, model: Model | None) -> list[str]:
     if (cond := as_conditioning(options.cond)) is not None:
         count = next(len(each) for each in cond if each is not None)
         return [options.prompt if isinstance(options.prompt, str) else ""] * count
@@ -166,10 +179,7 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
     if options.prompt is not None:
         raise ValueError("got a prompt and `from_file`: give one of them")
     path = Path(options.from_file)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text, wanted a prompt in each line") from error
+    lines = read_text(path, MOST_BYTES).splitlines()
     # The original script takes a blank line as a prompt.
     prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
     if not prompts:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from ldm_lite.cli.task_options import CascadeOptions, StageOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import grid, parameters, to_pil
-from ldm_lite.tasks.batching import ImageInputs, results
+from ldm_lite.tasks.batching import Inputs, results
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
+from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.job import Job
 from ldm_lite.zoo.detection import with_vae
 
@@ -61,7 +62,7 @@ class Steps:
 
 
 def serve(
-    prepare: Callable[[Model, Any], tuple[Job, Iterable[ImageInputs]]],
+    prepare: Callable[[Model, Any], tuple[Job, Inputs]],
     options: Any,
     count: int,
     load: LoadOptions,
@@ -72,6 +73,8 @@ def serve(
 
     original are the values of the original scripts' own flags.
     """
+    if saver.options.skip_existing and options.compat:
+        raise ValueError("`compat` draws the noise of all images in order: leave out `skip_existing`")
     if options.compat and load.ema == "auto":
         load = dataclasses.replace(load, ema="original")
     model, save = load_model(_load_options(original, load), Model), saver.options
@@ -81,16 +84,20 @@ def serve(
     with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
-    for result in results(*prepare(model, options), Steps(Progress(), preview)):
+    job, inputs = prepare(model, options)
+    existing = None if options.compat else Existing(job, options, saver.keys())
+    for result in results(job, inputs, Steps(Progress(), preview), existing):
         text, made = result.parameters, made + 1
         if not save.skip_save:
-            print(saver.sample(result.image, text), flush=True)
+            print(saver.sample(result.image, text, result.key), flush=True)
         if with_grid:
             in_grid.append(result.image)
-    if len({image.size for image in in_grid}) == 1:
+    if skipped := 0 if existing is None else existing.skipped:
+        log.info("%d of %d images exist in %s: they are skipped, and there is no grid", skipped, count, saver.out)
+    elif len({image.size for image in in_grid}) == 1:
         columns = save.n_rows or options.images_at_a_time
         print(saver.grid(grid(in_grid, columns=columns), text), flush=True)
-    log.info("%d image%s in %.1f s; %s", made, "s" * (made > 1), time.perf_counter() - start, memory())
+    log.info("%d image%s in %.1f s; %s", made, "s" * (made != 1), time.perf_counter() - start, memory())
 
 
 def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:

@@ -6,6 +6,7 @@ super-resolution model (bsr_sr) reads only the image.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.image import to_pixels
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.tasks.batching import ImageInputs, OnStep, results
-from ldm_lite.tasks.image_inputs import NamedImage, open_source, sources
+from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
+from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
 from ldm_lite.tasks.job import Job, Result, check_task, plan_of, resolve
 from ldm_lite.tasks.job import check as check_job
 
@@ -37,7 +38,7 @@ def count(options: UpscaleOptions) -> int:
     return len(sources(options.init_img, "init_img")) * options.images_at_a_time * options.repeats
 
 
-def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[ImageInputs]]:
+def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[Later]]:
     """Return the job and its inputs, which are read one by one.  Raises ValueError as upscale does."""
     check(options)
     check_task(model, "upscale")
@@ -45,13 +46,14 @@ def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[ImageI
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
     found, repeats = sources(options.init_img, "init_img"), options.images_at_a_time * options.repeats
-    named = (image for image in map(open_source, found) for _ in range(repeats))
-    return enlarge(model, options, named, len(found) * repeats)
+    # A tensor of the user's is an image of 8 bits like any other; enlarge takes its own as they are.
+    given = [open_source(source) if isinstance(source, Tensor) else source for source in found]
+    return enlarge(model, options, (source for source in given for _ in range(repeats)), len(found) * repeats)
 
 
 def enlarge(
-    model: Model, options: UpscaleOptions, images: Iterable[NamedImage | Tensor], num_images: int
-) -> tuple[Job, Iterator[ImageInputs]]:
+    model: Model, options: UpscaleOptions, images: Iterable[Source], num_images: int
+) -> tuple[Job, Iterator[Later]]:
     """Return the job that enlarges images, or pixels (3,H,W) in [-1,1], four times.
 
     Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
@@ -62,7 +64,9 @@ def enlarge(
     model = dataclasses.replace(model, unet=tiled)
     job = resolve(model, one, plan_of(model, one), num_images=num_images)
     # One input per image, since the noise on an image comes from its own seed.
-    return job, (_inputs(model, options, image, job.seeds.of(k, 0)) for k, image in enumerate(images))
+    return job, (
+        Later(partial(_inputs, model, options, image, job.seeds.of(k, 0)), (image,)) for k, image in enumerate(images)
+    )
 
 
 def check(options: UpscaleOptions) -> None:
@@ -76,9 +80,12 @@ def check(options: UpscaleOptions) -> None:
         raise ValueError("the result is four times the image's size: leave out `height` and `width`")
 
 
-def _inputs(model: Model, options: UpscaleOptions, image: NamedImage | Tensor, seed: int) -> ImageInputs:
+def _inputs(model: Model, options: UpscaleOptions, image: Source, seed: int) -> ImageInputs:
     """What the result for one image starts from."""
-    name, pixels = (None, image) if isinstance(image, Tensor) else (image.name, to_pixels(image.image))
+    name, pixels = None, image
+    if not isinstance(image, Tensor):
+        opened = image if isinstance(image, NamedImage) else open_source(image)
+        name, pixels = opened.name, to_pixels(opened.image)
     level = None
     if model.family.unet.num_classes is not None:  # the network reads the noise level
         generator = torch.Generator("cpu").manual_seed((seed + OWN_STREAM) % 2**64)

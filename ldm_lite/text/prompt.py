@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ldm_lite.text.tokenizer import TextTokenizer
+from ldm_lite.text.tokenizer import TextTokenizer, check_length
 
 SYNTAXES = ("plain", "a1111")
 BREAK = "BREAK"
 MAX_CARRIED = 20  # tokens after the last comma that may move to the next chunk
+MOST_CHUNKS = 100
+MOST_DEPTH = 100  # brackets open at a time
+MOST_WEIGHT = 10**6
 
 _TOKENS = re.compile(
-    r"(?P<escaped>\\[\\()\[\]])|(?P<open>[(\[])|:\s*(?P<weight>[+-]?(\d+\.?\d*|\.\d+))\s*\)|(?P<close>[)\]])"
+    r"(?P<escaped>\\[\\()\[\]])|(?P<open>[(\[])|:\s*(?P<weight>[+-]?(\d+(\.\d*)?|\.\d+))\s*\)|(?P<close>[)\]])"
     r"|\s*\b(?P<stop>BREAK)\b\s*|(?P<text>[^\\()\[\]:B]+|.)",
     re.DOTALL,
 )
@@ -29,7 +32,8 @@ _TOKENS = re.compile(
 def parse(text: str) -> list[tuple[str, float]]:
     """Parse A1111's syntax into (text, weight) pieces.  BREAK is a piece of its own, with weight -1.
 
-    As in A1111, an unclosed bracket extends to the end, and an unopened one is text.
+    As in A1111, an unclosed bracket extends to the end, and an unopened one is text.  Raises ValueError for brackets
+    deeper than MOST_DEPTH, and for weights beyond MOST_WEIGHT.
     """
     pieces: list[tuple[str, float]] = []
     opened: dict[str, list[int]] = {"(": [], "[": []}  # index of each open bracket's first piece
@@ -40,6 +44,8 @@ def parse(text: str) -> list[tuple[str, float]]:
     for match in _TOKENS.finditer(text):
         token, kind = match[0], match.lastgroup
         if kind == "open":
+            if len(opened["("]) + len(opened["["]) >= MOST_DEPTH:
+                raise ValueError(f"got a prompt with more than {MOST_DEPTH} brackets open at a time: close some")
             opened[token].append(len(pieces))
         elif match["weight"] is not None and opened["("]:
             multiply(opened["("].pop(), float(match["weight"]))
@@ -55,6 +61,8 @@ def parse(text: str) -> list[tuple[str, float]]:
         multiply(first, 1.1)
     for first in opened["["]:
         multiply(first, 1 / 1.1)
+    if beyond := [weight for _, weight in pieces if abs(weight) > MOST_WEIGHT]:
+        raise ValueError(f"got a prompt with the weight {beyond[0]:g}, wanted at most {MOST_WEIGHT}")
     return _merged(pieces) or [("", 1.0)]
 
 
@@ -77,12 +85,16 @@ class Chunks:
 
 
 def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks:
-    """Split a prompt into chunks.  Raises ValueError for an unknown syntax or text that the tokenizer refuses."""
+    """Split a prompt into chunks.
+
+    Raises ValueError for an unknown syntax, text that the tokenizer refuses, and more than MOST_CHUNKS.
+    """
     if syntax not in SYNTAXES:
         raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
     if syntax == "plain":
         ids = tokenizer([tokenizer.clean(text)])
         return Chunks(ids, torch.ones(ids.shape, dtype=torch.float32, device="cpu"))
+    check_length(text)
     room, comma = tokenizer.room, tokenizer.encode(",")[0]
     full: list[list[tuple[int, float]]] = [[]]
     for piece, weight in parse(text):
@@ -96,6 +108,8 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
             full[-1] += [(token, weight) for token in unit]
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
+    if len(full) > MOST_CHUNKS:
+        raise ValueError(f"got a prompt of {len(full)} chunks of {room} tokens, wanted at most {MOST_CHUNKS}")
     shape = (len(full), tokenizer.length)
     ids = torch.full(shape, tokenizer.pad_id, dtype=torch.int64, device="cpu")
     weights = torch.ones(shape, dtype=torch.float32, device="cpu")

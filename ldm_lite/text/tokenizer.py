@@ -23,7 +23,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
 from torch import Tensor
 
+from ldm_lite.cli.files import read_bytes
 from ldm_lite.text.clean import fix_text, unescape
+
+MOST_CHARACTERS = 20_000  # of a text: CLIP reads about 400, and long words take quadratic time
 
 SOT = 49406  # start of text
 EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these
@@ -32,6 +35,12 @@ _MERGES = Path(__file__).with_name("clip_merges.txt.gz")
 _BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
 _SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
 _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
+    """Raises ValueError for a text of more than `most` characters."""
+    if len(text) > most:
+        raise ValueError(f"got a text of {len(text):,} characters, wanted at most {most:,}: shorten it")
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class TextTokenizer:
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Return the ids (B,T) int64 of B texts; a text that is too long loses its last tokens.
 
-        Raises ValueError for a single string, for items that are not strings, and for text that is not valid Unicode.
+        Raises ValueError for a single string, for items that are not strings, for text that is not valid Unicode, and
+        for more than MOST_CHARACTERS.
         """
         if isinstance(texts, str):
             raise ValueError("got a single string, wanted a list of strings: pass [text]")
@@ -110,6 +120,7 @@ class TextTokenizer:
         """
         if not isinstance(text, str):
             raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")
+        check_length(text)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -248,7 +259,7 @@ def _bert() -> Tokenizer:
 
 @cache
 def _t5(path: Path) -> Tokenizer:
-    content = path.read_bytes()
+    content = read_bytes(path, 2**26)
     try:
         if content[:1] == b"{":
             return Tokenizer.from_str(content.decode("utf-8"))

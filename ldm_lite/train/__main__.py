@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     (options, load), _ = flags.parse(argv, "train", __doc__.splitlines()[0], (TrainOptions, LoadOptions))
 
-    return console.run(lambda: run(options, load), (options, load))
+    kept = "the state of the last save is kept, `resume=True` continues"
+    return console.run(lambda: run(options, load), (options, load), kept)
 
 
 def run(options: TrainOptions, load: LoadOptions) -> None:

@@ -4,8 +4,10 @@ A dataset is a sequence of (pixels (3,R,R) uint8, caption), of finite or infinit
 only on the seed and the step, so a run can be resumed at any step.
 """
 
+import contextlib
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,8 +20,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from ldm_lite.cli.files import open_file, read_text
+from ldm_lite.cli.signals import ignore_signals
 from ldm_lite.image import SUFFIXES, list_images, open_image
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.text.tokenizer import MOST_CHARACTERS
+
+log = logging.getLogger("ldm_lite")
 
 T = TypeVar("T")
 
@@ -62,7 +69,8 @@ class ImageFolder:
 def open_folder(folder: Path, resolution: int) -> ImageFolder:
     """Open images with a .txt of the same name beside each, or a .jsonl with {"file_name": ..., "text": ...} lines.
 
-    Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing or empty.
+    Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing, empty or
+    too long.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder, wanted one with captioned images")
@@ -73,6 +81,8 @@ def open_folder(folder: Path, resolution: int) -> ImageFolder:
     for path, caption in pairs:
         if not caption:
             raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
+        if len(caption) > MOST_CHARACTERS:
+            raise ValueError(f"{path}: its caption has {len(caption):,} characters, wanted at most {MOST_CHARACTERS:,}")
     return ImageFolder(tuple(pairs), resolution)
 
 
@@ -84,12 +94,12 @@ def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
         raise ValueError(
             f"{without[0]}: has no caption: wanted {without[0].stem}.txt beside it ({len(without)} images have none)"
         )
-    return [(path, _read_text(path.with_suffix(".txt")).strip()) for path in paths]
+    return [(path, read_text(path.with_suffix(".txt"), 2**20).strip()) for path in paths]
 
 
 def _from_list(path: Path) -> list[tuple[Path, str]]:
     pairs = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, 2**30).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -104,13 +114,6 @@ def _from_list(path: Path) -> list[tuple[Path, str]]:
             raise ValueError(f"{path}, line {number}: there is no file {name}")
         pairs.append((image, caption.strip()))
     return pairs
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text") from error
 
 
 @dataclass(frozen=True)
@@ -171,23 +174,36 @@ class LatentDataset:
 
     @classmethod
     def read(cls, path: Path, key: str) -> "LatentDataset | None":
-        """Read a file; None if there is none, or if it has another key."""
+        """Read a file; None if there is none, if it has another key, or, with a message, if it is damaged."""
         if not path.exists():
             return None
-        content = torch.load(path, weights_only=True)
-        return cls(content["moments"], tuple(content["captions"])) if content["key"] == key else None
+        with open_file(path) as file:
+            try:
+                content = torch.load(file, weights_only=True)
+                if content["key"] != key:
+                    return None
+                moments, captions = content["moments"], tuple(content["captions"])
+                if len(moments) != len(captions) or moments.ndim != 4 or not bool(torch.isfinite(moments).all()):
+                    raise ValueError
+            except Exception:  # torch raises nearly anything for a damaged file
+                log.warning("%s: is damaged: the images are encoded again", path)
+                return None
+        return cls(moments, captions)
 
 
 @torch.no_grad()
 def encode_dataset(dataset: Dataset, vae: AutoencoderKL, batch: int, workers: int) -> LatentDataset:
     """Encode every example of a finite dataset.  Raises what `example` raises."""
     device, parts, captions = next(vae.parameters()).device, [], []
-    loader = torch_data.DataLoader(_Examples(dataset), batch_size=batch, num_workers=workers, collate_fn=list)
-    for items in loader:
-        pairs = list(_reraised(items))
-        pixels = torch.stack([pixels for pixels, _ in pairs])
-        parts.append(torch.cat(vae.encode(to_float(pixels, device)), dim=1).half().cpu())
-        captions += [caption for _, caption in pairs]
+    loader = torch_data.DataLoader(
+        _Examples(dataset), batch_size=batch, num_workers=workers, collate_fn=list, worker_init_fn=ignore_signals
+    )
+    with reported_workers():
+        for items in loader:
+            pairs = list(_reraised(items))
+            pixels = torch.stack([pixels for pixels, _ in pairs])
+            parts.append(torch.cat(vae.encode(to_float(pixels, device)), dim=1).half().cpu())
+            captions += [caption for _, caption in pairs]
     return LatentDataset(torch.cat(parts), tuple(captions))
 
 
@@ -216,6 +232,7 @@ def batches(dataset: Dataset, seed: int, batch: int, steps: range, workers: int)
         sampler=steps,
         num_workers=workers,
         prefetch_factor=8 if workers else None,
+        worker_init_fn=ignore_signals,
     )
     return _reraised(loader)
 
@@ -267,6 +284,20 @@ def _reraised(items: Iterable[T | Exception]) -> Iterator[T]:
         if isinstance(item, Exception):
             raise item
         yield item
+
+
+@contextlib.contextmanager
+def reported_workers() -> Iterator[None]:
+    """Turn torch's error for a worker that died, which comes at any place, into a ChildProcessError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ChildProcessError(
+            "a process that reads images was ended from outside, usually because memory ran out: use fewer "
+            "`workers`, or a smaller `batch`; the state of the last save is kept, `resume=True` continues"
+        ) from error
 
 
 # ---- files and tensors ----------------------------------------------------------------------------------------------

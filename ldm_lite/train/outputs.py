@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from ldm_lite.image import grid, to_pil
 from ldm_lite.train.data import write_atomically
 from ldm_lite.train.lora import LoRA, kohya_file
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.trainer import LOG, Trainer
+from ldm_lite.train.trainer import LOG, Trainer, read_log
 from ldm_lite.zoo.detection import describe
 
 SAMPLES = 4  # per prompt
@@ -94,12 +93,12 @@ def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
 
 def plot_losses(folder: Path) -> None:
     """Plot the losses of the log as loss.png, if matplotlib is installed."""
-    log = folder / LOG
-    if importlib.util.find_spec("matplotlib") is None or not log.exists():  # no loss is logged yet
+    path = folder / LOG
+    if importlib.util.find_spec("matplotlib") is None or not path.exists():  # no loss is logged yet
         return
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    rows = read_log(path)
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.semilogy([row["step"] for row in rows], [row["loss"] for row in rows])

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def train(
     check(options, load)
     distributed.init()
     folder = Path(options.out)
-    if (folder / STATE).exists() and not options.resume:
+    if os.path.lexists(folder / STATE) and not options.resume:
         raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
     torch.manual_seed(options.seed)
     model = make_model(options, load)
@@ -68,9 +69,11 @@ def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
     for weight in (p for network in networks for p in network.parameters() if p.ndim == 4):
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     trainer = Trainer(loss, _config(options, model.device), Path(options.out))
-    if options.resume and (trainer.folder / STATE).exists():
+    if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
         log.info("continuing at step %d", trainer.step)
+    elif options.resume:
+        log.info("%s: holds no state to continue from, a new run begins", trainer.folder)
     if model.device.type == "cpu":
         for network in networks:
             use_fast_backward(network)

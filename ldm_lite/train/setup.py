@@ -102,8 +102,8 @@ def open_dataset(options: TrainOptions, resolution: int) -> Dataset:
         return open_folder(Path(options.data), resolution)
     try:
         arguments = json.loads(options.renderer_options)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"got `renderer_options` {options.renderer_options!r}, wanted JSON: {error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"got `renderer_options` {options.renderer_options!r:.100}, wanted JSON: {error}") from error
     return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
 
 

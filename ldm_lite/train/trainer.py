@@ -6,10 +6,12 @@ So a resumed run has the same losses as one that was never stopped.
 
 import contextlib
 import copy
+import dataclasses
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ldm_lite.cli.files import open_file, read_bytes
+from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
-from ldm_lite.train.data import Dataset, batches, write_atomically
+from ldm_lite.train.data import Dataset, batches, reported_workers, write_atomically
 from ldm_lite.train.losses import Loss
+
+log = logging.getLogger("ldm_lite")
 
 STATE = "state.pt"
 LOG = "log.jsonl"
@@ -43,6 +49,36 @@ class TrainConfig:
     save_every: int  # steps
     workers: int
     bf16: bool  # autocast
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether a tensor holds finite floats."""
+    return tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
+
+
+def load_finite(network: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load a network's weights.  Raises any exception if they are not those of this network, or not finite."""
+    own = network.state_dict()
+    for name, value in weights.items():
+        if name in own and (value.dtype != own[name].dtype or (value.is_floating_point() and not usable(value))):
+            raise ValueError(f"{name} is of {value.dtype}, or not finite")
+    network.load_state_dict(weights)
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's log, with a warning if some lines cannot be read: a killed run may leave half a line.
+
+    Raises ValueError if it is no regular file; OSError.
+    """
+    rows, lines = [], read_bytes(path, 2**30).decode("utf-8", errors="replace").splitlines()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+            row = json.loads(line)
+            if type(row["step"]) is int and isinstance(row["loss"], (int, float)):
+                rows.append(row)
+    if len(rows) < len(lines):
+        log.warning("%s: %d lines of it cannot be read, they are left out", path, len(lines) - len(rows))
+    return rows
 
 
 class Trainer:
@@ -72,6 +108,7 @@ class Trainer:
         """Write the state to resume from, atomically."""
         state = {
             "step": self.step,
+            "settings": self._settings(),
             "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
             "average": {name: network.state_dict() for name, network in self.ema.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -80,30 +117,61 @@ class Trainer:
         self.saved = self.step
 
     def resume(self) -> None:
-        """Continue from the state in the folder.  Raises ValueError if it belongs to other networks."""
+        """Continue from the state in the folder.
+
+        Raises ValueError if it is damaged, belongs to other networks, or is beyond the last step; OSError.
+        """
         path = self.folder / STATE
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            for name, network in self.loss.networks.items():
-                network.load_state_dict(state["networks"][name])
-                self.ema[name].load_state_dict(state["average"][name])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, KeyError, EOFError, ValueError) as error:
-            line = str(error).splitlines()[0]
-            raise ValueError(
-                f"{path}: is not the state of this run ({line}): use the run's options, or another `out`"
-            ) from error
+        with open_file(path) as file:
+            try:
+                state = torch.load(file, map_location=self.device, weights_only=True)
+                for name, network in self.loss.networks.items():
+                    load_finite(network, state["networks"][name])
+                    load_finite(self.ema[name], state["average"][name])
+                self._load_optimizer(state["optimizer"]["state"], state["step"])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # torch raises nearly anything for a damaged file
+                line = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ValueError(
+                    f"{path}: is not the state of this run, or damaged ({line}): use the run's options, or "
+                    "another `out`"
+                ) from error
         self.step = self.saved = state["step"]
+        if self.step > self.config.steps:
+            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.config.steps}`: give more steps")
+        changed = {key: value for key, value in self._settings().items() if state.get("settings", {}).get(key) != value}
+        if "settings" in state and changed:
+            log.info("the run goes on with other settings than before: %s", json.dumps(changed))
         if distributed.rank() == 0:
             self._trim_log()
 
+    def _settings(self) -> dict[str, object]:
+        """The part of the config that results depend on."""
+        values = dataclasses.asdict(self.config)
+        return {key: value for key, value in values.items() if key not in ("minutes", "save_every", "workers", "bf16")}
+
+    def _load_optimizer(self, state: dict[int, dict[str, Tensor]], step: int) -> None:
+        """Load AdamW's averages; its settings are the config's.  Raises any exception for what is not its state."""
+        if type(step) is not int or step < 1:
+            raise ValueError(f"it is of step {step!r:.50}")
+        for index, values in state.items():
+            parameter = self.parameters[index]
+            for name in ("exp_avg", "exp_avg_sq"):
+                if values[name].shape != parameter.shape or not usable(values[name]):
+                    raise ValueError(f"{name} of parameter {index} has another shape, or is not finite")
+            if float(values["exp_avg_sq"].min()) < 0 or set(values) != {"step", "exp_avg", "exp_avg_sq"}:
+                raise ValueError(f"the averages of parameter {index} are not AdamW's")
+        if max(int(values["step"]) for values in state.values()) != step:
+            raise ValueError(f"it is of step {step}, but its optimiser is not")
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
     def _trim_log(self) -> None:
-        """Drop the lines after the current step: those steps will be done again."""
-        log = self.folder / LOG
-        if log.exists():
-            lines = log.read_text(encoding="utf-8").splitlines()
-            kept = "".join(line + "\n" for line in lines if json.loads(line)["step"] <= self.step)
-            write_atomically(log, lambda path: path.write_text(kept, encoding="utf-8"))
+        """Drop the lines after the current step: those steps will be done again.  And those that cannot be read."""
+        path = self.folder / LOG
+        if path.exists():
+            kept = "".join(json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= self.step)
+            write_atomically(path, lambda part: part.write_text(kept, encoding="utf-8"))
 
     def untrained_tokens(self) -> Tensor:
         """Return a mask (V,) of the rows of the token embedding that never had a gradient, on the CPU."""
@@ -118,18 +186,32 @@ class Trainer:
         """Train to the last step of the config, or until its time is over.
 
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
-        steps done, after the state was written.  Raises ValueError, leaving the saved files as they are, if the loss is
-        not finite.
+        steps done, after the state was written.  After SIGINT, SIGTERM or SIGHUP the step is finished and the state
+        saved, then Stopped is raised; a second signal stops at once.  Raises ValueError, leaving the saved files as
+        they are, if the loss is not finite, and ChildProcessError if a worker dies.
         """
+        with noted() as received, reported_workers():
+            self._fit(self._batches(dataset), on_step, on_save, received)
+        if received:
+            raise Stopped(received[0], f"the state of step {self.step} is saved, `resume=True` continues")
+
+    def _fit(
+        self,
+        data: Iterator[tuple[Tensor, list[str]]],
+        on_step: Callable[[int, float | None], None],
+        on_save: Callable[[int], None],
+        received: Sequence[int],
+    ) -> None:
+        """Train until the end, or until a signal is received; then save the state alone, which is quick."""
         config, start, losses = self.config, time.perf_counter(), []
-        data = self._batches(dataset)
         if self.step >= config.steps and distributed.rank() == 0:
             on_save(self.step)  # the run may have been killed between its last state and on_save
         while self.step < config.steps:
             losses.append(self._step(data))
             self.step += 1
             over = config.minutes is not None and time.perf_counter() - start > 60 * config.minutes
-            last = (config.minutes is not None and distributed.broadcast(over)) or self.step == config.steps
+            asked = config.minutes is not None or distributed.world_size() == 1 or self.step % CHECK_EVERY == 0
+            last = (asked and distributed.broadcast(over or bool(received))) or self.step == config.steps
             mean = None
             if self.step % CHECK_EVERY == 0 or last:
                 mean, losses = self._check(float(torch.stack(losses).mean())), []
@@ -138,7 +220,8 @@ class Trainer:
             if (self.step % config.save_every == 0 or last) and distributed.rank() == 0:
                 self._verify()
                 self.save()
-                on_save(self.step)
+                if not received:
+                    on_save(self.step)
             if last:
                 return
 
@@ -150,8 +233,8 @@ class Trainer:
 
     def _log(self, row: dict[str, float]) -> None:
         if distributed.rank() == 0:
-            with open(self.folder / LOG, "a", encoding="utf-8") as log:
-                log.write(json.dumps(row) + "\n")
+            with open(self.folder / LOG, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     def _step(self, data: Iterator[tuple[Tensor, list[str]]]) -> Tensor:
         """Run one optimiser step over `accumulate` batches.  Returns its loss () without waiting for the device."""

@@ -76,7 +76,7 @@ def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path,
     wanted = losses(tmp_path)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 3
-    assert set(state) == {"step", "networks", "average", "optimizer"}, "earlier runs can be resumed"
+    assert set(state) == {"step", "settings", "networks", "average", "optimizer"}
     train(options(folder, tmp_path / "again", steps=3, minutes=0.0), load_options(small_path))
     with open(tmp_path / "again" / "log.jsonl", "a") as log:  # as if it had gone on, and was killed
         log.write('{"step": 2, "loss": 99.0}\n')
@@ -271,7 +271,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
         (["--data", "BROKEN", "--workers", "1", "--lora_rank", "1"], "is not an image that can be read"),
         (["--data", "LIST"], "captions.jsonl, line 1: wanted"),
         (["--data", "TYPES"], "captions.jsonl, line 2: wanted"),
-        (["--data", "LATIN"], "a.txt: is not UTF-8 text"),
+        (["--data", "LATIN"], "a.txt: is not text in UTF-8"),
         (["--renderer", "SYNTAX/r.py"], "r.py: cannot be imported: SyntaxError"),
         (["--renderer", "FAILS/r.py"], "the renderer fails at scene 0: KeyError: 0"),
         (["--renderer", "none.py"], "is not a Python file"),

@@ -1,0 +1,212 @@
+"""A job that was stopped is continued: images that the folder holds are not made again."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import random_checkpoint
+import toy_zoo
+from PIL import Image
+
+import ldm_lite
+from ldm_lite.cli.output import read_key
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.img2img import main as img2img
+from ldm_lite.inpaint import main as inpaint
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.existing import Existing, contents
+from ldm_lite.tasks.txt2img import prepare
+from ldm_lite.txt2img import main as txt2img
+from ldm_lite.upscale import main as upscale
+
+PROMPTS = ["a cat", "a dog", "a cat", "a house, red", "one more"]
+
+
+@pytest.fixture
+def job(tmp_path: Path, small_path: Path) -> Callable[..., list[str]]:
+    """Runs a command in the folder `out`, and returns the names of the files that it makes."""
+
+    def run(*flags: object, command: Callable[[list[str]], int] = txt2img, ckpt: Path = small_path) -> list[str]:
+        samples = tmp_path / "out" / "samples"
+        before = set(os.listdir(samples)) if samples.exists() else set()
+        argv = ["--ckpt", ckpt, "--device", "cpu", "--out", tmp_path / "out", "--steps", "1", "--skip-existing", *flags]
+        assert command([str(each) for each in argv]) == 0
+        return sorted(set(os.listdir(samples)) - before)
+
+    return run
+
+
+def pixels(folder: Path) -> dict[str, np.ndarray]:
+    """The images of a folder by their text."""
+    found = {}
+    for path in (folder / "out" / "samples").glob("*.png"):
+        with Image.open(path) as image:
+            found[image.info["parameters"]] = np.asarray(image).astype(int)
+    return found
+
+
+def test_only_what_is_missing_is_made(
+    tmp_path: Path, job: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, file = tmp_path / "out" / "samples", tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS[:4]))
+    arguments = ["--from-file", file, "--batch-size", 3]
+    assert len(job(*arguments)) == 4
+    assert len(list((tmp_path / "out").glob("grid-*.png"))) == 1
+    whole = pixels(tmp_path)
+    capsys.readouterr()
+    assert job(*arguments) == []
+    assert "4 of 4 images exist in " in (errors := capsys.readouterr().err)
+    assert "0 images in " in errors
+
+    (samples / "00001.png").unlink()  # missing, renamed, cut in the middle
+    (samples / "00000.png").rename(samples / "first.png")
+    content = (samples / "00002.png").read_bytes()
+    (samples / "00002.png").write_bytes(content[:-30])
+    assert len(job(*arguments)) == 2
+    (samples / "00002.png").unlink()
+    again = pixels(tmp_path)
+    assert again.keys() == whole.keys()
+    assert max(abs(again[text] - whole[text]).max() for text in whole) <= 1  # other batches round otherwise
+
+    file.write_text("\n".join(PROMPTS))  # one more
+    assert len(job(*arguments)) == 1
+    assert len(list((tmp_path / "out").glob("grid-*.png"))) == 1
+    file.write_text("\n".join([PROMPTS[1], PROMPTS[0], *PROMPTS[2:]]))  # these two have other seeds now
+    assert len(job(*arguments)) == 2
+    assert len(job(*arguments, "--n_iter", 2)) == 5
+    assert job(*arguments, "--n_iter", 2, "--batch-size", 1) == []
+
+
+def test_equal_images_count_each(tmp_path: Path, job: Callable[..., list[str]]) -> None:
+    arguments = ["a cat", "--n_iter", 3, "--fixed_code"]
+    assert len(job(*arguments)) == 3
+    (tmp_path / "out" / "samples" / "00001.png").unlink()
+    assert len(job(*arguments)) == 1
+
+
+def test_another_setting_is_another_image(small_path: Path, tmp_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    (tmp_path / "c.npy").write_bytes(b"1")
+
+    def key(load: Pipeline = pipe, **changes: Any) -> str:
+        options = Txt2imgOptions("a cat", **{"steps": 2, **changes})
+        return Existing(prepare(load, options)[0], options, Counter()).key("a cat", 42, "")
+
+    changes: list[dict[str, Any]] = [{"steps": 3}, {"scale": 3}, {"negative_prompt": "b"}, {"width": 32}, {"eta": 1.0}]
+    changes += [{"sampler": "euler"}, {"clip_skip": 2}, {"spacing": "karras"}, {"guidance_rescale": 0.5}]
+    changes += [{"prompt_syntax": "a1111"}, {"dynamic_threshold": 0.9}, {"refiner": os.fspath(small_path)}]
+    loads = [ldm_lite.load(small_path, device="cpu", **more) for more in ({"dtype": "bf16"}, {"prediction": "v"})]
+    keys = [key(), *(key(**each) for each in changes), *map(key, loads)]
+    assert len(set(keys)) == len(keys)
+    assert key() == key(batch_size=3, n_iter=2, seed=1, sampler="DDIM") == key(ldm_lite.load(small_path, device="cpu"))
+    weight = next(pipe.unet.parameters())
+    weight.data.mul_(1.01)  # as a merged LoRA changes it
+    assert key() != keys[0]
+    assert contents("a:b:0.5") != contents("a:b:0.6")
+    assert contents(f"{tmp_path / 'c.npy'}:1") != contents("c.npy:1")
+
+
+def test_other_weights_are_another_image_and_another_name_is_not(
+    tmp_path: Path, small_path: Path, job: Callable[..., list[str]]
+) -> None:
+    shutil.copy(small_path, tmp_path / "other name.safetensors")
+    assert len(job("a cat")) == 1
+    assert job("a cat", ckpt=tmp_path / "other name.safetensors") == []
+    random_checkpoint.write(tmp_path / "second.safetensors", random_checkpoint.SMALL, seed=1)
+    assert len(job("a cat", ckpt=tmp_path / "second.safetensors")) == 1
+
+
+def test_an_image_to_start_from_counts_by_its_contents(tmp_path: Path, job: Callable[..., list[str]]) -> None:
+    for name, colour in (("a.png", "red"), ("copy.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (64, 64), colour).save(tmp_path / name)
+    assert len(job("a cat", "--init-img", tmp_path / "a.png", command=img2img)) == 1
+    assert job("a cat", "--init-img", tmp_path / "copy.png", command=img2img) == []
+    assert len(job("a cat", "--init-img", tmp_path / "b.png", command=img2img)) == 1
+
+
+@pytest.mark.slow
+def test_images_masks_and_what_is_enlarged_count_by_their_contents(
+    tmp_path: Path, job: Callable[..., list[str]]
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (2, 64, 64, 3), dtype=np.uint8)
+    a, b, mask, other = (tmp_path / name for name in ("a.png", "b.png", "mask.png", "other.png"))
+    Image.fromarray(noise[0]).save(a)
+    Image.new("L", (64, 64), 255).save(mask)
+    Image.new("L", (64, 64)).save(other)
+    with Image.open(other) as image:
+        image.paste(255, (0, 0, 32, 32))
+        image.save(other)
+    for command, more in ((img2img, []), (inpaint, ["--mask", mask])):
+        assert len(job("a cat", "--init-img", a, *more, command=command)) == 1
+        shutil.copy(a, b)
+        assert job("a cat", "--init-img", b, *more, command=command) == []
+        Image.fromarray(noise[1]).save(b)
+        assert len(job("a cat", "--init-img", b, *more, command=command)) == 1
+        assert len(job("a cat", "--init-img", a, *more, "--strength", "0.5", command=command)) == 1
+    assert len(job("a cat", "--init-img", a, "--mask", other, command=inpaint)) == 1
+    assert len(job("a cat", "--init-img", a, "--mask", mask, "--feather", "3", command=inpaint)) == 1
+    random_checkpoint.write(tmp_path / "up.safetensors", toy_zoo.small("x4"))
+    up = {"command": upscale, "ckpt": tmp_path / "up.safetensors"}
+    Image.fromarray(noise[0, :8, :8]).save(a)
+    assert len(job("--init-img", a, "--batch-size", 2, **up)) == 2
+    assert job("--init-img", a, "--batch-size", 2, **up) == []
+    assert len(job("--init-img", a, "--noise-level", 5, **up)) == 1
+
+
+def test_where_it_makes_no_sense(tmp_path: Path, small_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, wanted in (
+        (["--out", str(tmp_path / "a.png")], "--skip-existing is for folders"),
+        (["--skip-save"], "--skip-existing is for folders"),
+        (["--compat"], "--compat draws the noise of all images in order: leave out --skip-existing"),
+    ):
+        assert txt2img(["a cat", "--ckpt", str(small_path), "--device", "cpu", "--skip-existing", *more]) == 2
+        assert wanted in capsys.readouterr().err
+
+
+def test_keys_are_read_quickly_and_only_from_whole_files(tmp_path: Path, job: Callable[..., list[str]]) -> None:
+    job("a cat")
+    path = tmp_path / "out" / "samples" / "00000.png"
+    key, content = read_key(path), path.read_bytes()
+    assert re.fullmatch("[0-9a-f]{32}", key or "")
+    for number in range(0, len(content), 97):
+        path.write_bytes(content[:number])
+        assert read_key(path) is None
+    path.write_bytes(content)
+    start = time.perf_counter()
+    for _ in range(1000):
+        read_key(path)
+    assert time.perf_counter() - start < 2
+    os.mkfifo(tmp_path / "pipe.png")
+    assert read_key(tmp_path / "pipe.png") is read_key(tmp_path) is read_key(tmp_path / "none") is None
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_at_any_moment_and_restarted_has_every_image_once(
+    tmp_path: Path, small_path: Path, job: Callable[..., list[str]]
+) -> None:
+    file, chance, samples = tmp_path / "prompts.txt", random.Random(0), tmp_path / "out" / "samples"
+    file.write_text("\n".join(f"picture {i}" for i in range(30)))
+    argv = ["--from-file", file, "--ckpt", small_path, "--device", "cpu", "--out", tmp_path / "out", "--steps", "1"]
+    argv += ["--skip-existing", "--batch-size", "4"]
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-m", "ldm_lite.txt2img", *map(os.fspath, argv)])
+        begun = len(list(samples.glob("[!.]*.png"))) if samples.exists() else 0
+        while (not samples.exists() or len(list(samples.glob("[!.]*.png"))) == begun) and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+    job("--from-file", file, "--batch-size", 4)
+    texts = [Image.open(path).info["parameters"] for path in samples.glob("[!.]*.png")]
+    assert len(texts) == len(set(texts)) == 30

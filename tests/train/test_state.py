@@ -1,0 +1,270 @@
+"""Continuing a run from whatever is in its folder, and ending it by a signal or by the death of a worker."""
+
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ldm_lite.train import __main__ as command
+from ldm_lite.train.data import LatentDataset, reported_workers
+from ldm_lite.train.trainer import TrainConfig, Trainer, read_log
+
+CONFIG = TrainConfig(
+    steps=4, batch=2, accumulate=1, lr=1e-3, warmup=2, weight_decay=0.01, ema_decay=0.9, clip=1.0, seed=0, minutes=None,
+    save_every=2, workers=0, bf16=False,
+)  # fmt: skip
+
+
+class Squares:
+    """The loss of a network with six weights."""
+
+    def __init__(self) -> None:
+        self.networks = {"unet": nn.Linear(2, 2)}
+
+    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
+        return self.networks["unet"](pixels.float().mean(dim=(1, 2, 3))[:, None].expand(-1, 2)).square().mean()
+
+
+class Grey:
+    """Four grey pixels."""
+
+    size = 4
+
+    def example(self, index: int) -> tuple[Tensor, str]:
+        return torch.full((3, 1, 1), index, dtype=torch.uint8), "grey"
+
+
+def trainer(folder: Path, **config: object) -> Trainer:
+    return Trainer(Squares(), dataclasses.replace(CONFIG, **config), folder)  # type: ignore[arg-type]
+
+
+def resumed(folder: Path, **config: object) -> Trainer:
+    new = trainer(folder, **config)
+    new.resume()
+    return new
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    out = tmp_path_factory.mktemp("run")
+    trainer(out, steps=2).fit(Grey(), lambda step, loss: None, lambda step: None)
+    return out
+
+
+def nan(values: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(values, float("nan"))
+
+
+def first(state: dict[str, Any], *keys: str) -> dict[Any, Any]:
+    for key in keys:
+        state = state[key]
+    return state
+
+
+def change(values: dict[Any, Any], make: Callable[[Any], Any]) -> None:
+    values.update({next(iter(values)): make(next(iter(values.values())))})
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a huge step": lambda s: s.update(step=10**9),
+    "a negative step": lambda s: s.update(step=-5),
+    "a step of another type": lambda s: s.update(step=2.0),
+    "a truth value as step": lambda s: s.update(step=True),
+    "a text as step": lambda s: s.update(step="2\nnext"),
+    "no step": lambda s: s.pop("step"),
+    "no networks": lambda s: s.pop("networks"),
+    "no averages": lambda s: s.pop("average"),
+    "no optimiser": lambda s: s.pop("optimizer"),
+    "networks as a list": lambda s: s.update(networks=[1]),
+    "no weight": lambda s: first(s, "networks", "unet").popitem(),
+    "a weight of NaN": lambda s: change(first(s, "networks", "unet"), nan),
+    "an average of NaN": lambda s: change(first(s, "average", "unet"), nan),
+    "whole numbers as a weight": lambda s: change(first(s, "networks", "unet"), torch.Tensor.int),
+    "a weight of another shape": lambda s: change(first(s, "networks", "unet"), lambda value: value[:1]),
+    "a text as a weight": lambda s: change(first(s, "networks", "unet"), lambda value: "text"),
+    "an optimiser's average of NaN": lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.tensor(torch.nan)),
+    "a negative square": lambda s: s["optimizer"]["state"][0]["exp_avg_sq"].sub_(1.0),
+    "an optimiser of other shapes": lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
+    "an optimiser of more parameters": lambda s: s["optimizer"]["state"].update({10**6: s["optimizer"]["state"][0]}),
+    "an optimiser without averages": lambda s: s["optimizer"]["state"][0].clear(),
+    "an optimiser's text": lambda s: s["optimizer"].update(state="text"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_state_that_cannot_be_is_one_line(name: str, tmp_path: Path, done: Path) -> None:
+    state = torch.load(done / "state.pt", weights_only=True)
+    CHANGES[name](state)
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=r"state\.pt: is not the state of this run, or damaged \(") as error:
+        resumed(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_state_is_one_line(tmp_path: Path, done: Path) -> None:
+    whole, path = (done / "state.pt").read_bytes(), tmp_path / "state.pt"
+    for content in (b"", b"text", whole[:100], whole[: len(whole) // 2], whole[:-20], bytes(range(256)) * 99):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"state\.pt: is not the state of this run, or damaged \("):
+            resumed(tmp_path)
+    for value in (None, [], {}, torch.zeros(3), 5, {"step": 1}):
+        torch.save(value, path)
+        with pytest.raises(ValueError, match=r"state\.pt: is not the state of this run, or damaged \("):
+            resumed(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"state\.pt: is a pipe"):
+        resumed(tmp_path)
+
+
+def test_a_state_beyond_the_last_step_and_other_settings(
+    tmp_path: Path, done: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO")
+    with pytest.raises(ValueError, match=r"state\.pt: is of step 2, beyond `steps=1`: give more steps"):
+        resumed(done, steps=1)
+    state = torch.load(done / "state.pt", weights_only=True)
+    state["settings"]["lr"] = 0.5
+    torch.save(state, tmp_path / "state.pt")
+    state["optimizer"]["param_groups"][0]["weight_decay"] = "text"
+    torch.save(state, tmp_path / "state.pt")
+    again = resumed(tmp_path)
+    assert again.step == 2
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.01
+    assert 'with other settings than before: {"steps": 4, "lr": 0.001}' in caplog.text
+
+
+def test_a_damaged_log_keeps_its_whole_lines(
+    tmp_path: Path, done: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (tmp_path / "state.pt").write_bytes((done / "state.pt").read_bytes())
+    log, lines = tmp_path / "log.jsonl", [{"step": step, "loss": 0.5, "seconds": 1.0} for step in (1, 2, 3)]
+    whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    damaged = (
+        b'\xff\x00\x80\n[1]\nnull\n{"step": "2"}\n{"step": true, "loss": 1}\n' + b"[" * 10**5 + b'\n{"step": 2, "lo'
+    )
+    log.write_bytes(whole + damaged)
+    assert [row["step"] for row in read_log(log)] == [1, 2, 3]
+    assert "log.jsonl: 7 lines of it cannot be read, they are left out" in caplog.text
+    resumed(tmp_path)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == lines[:2]
+
+
+def test_damaged_latents_are_encoded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "latents.pt"
+    LatentDataset(torch.zeros(2, 8, 4, 4), ("a", "b")).write(path, "key")
+    whole = path.read_bytes()
+    assert LatentDataset.read(path, "key") is not None
+    for content in (b"", whole[: len(whole) // 2], b"text"):
+        path.write_bytes(content)
+        assert LatentDataset.read(path, "key") is None
+    for value in ([], {"key": "key"}, {"key": "key", "moments": torch.zeros(3, 8, 4, 4), "captions": ["a"]}):
+        torch.save(value, path)
+        assert LatentDataset.read(path, "key") is None
+    assert "latents.pt: is damaged: the images are encoded again" in caplog.text
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+CODE = """
+import os, signal, sys, threading, time
+from ldm_lite.train import trainer, __main__ as command
+step = trainer.Trainer._step
+def slow(self, data):
+    print("step", flush=True)
+    time.sleep(0.3)
+    return step(self, data)
+trainer.Trainer._step = slow
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def start(out: Path, folder: Path, small_path: Path, workers: int) -> "subprocess.Popen[str]":
+    argv = ["--data", folder, "--ckpt", small_path, "--out", out, "--steps", "500", "--batch", "2", "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, *map(os.fspath, argv), "--workers", str(workers)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() == "step\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "to_all"), [("SIGINT", True), ("SIGTERM", False), ("SIGHUP", True)])
+def test_a_signal_saves_the_state(tmp_path: Path, folder: Path, small_path: Path, number: str, to_all: bool) -> None:
+    """Sent to the process, or to all of them as a terminal does."""
+    process, which = start(tmp_path, folder, small_path, 2), getattr(signal, number)
+    os.killpg(process.pid, which) if to_all else process.send_signal(which)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 128 + which
+    step = torch.load(tmp_path / "state.pt", weights_only=True)["step"]
+    assert step >= 2
+    assert errors.splitlines()[-1] == f"interrupted: the state of step {step} is saved, --resume continues"
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_not_our_fault(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    process = start(tmp_path, folder, small_path, 2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("error: a process that reads images was ended from outside")
+    assert "--workers" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_death_of_a_worker_is_one_line() -> None:
+    for message in ("DataLoader worker (pid 7) is killed by signal: Killed.", "DataLoader worker (pid(s) 7) exited"):
+        with pytest.raises(ChildProcessError, match="ended from outside"), reported_workers():
+            raise RuntimeError(message)
+    with pytest.raises(RuntimeError, match="other"), reported_workers():
+        raise RuntimeError("other")
+
+
+def test_images_that_vanish_and_an_empty_folder_to_continue(
+    tmp_path: Path, small_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(2):
+        Image.new("RGB", (8, 8)).save(tmp_path / "data" / f"{i}.png")
+        (tmp_path / "data" / f"{i}.txt").write_text("a")
+    run = importlib.import_module("ldm_lite.train.run")
+    encoded = run.encoded
+
+    def vanish(*args: Any) -> Any:
+        (tmp_path / "data" / "0.png").unlink()
+        return encoded(*args)
+
+    argv = ["--data", tmp_path / "data", "--ckpt", small_path, "--out", tmp_path / "out", "--batch", "2", "--resume"]
+    command_line = [*map(os.fspath, argv), "--workers", "0", "--device", "cpu", "--steps", "1"]
+    monkeypatch.setattr(run.outputs, "save", lambda *args: None)
+    assert command.main(command_line) == 0
+    assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err
+    (tmp_path / "out" / "latents.pt").unlink()
+    monkeypatch.setattr(run, "encoded", vanish)
+    assert command.main(command_line) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "0.png: No such file" in error
