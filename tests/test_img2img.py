@@ -412,7 +412,7 @@ def test_edit_cli_s_command_line(tmp_path: Path, circle: Image.Image, capsys: py
     assert command.main([*arguments, "--ckpt", os.fspath(tmp_path / "small.safetensors")]) == 0
     with Image.open(tmp_path / "out.png") as image:
         text = image.info["parameters"]
-    assert text.startswith("make it blue\nSteps: 2, Sampler: Euler a, CFG scale: 7.0")
+    assert text.startswith("make it blue\nSteps: 2, Sampler: Euler a, Schedule type: Uniform, CFG scale: 7.0")
     assert "Image CFG scale: 1.2" in text
     assert command.main(arguments) == 2
     assert "is not InstructPix2Pix: leave it out" in capsys.readouterr().err
