@@ -6,9 +6,11 @@ all later steps, whatever the batch size or the device.
 
 import contextlib
 import copy
+import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
+from ldm_lite.diffusion.adaptive import nth_draw
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.schedule import Level
@@ -134,6 +137,9 @@ def stream(
     not fit the model, and if the plan needs a draw.
     """
     _check_all(model, noise, branches, plan, draw, extras.refiner)
+    if plan.adaptive is not None:
+        yield from _adaptive(model, noise, branches, plan, draw, extras)
+        return
     device, dtype = model.device, model.dtype
     stages = [_Stage(model, branches, 0, device)]
     if extras.refiner is not None:
@@ -164,6 +170,39 @@ def stream(
                 seen = (before, registers[2], _h_to_x0(plan, i))
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield DenoisingState(step + 1, plan.num_steps, registers[0], seen[1], seen[0], seen[2])
+
+
+def _adaptive(
+    model: Model, noise: Tensor, branches: Branches, plan: Plan, draw: Draw | None, extras: Extras
+) -> Iterator[DenoisingState]:
+    """Run each image in steps of its own, one image after the other, so that none depends on its batch."""
+    if extras.control is not None or extras.refiner is not None:
+        raise ValueError("DPM adaptive has no fixed steps for controls or a refiner: take another sampler")
+    latents, count, drawn = noise.to(model.device, torch.float32) * plan.initial, len(noise), list[Tensor]()
+    clean = torch.zeros_like(latents)
+    for k in range(count):
+        one = slice(k, k + 1)
+        alone = replace(branches, conditionings=tuple(each.rows(one, count) for each in branches.conditionings))
+        mask = extras.mask and InpaintMask(*(part if len(part) == 1 else part[one] for part in extras.mask))
+        noises = (nth_draw(drawn, draw, i)[one].to(latents.device, torch.float32) for i in itertools.count())
+
+        def run(
+            part: Plan,
+            x: Tensor,
+            done: float,
+            alone: Branches = alone,
+            one: slice = one,
+            mask: InpaintMask | None = mask,
+        ) -> list[Tensor]:
+            weights = alone.weights_at(min(plan.num_steps - 1, int(done * plan.num_steps)))
+            states = list(stream(model, x, replace(alone, weights=weights), part, extras=Extras(mask)))
+            clean[one] = states[0].x0
+            return [states[0].prediction, states[1].prediction, states[2].latents]
+
+        for x, done in plan.adaptive.solve(latents[one], run, noises.__next__):
+            latents = torch.cat([latents[:k], x, latents[k + 1 :]])
+            step = max(1, math.ceil((k + done) / count * plan.num_steps - 1e-9))
+            yield DenoisingState(step, plan.num_steps, latents, clean.clone(), latents, (0.0, 1.0))
 
 
 def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:

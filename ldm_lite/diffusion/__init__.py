@@ -3,6 +3,7 @@
 The import registers all samplers and spacings.
 """
 
+from ldm_lite.diffusion import adaptive as adaptive
 from ldm_lite.diffusion import distilled as distilled
 from ldm_lite.diffusion import dpmpp as dpmpp
 from ldm_lite.diffusion import samplers as samplers

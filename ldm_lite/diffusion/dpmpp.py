@@ -200,9 +200,8 @@ def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
     The result is y = x0 + sigma eps.
     """
     rows, levels = Rows(schedule, keep="eps"), finite_levels(schedule, steps, spacing)
-    high, low = float(schedule.sigmas[-1]), float(schedule.sigmas[0])
-    if (calls := min(steps, len(levels) - 1)) < steps:
-        high, low = levels[0].sigma, levels[-2].sigma if calls > 1 else low
+    high, low = solver_span(schedule, steps, spacing)
+    calls = min(steps, len(levels) - 1)
     orders = [3] * (calls // 3 - (calls % 3 == 0)) + ([2, 1] if calls % 3 == 0 else [calls % 3])
     ts = np.linspace(-np.log(high), -np.log(low), len(orders) + 1)
     end = schedule.at_sigma(low)
@@ -212,11 +211,20 @@ def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
         down, _ = ancestral(float(np.exp(-t)), after.sigma, eta)
         t_down = min(ts[-1], -np.log(down))
         up = np.sqrt(max(0.0, after.sigma**2 - np.exp(-2 * t_down)))
-        _dpm_solver(rows, order, (float(t), float(t_down)), after, up * NOISE)
+        solver_rows(rows, order, (float(t), float(t_down)), after, up * NOISE)
     return rows.plan(end=after, initial=levels[0].sigma * schedule.at_sigma(high).a)
 
 
-def _dpm_solver(rows: Rows, order: int, span: tuple[float, float], after: Level, noise: Array) -> None:
+def solver_span(schedule: Schedule, steps: int, spacing: str | Spacing) -> tuple[float, float]:
+    """The sigmas to solve between: the schedule's range, or of a part of the steps, the spacing's."""
+    levels = finite_levels(schedule, steps, spacing)
+    low = float(schedule.sigmas[0])
+    if len(levels) - 1 >= steps:
+        return float(schedule.sigmas[-1]), low
+    return levels[0].sigma, levels[-2].sigma if len(levels) > 2 else low
+
+
+def solver_rows(rows: Rows, order: int, span: tuple[float, float], after: Level, noise: Array) -> None:
     """Add the calls of a step of DPM-Solver over a span of lambda; y at its end plus noise is of the level `after`.
 
     Every call counts as a step.  Lu et al. 2022a, algs. 1 and 2; H, H1 and H2 are eps.

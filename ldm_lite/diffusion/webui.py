@@ -32,6 +32,7 @@ OFFERED = {
     "DPM2": Offered("dpm2", "Karras", discards=True),
     "DPM2 a": Offered("dpm2_a", "Karras", discards=True),
     "DPM fast": Offered("dpm_fast"),
+    "DPM adaptive": Offered("dpm_adaptive"),
     "Restart": Offered("restart", "Karras"),
     "LCM": Offered("lcm_webui"),
     "DDIM": Offered("ddim", spacing="webui_ddim"),

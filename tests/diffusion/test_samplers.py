@@ -46,7 +46,8 @@ STOCHASTIC = {  # and the order that its variance converges with
 ANY_COUNT = {name: make for name, make in SPACINGS.items() if name not in SECTIONS}  # spacings of any number of steps
 for other in ("webui_ddim", "webui_unipc", "ddim_uniform"):  # of A1111's number, and not all strictly descending
     del ANY_COUNT[other]
-OWN_ENDS = ("restart", "dpm_fast", "tcd")  # and sometimes levels of their own
+OWN_ENDS = ("restart", "dpm_fast", "dpm_adaptive", "tcd")  # and sometimes levels of their own
+OWN_STEPS = ("restart", "dpm_fast", "dpm_adaptive")
 TWO_CALLS = ["heun", "dpm2", "dpm2_a", "dpmpp_2s_a", "dpmpp_sde"]
 
 
@@ -228,7 +229,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
         for k, sampler in enumerate(SAMPLERS):
             if steps > 100 and steps not in COUNTS and (steps + i + k) % 3:
                 continue
-            if (sampler, spacing) == ("dpm_fast", "original"):  # makes the number of calls that it is asked for
+            if sampler.startswith("dpm_") and spacing == "original":  # makes the number of calls that it is asked for
                 continue
             plan = make_plan(sampler, SD, steps, spacing=lambda schedule, steps, levels=levels: levels)
             case = f"{sampler} {spacing}"
@@ -412,7 +413,7 @@ def test_one_step_of_plms_to_clean_is_ddim(prediction: Prediction) -> None:
 
 
 @pytest.mark.parametrize("spacing", [None, "karras"])
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("restart", "dpm_fast", "lcm_webui")])
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in (*OWN_STEPS, "lcm_webui")])
 def test_the_last_steps_begin_where_the_whole_would_be(sampler: str, spacing: str | None) -> None:
     whole = make_plan(sampler, SD, 20, spacing=spacing)
     for last in (1, 2, 7, 20):
