@@ -282,7 +282,12 @@ def parse_parameters(text: str) -> Parameters:
     if len(text) > MOST_TEXT:
         raise ValueError(f"got a text of {len(text)} characters, wanted at most {MOST_TEXT}")
     *lines, last = text.rstrip("\r\n \0").split("\n")
-    settings = {key.strip(): _unquoted(value.strip()) for key, value in _SETTING.findall(last)}
+    settings, at = {}, 0
+    while 0 <= at < len(last):
+        if (match := _SETTING.match(last, at)) is not None:
+            settings[match[1].strip()], at = _unquoted(match[2].strip()), match.end()
+        else:
+            at = last.find(",", at) + 1 or -1
     if len(settings) < 2:
         raise ValueError("has no settings in its last line, wanted for instance 'Steps: 20, Sampler: Euler a, Seed: 1'")
     start = next((i for i, line in enumerate(lines) if line.lstrip().startswith("Negative prompt:")), len(lines))

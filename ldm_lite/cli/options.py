@@ -11,7 +11,7 @@ import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
@@ -56,7 +56,7 @@ class CheckedOptions:
     They raise TypeError for a value of another type; numbers of numpy and torch become Python's.
     """
 
-    def __new__(cls, *values: Any, **named: Any) -> Self:
+    def __new__(cls, *values: Any, **named: Any) -> Any:
         """Remember the names of the arguments, for `given`."""
         made = super().__new__(cls)
         positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only][: len(values)]

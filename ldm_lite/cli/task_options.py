@@ -124,7 +124,6 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         "take the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
         "JPEG, WebP); other options override it",
         metavar="FILE",
-        common=True,
     )
     prompt_syntax: str = option(
         "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"

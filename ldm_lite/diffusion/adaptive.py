@@ -6,16 +6,18 @@ Its rows depend on the network's outputs, so it is no table: generate.stream run
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ldm_lite.diffusion.dpmpp import dpm_fast, solver_rows, solver_span
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import NOISE, Plan, Rows
 from ldm_lite.diffusion.samplers import ancestral
 from ldm_lite.diffusion.schedule import Level, Schedule, Spacing
+
+if TYPE_CHECKING:  # `import ldm_lite.diffusion` does not load torch
+    from torch import Tensor
 
 RELATIVE, ABSOLUTE, FIRST, ACCEPTED = 0.05, 0.0078, 0.05, 0.81  # tolerances; first step; k-diffusion's defaults
 MOST_TRIES = 1000
@@ -34,7 +36,7 @@ class Adaptive:
     end: float
     eta: float
 
-    def solve(self, x: Tensor, run: Run, draw: Callable[[], Tensor]) -> Iterator[tuple[Tensor, float]]:
+    def solve(self, x: "Tensor", run: Run, draw: "Callable[[], Tensor]") -> "Iterator[tuple[Tensor, float]]":
         """Yield the latents (1,C,h,w) after each step that was accepted, and the share of the way that is done.
 
         Raises ValueError if the steps become too small.
@@ -46,7 +48,7 @@ class Adaptive:
             eps, ahead, high = run(plan, x, (s - self.start) / (self.end - self.start))
             step = math.exp(-down) * math.expm1(down - s)
             low = x / level.a - step * eps - 1.5 * step * (ahead - eps)
-            allowed = torch.maximum(low.abs(), previous.abs()).mul(RELATIVE).clamp(min=ABSOLUTE)
+            allowed = low.abs().maximum(previous.abs()).mul(RELATIVE).clamp(min=ABSOLUTE)
             error = float(((low - high / plan.end.a) / allowed).double().square().mean().sqrt())
             factor = 1 + math.atan((1 / (error + 1e-8)) ** (1 / (1.5 if self.eta else 3)) - 1)
             if factor >= ACCEPTED or not math.isfinite(error):
@@ -70,7 +72,7 @@ class Adaptive:
         return rows.plan(end=after), aim, up
 
 
-def nth_draw(drawn: list[Tensor], draw: Callable[[], Tensor] | None, index: int) -> Tensor:
+def nth_draw(drawn: "list[Tensor]", draw: "Callable[[], Tensor] | None", index: int) -> "Tensor":
     """The noise of a step, counted from 0: every image takes its own share of the same draws."""
     while draw is not None and len(drawn) <= index:
         drawn.append(draw())
