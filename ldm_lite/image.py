@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from ldm_lite.cli.files import open_file
+
 log = logging.getLogger("ldm_lite")
 
 T = TypeVar("T")
@@ -316,12 +318,14 @@ def read_parameters(source: Any) -> Parameters:
     if isinstance(source, Image.Image):
         return _named("the picture", _text_of(source))
     path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"{path}: is not a file, wanted a picture with AUTOMATIC1111's text")
     try:
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+        with open_file(path, 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
             text = _text_of(image)
-    except (UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError) as error:
+        if not isinstance(error, UnidentifiedImageError) and (isinstance(error, OSError) or "wanted" in str(error)):
+            raise
+        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
+    except (SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
     return _named(str(path), text)
 

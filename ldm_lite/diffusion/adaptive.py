@@ -6,7 +6,7 @@ Its rows depend on the network's outputs, so it is no table: generate.stream run
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,8 +23,8 @@ RELATIVE, ABSOLUTE, FIRST, ACCEPTED = 0.05, 0.0078, 0.05, 0.81  # tolerances; fi
 MOST_TRIES = 1000
 
 Run = Callable[
-    [Plan, Tensor, float], list[Tensor]
-]  # (plan, latents, share of the way) -> eps of its calls, and the end
+    ..., Any
+]  # (plan, latents, share of the way) -> [eps of its first call, of its second, the end]
 
 
 @dataclass(frozen=True, eq=False)
