@@ -130,7 +130,7 @@ def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle:
     assert distances[1] < 0.7 * distances[-1]
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])  # takes as many as it wants
 def test_the_first_call_sees_exactly_its_level_of_noise(
     bundled: Pipeline, circle: Image.Image, sampler: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:  # `import ldm_lite.diffusion` does not load torch
 RELATIVE, ABSOLUTE, FIRST, ACCEPTED = 0.05, 0.0078, 0.05, 0.81  # tolerances; first step; k-diffusion's defaults
 MOST_TRIES = 1000
 
-Run = Callable[
-    ..., Any
-]  # (plan, latents, share of the way) -> [eps of its first call, of its second, the end]
+Run = Callable[..., Any]  # (plan, latents, share of the way) -> [eps of its first call, of its second, the end]
 
 
 @dataclass(frozen=True, eq=False)
