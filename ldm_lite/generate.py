@@ -6,11 +6,9 @@ all later steps, whatever the batch size or the device.
 
 import contextlib
 import copy
-import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,8 +17,8 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
-from ldm_lite.diffusion.adaptive import nth_draw
-from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, InpaintMask
+from ldm_lite.diffusion.adaptive import each_image
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
@@ -75,10 +73,33 @@ class RefinerSwitch:
     step: int  # its first, from 0
 
 
+class InpaintMask(NamedTuple):
+    """Latents to keep where the mask is 0: after every call they are put back with the noise of its level.
+
+    At the end they have none, whatever the sampler ends at.  diffusers' StableDiffusionInpaintPipeline, for ordinary
+    networks.  Without `noise` they are put back before every step, with fresh noise, and the end is the sampler's:
+    `mask` and `x0` of the original samplers.
+    """
+
+    latents: Tensor  # (B,C,h,w)
+    mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 keeps, 1 is free
+    noise: Tensor | None  # (B,C,h,w), unit noise: that of the first latents
+
+    def to(self, device: torch.device) -> "InpaintMask":
+        """Return it on the device, as float32."""
+        noise = None if self.noise is None else _sent(self.noise, device)
+        return InpaintMask(_sent(self.latents, device), _sent(self.mask, device), noise)
+
+    def blend(self, x: Tensor, level: Sequence[float] = (1.0, 0.0), noise: Tensor | float = 0.0) -> Tensor:
+        """Return latents x (B,C,h,w) with what is kept at the level (a, s)."""
+        a, s = (float(value) for value in level)
+        return self.mask * x + (1 - self.mask) * (a * self.latents + s * noise)
+
+
 class Extras(NamedTuple):
     """What else changes the steps, apart from guidance."""
 
-    mask: InpaintMask | None = None  # latents to keep
+    mask: InpaintMask | None = None
     control: StepControl | None = None
     refiner: RefinerSwitch | None = None
 
@@ -96,12 +117,14 @@ class DenoisingState:
     prediction: Tensor  # (B,C,h,w) the plan's prediction H, from the step's last call that remembers it
     before: Tensor  # (B,C,h,w) the latents that this call read
     to_x0: tuple[float, float]  # (p, q): x0 = p * before + q * prediction
+    mask: InpaintMask | None = None
 
     @property
     def x0(self) -> Tensor:
-        """The clean latents (B,C,h,w) that the step predicted, after guidance."""
+        """The clean latents (B,C,h,w) that the step predicted, after guidance, with what is kept."""
         p, q = self.to_x0
-        return p * self.before + q * self.prediction
+        x0 = p * self.before + q * self.prediction
+        return x0 if self.mask is None else self.mask.blend(x0)
 
 
 def denoise(
@@ -138,13 +161,14 @@ def stream(
     """
     _check_all(model, noise, branches, plan, draw, extras.refiner)
     if plan.adaptive is not None:
-        yield from _adaptive(model, noise, branches, plan, draw, extras)
+        x = noise.to(model.device, torch.float32)
+        yield from each_image(lambda *parts: stream(model, *parts), x, branches, plan, (draw, extras))
         return
     device, dtype = model.device, model.dtype
     stages = [_Stage(model, branches, 0, device)]
     if extras.refiner is not None:
         stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, device))
-    mask = extras.mask and InpaintMask(*(part.to(device, torch.float32) for part in extras.mask))
+    mask = None if extras.mask is None else extras.mask.to(device)
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
     silence, stage, table = torch.zeros_like(x), None, rows(plan, device)
@@ -152,6 +176,9 @@ def stream(
     with contextlib.ExitStack() as phase:
         for i, row in enumerate(table):
             step = int(plan.step[i])
+            if mask is not None and mask.noise is None and (i == 0 or plan.step[i - 1] != step):
+                assert draw is not None
+                registers = _with_latents(registers, mask.blend(registers[0], plan.level[i], _sent(draw(), device)))
             fresh = _sent(draw(), device) if draw is not None and plan.draws[i] else silence
             if fresh.shape != x.shape:
                 raise ValueError(f"got noise of shape {tuple(fresh.shape)} from `draw`, wanted {tuple(x.shape)}")
@@ -162,47 +189,22 @@ def stream(
                 stage = now
                 stage.read_text()
             network, conditioning = stage.inputs(step, extras.control if stage is stages[0] else None)
-            guidance = stage.guidance(step, mask)
+            guidance = stage.guidance(step)
             run = stage.model.step if guidance.combine is None else denoise_step
             before = registers[0]
             registers = run(network, registers, row, fresh, conditioning, guidance, dtype)
+            if mask is not None and mask.noise is not None:
+                after = plan.level[i + 1] if i + 1 < len(plan.level) else (1.0, 0.0)
+                registers = _with_latents(registers, mask.blend(registers[0], after, mask.noise))
             if plan.mix[i, 2, -2] == 1:  # the row remembers its prediction
                 seen = (before, registers[2], _h_to_x0(plan, i))
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
-                yield DenoisingState(step + 1, plan.num_steps, registers[0], seen[1], seen[0], seen[2])
+                yield DenoisingState(step + 1, plan.num_steps, registers[0], seen[1], seen[0], seen[2], mask)
 
 
-def _adaptive(
-    model: Model, noise: Tensor, branches: Branches, plan: Plan, draw: Draw | None, extras: Extras
-) -> Iterator[DenoisingState]:
-    """Run each image in steps of its own, one image after the other, so that none depends on its batch."""
-    if extras.control is not None or extras.refiner is not None:
-        raise ValueError("DPM adaptive has no fixed steps for controls or a refiner: take another sampler")
-    latents, count, drawn = noise.to(model.device, torch.float32) * plan.initial, len(noise), list[Tensor]()
-    clean = torch.zeros_like(latents)
-    for k in range(count):
-        one = slice(k, k + 1)
-        alone = replace(branches, conditionings=tuple(each.rows(one, count) for each in branches.conditionings))
-        mask = extras.mask and InpaintMask(*(part if len(part) == 1 else part[one] for part in extras.mask))
-        noises = (nth_draw(drawn, draw, i)[one].to(latents.device, torch.float32) for i in itertools.count())
-
-        def run(
-            part: Plan,
-            x: Tensor,
-            done: float,
-            alone: Branches = alone,
-            one: slice = one,
-            mask: InpaintMask | None = mask,
-        ) -> list[Tensor]:
-            weights = alone.weights_at(min(plan.num_steps - 1, int(done * plan.num_steps)))
-            states = list(stream(model, x, replace(alone, weights=weights), part, extras=Extras(mask)))
-            clean[one] = states[0].x0
-            return [states[0].prediction, states[1].prediction, states[2].latents]
-
-        for x, done in plan.adaptive.solve(latents[one], run, noises.__next__):
-            latents = torch.cat([latents[:k], x, latents[k + 1 :]])
-            step = max(1, math.ceil((k + done) / count * plan.num_steps - 1e-9))
-            yield DenoisingState(step, plan.num_steps, latents, clean.clone(), latents, (0.0, 1.0))
+def _with_latents(registers: Tensor, latents: Tensor) -> Tensor:
+    """Return registers (R,B,C,h,w) with other latents; not in place, since they may be a CUDA graph's output."""
+    return torch.cat([latents[None], registers[1:]])
 
 
 def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
@@ -243,7 +245,7 @@ class _Stage:
             conditioning = conditioning._replace(cache=self._cache)
         return network, conditioning
 
-    def guidance(self, step: int, mask: InpaintMask | None) -> Guidance:
+    def guidance(self, step: int) -> Guidance:
         """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
         weights = self.branches.weights_at(step)
         if self._guidance is None or self._guidance[0] != weights:
@@ -252,7 +254,6 @@ class _Stage:
                 weights=self._tensor(weights if len(weights) > 1 else None),
                 rescale=self._tensor(self.branches.rescale or None),
                 percentile=self._tensor(percentile),
-                kept=mask,
                 limit=self._tensor(limit),
                 combine=self.branches.combine,
             )

@@ -227,9 +227,15 @@ def depth_latent(image: Image.Image, size: tuple[int, int]) -> Tensor:
     return 2 * (depth - low) / (high - low).clamp(min=1e-6) - 1
 
 
-def to_array(pixels: Tensor) -> NDArray[np.uint8]:
-    """Convert pixels (3,H,W) in [-1,1], on the CPU, to uint8 (H,W,3), clamped and rounded."""
-    scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
+def to_array(pixels: Tensor, truncate: bool = False) -> NDArray[np.uint8]:
+    """Convert pixels (3,H,W) in [-1,1], on the CPU, to uint8 (H,W,3), clamped and rounded.
+
+    `truncate` drops the fraction instead, as the original scripts do, in the same float32 operations.
+    """
+    if truncate:
+        scaled = ((pixels.float() + 1) / 2).clamp(0, 1) * 255
+    else:
+        scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
     return scaled.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
@@ -239,7 +245,12 @@ def to_pil(pixels: Tensor) -> Image.Image:
 
 
 def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Tile images of one size into a grid, `columns` wide, with the original scripts' gap of 2 pixels."""
+    """Tile images of one size into a grid, `columns` wide, with the original scripts' gap of 2 pixels.
+
+    A single image is its own grid: torchvision's make_grid gives it no border either.
+    """
+    if len(images) == 1:
+        return images[0]
     gap, (width, height) = 2, images[0].size
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)

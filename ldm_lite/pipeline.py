@@ -250,7 +250,9 @@ def _outputs(job: Job, inputs: Any, output: str) -> list[Any]:
     made: Iterator[Any] = results(job, inputs)
     if output == "pil":
         return [result.image for result in made]
-    return [result if output == "result" else _output(result.pixels, output) for result in made]
+    if output == "numpy":
+        return [result.array for result in made]
+    return [result if output == "result" else result.pixels for result in made]
 
 
 def _output(pixels: Tensor, output: str) -> Any:

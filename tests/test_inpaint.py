@@ -52,7 +52,7 @@ def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, ap
     assert min(red, green) > blue + 40
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])  # which takes no mask
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_every_sampler_leads_to_what_is_kept(
     bundled: Pipeline, apple: Image.Image, sampler: str, strength: float
@@ -62,9 +62,8 @@ def test_every_sampler_leads_to_what_is_kept(
     latents = []
     list(inpaint(bundled, options, on_step=lambda state: latents.append(state.latents)))
     mean, _ = encode(bundled, to_pixels(apple)[None])
-    ends_noisy = sampler in ("ddim", "ddim_cfgpp", "ddpm", "plms", "tcd", "unipc_bh1", "dpm_fast", "dpm_adaptive")
     difference = (latents[-1] - mean).abs()
-    assert difference[..., :4].max() < (0.2 if ends_noisy else 1e-3)
+    assert difference[..., :4].max() < 1e-4
     assert difference[..., 4:].max() > 0.3
 
 

@@ -80,11 +80,11 @@ def test_any_size_becomes_four_times_as_large(name: str, pipes: dict[str, Pipeli
 
 
 def test_an_image_depends_on_its_own_seed_alone(pipes: dict[str, Pipeline]) -> None:
-    """The noise on the image as well."""
+    """The noise on the image as well; a batch of three may add up in another order than one image."""
     three = list(upscale(pipes["x4"], Options(steps=1, batch_size=3, init_img=[picture()])))
     alone = next(upscale(pipes["x4"], Options(steps=1, seed=44, init_img=[picture()])))
-    assert np.array_equal(three[2].array, alone.array)
-    assert not np.array_equal(three[1].array, alone.array)
+    torch.testing.assert_close(three[2].pixels, alone.pixels, rtol=1e-4, atol=1e-4)
+    assert (three[1].pixels - alone.pixels).abs().max() > 1e-2
 
 
 def test_prompt_and_noise_level_matter(pipes: dict[str, Pipeline]) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,8 +67,8 @@ class InProcessBackend:
                 seconds = clock(lambda: made.append(job.check()), self.device)
         except torch.OutOfMemoryError as error:
             raise Unavailable("out of memory") from error
-        except (ValueError, NotImplementedError) as error:
-            raise Unavailable(" ".join(str(error).split())) from error
+        except (ValueError, RuntimeError) as error:  # a kernel that this device lacks, a compiler's or a driver's error
+            raise Unavailable(_one_line(error)) from error
         return FirstCall(made[0].float().cpu(), seconds, peak.bytes)
 
     def seconds(self, cell: Cell, calls: int) -> float:
@@ -76,6 +77,13 @@ class InProcessBackend:
             return clock(lambda: self._jobs[cell].run(calls), self.device) / calls
         except torch.OutOfMemoryError as error:
             raise Unavailable("out of memory") from error
+        except RuntimeError as error:
+            raise Unavailable(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error's message as one line of at most 200 characters."""
+    return textwrap.shorten(f"{error}" or type(error).__name__, 200, placeholder=" ...")
 
 
 class SubprocessBackend:

@@ -51,9 +51,7 @@ def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Re
     report = Report(about, {name: table[name].title for name in configs})
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
     if options.resume:
-        earlier = from_json((options.folder / RESULTS).read_text(encoding="utf-8"))
-        report.tables += earlier.tables
-        cells = [cell for cell in cells if cell not in {table.cell for table in earlier.tables}]
+        report.tables += from_json((options.folder / RESULTS).read_text(encoding="utf-8")).tables
     if options.max_batch:
         del models, model  # their memory is for the subprocesses
         gc.collect()
@@ -68,7 +66,9 @@ def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Re
             backends.append(processes.enter_context(peer))
         costs = functools.partial(cost, model.family, target.setting)
         repeated = "sdpa" if options.train else configs[-1]
-        _compare(Comparison(reference, backends, costs, options.rounds, deadline, repeated), cells, report, on_result)
+        earlier = {table.cell: table for table in report.tables}
+        comparison = Comparison(reference, backends, costs, options.rounds, deadline, repeated, earlier)
+        _compare(comparison, cells, report, on_result)
     return report
 
 
@@ -77,7 +77,7 @@ def _compare(comparison: Comparison, cells: Sequence[Cell], report: Report, on_r
         if isinstance(result, str):
             report.notes.append(result)
             log.info("%s", result)
-        else:
+        elif result.cell not in comparison.earlier:
             report.tables.append(result)
         on_result(report)
 

@@ -52,6 +52,10 @@ class Table:
         return None
 
 
+def _words(cell: Cell) -> str:
+    return f"{cell.section} in {cell.dtype} at batch {cell.batch}"
+
+
 def gate(cell: Cell, error: float) -> bool | None:
     """Whether a relative error passes; None if the cell has no gate."""
     if cell.is_image and cell.dtype != "fp32":
@@ -69,26 +73,41 @@ class Comparison:
     rounds: int  # at most
     deadline: float  # of time.monotonic
     repeated: str | None  # the backend that is timed twice in every round
+    earlier: Mapping[Cell, Table] = field(default_factory=dict)  # of a run that goes on: what it has is not done again
 
     def run(self, cells: Sequence[Cell]) -> Iterator[Table | str]:
-        """Yield each cell's table when it is done, or a note if it was left out for lack of time."""
-        tables: dict[Cell, Table] = {}
+        """Yield each cell's table when it is done, or a note if it was left out for lack of time.
+
+        A cell of an earlier run yields that run's table, with the backends that it lacked, and a note that names them.
+        """
+        tables = dict(self.earlier)
+        cells = [cell for cell in cells if self._missing(cell)]
         for i, cell in enumerate(cells):
             now = time.monotonic()
             left, needed = self.deadline - now, self._forecast(cell, tables)
             if needed > left:
-                what = f"{cell.section} in {cell.dtype} at batch {cell.batch}"
                 about = f", needs about {needed / 60:.1f} minutes" if 0 < needed < 1e9 and left > 0 else ""
-                yield f"left out for lack of time: {what}{about} (--minutes)"
+                yield f"left out for lack of time: {_words(cell)}{about} (--minutes)"
                 continue
             shares = [SHARES[each.section] * each.batch for each in cells[i:]]
-            tables[cell] = self.measure(cell, now + left * shares[0] / sum(shares))
-            yield tables[cell]
+            table = self.measure(cell, now + left * shares[0] / sum(shares))
+            if cell in self.earlier:
+                yield f"timed in a later run than the others, not in turn: {', '.join(table.timings)} in {_words(cell)}"
+                self.earlier[cell].timings.update(table.timings)
+                table = self.earlier[cell]
+            tables[cell] = table
+            yield table
+
+    def _missing(self, cell: Cell) -> list[Backend]:
+        """Return the backends that an earlier run did not time in a cell."""
+        done = self.earlier[cell].timings if cell in self.earlier else {}
+        return [backend for backend in self.backends if backend.name not in done]
 
     def _forecast(self, cell: Cell, tables: Mapping[Cell, Table]) -> float:
-        """Estimate the least seconds that a cell takes: a comparison and two rounds; 0 if nothing is known.
+        """Estimate the least seconds that a cell takes: the first calls and two rounds; 0 if nothing is known.
 
-        For images from the steps at the same batch size, otherwise from earlier cells of the section.
+        For images from the steps at the same batch size, whose compiled code they use, otherwise from earlier cells of
+        the section, whose first calls compiled for other sizes.
         """
         known = tables.get(Cell("step", cell.dtype, cell.batch)) if cell.is_image else None
         if known is None:
@@ -96,8 +115,11 @@ class Comparison:
             if not earlier:
                 return 0.0
             known = earlier[-1]
-        seconds = sum(timing.seconds or 0.0 for timing in known.timings.values())
-        return 3 * seconds * self.cost(cell).flops / known.flops
+        ratio = self.cost(cell).flops / known.flops
+        rounds = 2 * ratio * sum(timing.seconds or 0.0 for timing in known.timings.values())
+        if known.cell.section != cell.section:
+            return 1.5 * rounds  # a first call takes as long as another
+        return rounds + sum(max(t.first_s or 0.0, ratio * (t.seconds or 0.0)) for t in known.timings.values())
 
     def measure(self, cell: Cell, deadline: float) -> Table:
         """Compare the backends in a cell and time them in turn.
@@ -126,9 +148,11 @@ class Comparison:
 
         Images are compared with those of the first backend, everything else with the reference.
         """
-        truth = None if cell.is_image else self.reference.first(replace(cell, dtype="fp32")).result
+        missing = self._missing(cell)
+        judge = self.reference if not cell.is_image else self.backends[0] if self.backends[0] not in missing else None
+        truth = None if judge is None else judge.first(cell if cell.is_image else replace(cell, dtype="fp32")).result
         entrants: list[tuple[str, Backend]] = []
-        for backend in self.backends:
+        for backend in missing:
             timing = table.timings[backend.name] = Timing()
             try:
                 first = backend.first(cell)

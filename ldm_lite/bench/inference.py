@@ -11,7 +11,7 @@ from ldm_lite import generate
 from ldm_lite.bench.workload import CHECK_SCALE, Inputs, Job, Setting, img2img_steps, inputs
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.diffusion.guidance import Conditioning, InpaintMask, classifier_free
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import H, Plan, X
 from ldm_lite.image import to_array
@@ -69,8 +69,8 @@ class _Step(_OurJob):
     def _once(self) -> Tensor:
         """Return the guided prediction of one step, recovered from its latents."""
         plan, latents = self._steps(1, CHECK_SCALE)
-        if getattr(self.model.step, "failed", False):
-            raise ValueError("could not be compiled")
+        if (failure := getattr(self.model.step, "failure", None)) is not None:
+            raise ValueError(f"could not be compiled: {failure}")
         x = self.given.noise.to(latents) * plan.initial
         return (latents - float(plan.mix[0, 0] @ X) * x) / float(plan.mix[0, 0] @ H)
 
@@ -107,7 +107,7 @@ class _Txt2img(_OurJob):
     def _plan(self) -> Plan:
         return make_plan(self.setting.sampler, self.model.schedule, self.setting.steps)
 
-    def _start(self, noise: Tensor) -> tuple[Tensor, InpaintMask | None]:
+    def _start(self, noise: Tensor) -> tuple[Tensor, generate.InpaintMask | None]:
         """Return the initial latents, in units of noise, and the inpaint mask."""
         return noise, None
 
@@ -130,28 +130,24 @@ class _Txt2img(_OurJob):
 class _Inpaint(_Txt2img):
     """From a noise image, keeping its left half."""
 
-    def _encode(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the initial latents and the encoded image."""
+    def _start(self, noise: Tensor) -> tuple[Tensor, generate.InpaintMask | None]:
         init, _ = generate.encode(self.model, self.given.image)
-        a, s = (float(value) for value in self.plan.level[0])
-        return (a * init + s * noise.to(init)) / self.plan.initial, init
-
-    def _start(self, noise: Tensor) -> tuple[Tensor, InpaintMask | None]:
-        x, init = self._encode(noise)
         mask = torch.zeros(1, 1, *noise.shape[2:], device=self.model.device)
         mask[..., mask.shape[3] // 2 :] = 1
-        return x, InpaintMask(init, mask)
+        return noise, generate.InpaintMask(init, mask, noise)
 
 
-class _Img2img(_Inpaint):
+class _Img2img(_Txt2img):
     """From a noise image."""
 
     def _plan(self) -> Plan:
         steps = self.setting.steps
         return make_plan(self.setting.sampler, self.model.schedule, steps, last=img2img_steps(steps))
 
-    def _start(self, noise: Tensor) -> tuple[Tensor, InpaintMask | None]:
-        return self._encode(noise)[0], None
+    def _start(self, noise: Tensor) -> tuple[Tensor, generate.InpaintMask | None]:
+        init, _ = generate.encode(self.model, self.given.image)
+        a, s = (float(value) for value in self.plan.level[0])
+        return (a * init + s * noise.to(init)) / self.plan.initial, None
 
 
 JOBS: dict[str, type[_OurJob]] = {

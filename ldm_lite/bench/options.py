@@ -22,7 +22,8 @@ class Options(CheckedOptions):
     configs: str | None = option(
         None,
         "comma-separated configurations; the first is the baseline: original, original-efficient, math, efficient, "
-        "compiled, max; with --train vanilla, sdpa, channels_last, checkpointed, compiled (default: all)",
+        "compiled, compiled-sdpa, max; with --train vanilla, sdpa, channels_last, checkpointed, compiled "
+        "(default: all)",
     )
     peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino, each in its own process")
     sections: str = option("step,decode,text,image", "comma-separated: step, decode, text, image")
@@ -45,7 +46,7 @@ class Options(CheckedOptions):
     minutes: float = option(9.0, "stop after about this many minutes and keep the results so far", within=(0, MOST))
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))
     out: str = option("outputs/bench", "folder for results.json, results.md and results.png")
-    resume: bool = option(False, "keep the results in that folder and measure only what is missing")
+    resume: bool = option(False, "keep the results in that folder; measure the missing cells and configurations")
     debug: bool = option(False, "show the traceback of an error")
 
     @property

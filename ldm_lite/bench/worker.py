@@ -62,10 +62,11 @@ class PeerWorkload:
         if sampler not in schedulers:
             raise Unavailable(f"runs {' and '.join(schedulers)} here, not {sampler}")
         scheduler: Any = schedulers[sampler]()
-        scheduler.set_timesteps(steps, device=self.device)
+        scheduler.set_timesteps(steps)
         x = noise * scheduler.init_noise_sigma
-        for t in scheduler.timesteps:
-            before, after = self.networks.unet(torch.cat([x, x]), t, both).chunk(2)
+        # The scheduler gets timesteps on the CPU: it reads their values, and would wait for a GPU at each step.
+        for t, on_device in zip(scheduler.timesteps, scheduler.timesteps.to(self.device), strict=True):
+            before, after = self.networks.unet(torch.cat([x, x]), on_device, both).chunk(2)
             x = scheduler.step(before + self.setting.scale * (after - before), t, x).prev_sample
         return x
 
@@ -171,8 +172,11 @@ class TorchNetworks:
 
     @functools.cached_property
     def _unet(self) -> Any:
-        unet = self._made("unet")  # compiled as in diffusers' documentation
-        return torch.compile(unet, mode="max-autotune", fullgraph=True) if self._compiled else unet
+        unet = self._made("unet")
+        if not self._compiled:
+            return unet
+        # As in diffusers' documentation, but for one size: otherwise its second batch gets a graph for all sizes.
+        return torch.compile(unet, mode="max-autotune", fullgraph=True, dynamic=False)
 
     @functools.cached_property
     def _vae(self) -> Any:

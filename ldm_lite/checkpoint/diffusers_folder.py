@@ -1,6 +1,5 @@
 """Read folders saved by diffusers, of a whole pipeline or one network, as one checkpoint in the original layout."""
 
-import json
 import logging
 import os
 import re
@@ -11,9 +10,11 @@ from typing import Any
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import Checkpoint, combine, join, open_checkpoint, prefix, split
+from ldm_lite.cli.files import read_json
 
 log = logging.getLogger("ldm_lite")
 
+MOST_SHARDS = 1000
 ROLES = ("unet", "vae", "text_encoder", "text_encoder_2")
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
@@ -51,7 +52,8 @@ def _download(repository: str) -> Path:
         file, index = _weights(inside)
         if file is None and index is not None:
             wanted.append(folder + index)
-            wanted += [folder + name for name in _shards(hub.download(repository, folder + index))]
+            shards = _shards(hub.download(repository, folder + index))
+            wanted += [folder + name for name in sorted(set(shards.values()))]
         elif file is not None:
             wanted.append(folder + file)
         else:
@@ -86,14 +88,11 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
 
 def _open_network(folder: Path) -> Checkpoint:
     """Open the weights in the folder of one network, in one file or in shards."""
-    found, index = _weights([path.name for path in folder.iterdir() if path.is_file()])
+    found, index = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
     if found is not None:
         checkpoint = open_checkpoint(folder / found)
     elif index is not None:
-        files = [folder / name for name in _shards(folder / index)]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{folder}: lacks {', '.join(missing)}, which {index} names: download the whole folder")
-        checkpoint = join([open_checkpoint(file) for file in files])
+        checkpoint = _open_shards(folder, index)
     else:
         raise ValueError(
             f"{folder}: is a folder without weights, wanted a checkpoint, or a diffusers folder with weights in "
@@ -108,23 +107,47 @@ def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
     """Return the weights file and the index of shards among the file names of one network's folder."""
     found = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
     indices = sorted(
-        (name for name in names if re.fullmatch(r"[^/]*\.index[^/]*\.json", name)),
+        (name for name in names if re.fullmatch(r"[\w.-]*\.index[\w.-]*\.json", name)),
         key=lambda name: (".safetensors" not in name, name),
     )
     return next((name for name in found if name in names), None), next(iter(indices), None)
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the names of the files that an index lists."""
-    return sorted(set(_read_json(index).get("weight_map", {}).values()))
+def _open_shards(folder: Path, index: str) -> Checkpoint:
+    """Open the files that an index lists.  Each tensor is read from the file that the index says, if it says one."""
+    shards = _shards(folder / index)
+    files = {name: folder / name for name in sorted(set(shards.values()))}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        raise ValueError(f"{folder}: lacks {', '.join(missing)}, which {index} names: download the whole folder")
+    parts = {name: open_checkpoint(file) for name, file in files.items()}
+    if absent := [key for key, name in shards.items() if key not in parts[name].shapes]:
+        raise ValueError(f"{folder}: {index} names {absent[0]} in {shards[absent[0]]}, which lacks it")
+    listed = {key: (parts[name], key) for key, name in shards.items()}
+    whole = join(list(parts.values()))
+    return combine(folder, {key: listed.get(key, (whole, key)) for key in whole.shapes}, whole.metadata)
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Return the file that an index lists for each key.  Raises ValueError unless all are names of files beside it."""
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{index}: has no weight_map, which names the files of all tensors: download it again")
+    for name in shards.values():
+        if (
+            not isinstance(name, str)
+            or not re.fullmatch(r"[^/\\:]+", name)
+            or name in (".", "..")
+            or not name.isprintable()
+        ):
+            raise ValueError(f"{index}: names {name!r}, wanted names of files in the same folder")
+    if len(set(shards.values())) > MOST_SHARDS:
+        raise ValueError(f"{index}: names more than {MOST_SHARDS} files")
+    return shards
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file; {} if there is no file.  Raises ValueError if it is damaged."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: is not valid JSON ({error}): download it again") from error
-    return content if isinstance(content, dict) else {}
+    content = read_json(path) if os.path.lexists(path) else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a JSON {type(content).__name__}, wanted an object")
+    return content

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, size
 from ldm_lite.runtime.memory import MappedPages
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
@@ -93,12 +93,11 @@ def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
 
 def _numbered(keys: Iterable[str]) -> dict[str, int]:
     """Count the numbered children of each module: "down_blocks" -> 4, "down_blocks.0.resnets" -> 2, ..."""
-    counts: dict[str, int] = {}
+    children: dict[str, set[str]] = {}
     for key in keys:
         for found in re.finditer(r"\.(\d+)(?=\.)", key):
-            parent = key[: found.start()]
-            counts[parent] = max(counts.get(parent, 0), int(found[1]) + 1)
-    return counts
+            children.setdefault(key[: found.start()], set()).add(found[1])
+    return {parent: len(numbers) for parent, numbers in children.items()}
 
 
 def _unet_keys(keys: Collection[str]) -> dict[str, str]:
@@ -273,7 +272,7 @@ def _original_keys(shapes: Shapes, open_clip: bool | None) -> dict[str, str] | N
         return _vae_keys(shapes)
     norms = ("text_model.final_layer_norm.weight", "final_layer_norm.weight")
     norm = next((key for key in norms if key in shapes), None)
-    if norm is not None and (shapes[norm][0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
+    if norm is not None and (size(shapes, norm, 1)[0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
         return {key: _substitute(OPEN_CLIP, key) for key in shapes}
     return None
 
@@ -287,6 +286,8 @@ def _qkv_order(key: str) -> int:
 def _stored(name: str, keys: Sequence[str], shapes: Shapes) -> StoredTensor:
     shape = shapes[keys[0]]
     if len(keys) > 1:
+        if not all(shapes[key] and shapes[key][1:] == shape[1:] for key in keys):
+            raise ValueError(f"{', '.join(keys)} have shapes that do not fit together")
         shape = (sum(shapes[key][0] for key in keys), *shape[1:])
     if re.search(r"\.attn(_1|\.\d+)\.(q|k|v|proj_out)\.weight$", name) and len(shape) == 2:
         shape = (*shape, 1, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
-from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, load_weights, on_meta, split
+from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, errors_of, load_weights, on_meta, split
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
@@ -28,7 +28,7 @@ from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, prepare
-from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, TextTokenizer
+from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.detection import (
     check_complete,
     check_metadata,
@@ -67,6 +67,7 @@ class Model:
     offloader: Offloader | None = None  # None: the networks are on the device all the time, in their own dtype
     step: Step = denoise_step  # runs a row of a plan: as written, or compiled
     learned: Mapping[int, Tensor] = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
+    ema: bool = False  # the UNet is the EMA copy of a file that has both
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -108,7 +109,7 @@ def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
     if isinstance(spec, CLIPTextSpec):
         return CLIPTokenizer(spec.length)
     if isinstance(spec, OpenCLIPTextSpec):
-        return CLIPTokenizer(spec.length, pad_id=0)
+        return OpenCLIPTokenizer(spec.length)
     if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # otherwise it reads boxes
         return BERTTokenizer(spec.length)
     return None
@@ -126,7 +127,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     path, title = checkpoint.path, hub.title(checkpoint.path)
     device = pick_device(options.device)
     family, components, metadata = _detect(checkpoint, options)
-    components["unet"], weights = _with_ema(components["unet"], options.ema)
+    components["unet"], weights = _with_ema(components["unet"], options.ema, family)
     dtypes = pick_dtypes(options.dtype, device, family.networks, ("vae",) if family.vae_overflows else ())
     networks = _networks(family, components, load_device(options, device), dtypes)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
@@ -151,6 +152,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         description=description,
         offloader=offloader,
         step=step,
+        ema=weights.startswith("EMA"),
         **_absent(family, device, dtypes["unet"]) | networks,
     )
 
@@ -167,15 +169,13 @@ def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[
     main = _main(components)
     marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
     metadata = {**marked, **main.metadata, **check_metadata(options.added_metadata)}
-    try:
+    with errors_of(main.path):
         # Detected with its own autoencoder; a replacement must fit that.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
         sgm = any(key.startswith(SGM) for key in main.shapes)
         family = detect_family({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
         check_complete(components, family.networks)
         _check_latents(own, options.parts, family)
-    except ValueError as error:
-        raise ValueError(f"{main.path}: {error}") from error
     family = _scaled(family, main, metadata)
     if options.vae is not None:
         family = with_vae(family, autoencoder_spec(components["vae"]), name=options.vae)
@@ -196,7 +196,7 @@ def _networks(
     family: Family, components: Mapping[str, Component], device: torch.device, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
     """Return the family's networks by role, with their weights."""
-    with on_meta():
+    with errors_of(_main(components).path), on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
         load_weights(network, components[role], role.replace("_", " "), device, dtypes[role])
@@ -281,10 +281,12 @@ def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedul
     return schedule.zero_terminal_snr() if zero_snr else schedule
 
 
-def _with_ema(unet: Component, ema: str) -> tuple[Component, str]:
-    """Return the UNet's weights to load, and their name for the log, for ema "auto", "yes" or "no"."""
-    if ema not in ("auto", "yes", "no"):
-        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes or no")
+def _with_ema(unet: Component, ema: str, family: Family) -> tuple[Component, str]:
+    """Return the UNet's weights to load, and their name for the log, for `ema` as in LoadOptions."""
+    if ema not in ("auto", "yes", "no", "original"):
+        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes, no or original")
+    if ema == "original":
+        ema = "auto" if family.original_ema else "no"
     copy = ema_copy(unet)
     if copy is None:
         if ema == "yes":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.reader import Component, join, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint.reader import Component, errors_of, join, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESDSpec
@@ -30,8 +30,9 @@ def load_autoencoder(
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     torch_device, component = pick_device(device), open_autoencoder(source)
-    with on_meta():
-        network: Any = build(autoencoder_spec(component))
+    spec = autoencoder_spec(component)
+    with errors_of(component.checkpoint.path), on_meta():
+        network: Any = build(spec)
     load_weights(network, component, "vae", torch_device, pick_dtype(dtype, torch_device))
     # The matmul precision is set per process: leave it alone.
     prepare({"vae": network}, RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision()), torch_device)
@@ -48,12 +49,9 @@ def open_autoencoder(source: str | os.PathLike[str] | None) -> Component:
 
 
 def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
-    """Return an autoencoder's spec, from its shapes.  Raises ValueError if a tensor that each kind has is missing."""
-    try:
+    """Return an autoencoder's spec, from its shapes.  Raises ValueError if they make no sense."""
+    with errors_of(f"{component.checkpoint.path}: holds an unknown kind of autoencoder"):
         return infer_vae(component.shapes)
-    except KeyError as error:
-        path, key = component.checkpoint.path, error.args[0]
-        raise ValueError(f"{path}: holds an unknown kind of autoencoder: it has no {key}") from error
 
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
@@ -63,7 +61,7 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
     if not {probe, "shared.weight"} <= checkpoint.shapes.keys():
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
     component = split(checkpoint)["text_encoder"]
-    with on_meta():
+    with errors_of(checkpoint.path), on_meta():
         encoder = T5Encoder(T5Spec.from_shapes(component.shapes))
     load_weights(encoder, component, "T5", device, dtype)
     return encoder

@@ -1,10 +1,11 @@
 """Read checkpoint files safely, tensor by tensor, without running any code in them.
 
-open_checkpoint() tells safetensors, torch zip files and legacy torch pickles apart by their first bytes.  unpickle.py
+open_checkpoint() tells safetensors, torch zip files and legacy torch pickles apart by their first bytes.  torch_file.py
 reads the files that torch has written.
 """
 
 import contextlib
+import io
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
-from ldm_lite.checkpoint.unpickle import is_mapped, unpickle
+from ldm_lite.checkpoint.torch_file import open_torch
+from ldm_lite.cli.files import open_file
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.foreign import foreign
@@ -34,7 +36,7 @@ class Checkpoint:
     path: Path
     shapes: Shapes
     metadata: Mapping[str, str]
-    read: Callable[[str], Tensor]  # key -> tensor on the CPU; a tensor that is not memory-mapped can be read only once
+    read: Callable[[str], Tensor]  # key -> tensor on the CPU
 
 
 # ---- opening --------------------------------------------------------------------------------------------------------
@@ -47,18 +49,35 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, wanted a .safetensors or .ckpt file in the original layout")
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(64)
+    with open_file(path) as file:
+        head, size = file.read(64), file.seek(0, io.SEEK_END)
     if size == 0:
         raise ValueError(f"{path}: is empty, wanted a checkpoint: download it again")
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
     if len(head) > 8 and head[8:9] == b"{":
-        return _open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))
+        return _checked(_open_safetensors(path, size, header=int.from_bytes(head[:8], "little")))
     if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
-        return _open_torch(path, is_zip=head[:1] == b"P")
+        shapes, read = open_torch(path, is_zip=head[:1] == b"P")
+        return _checked(Checkpoint(path, shapes, {}, read))
     raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
+
+
+MOST_TENSORS, LONGEST_KEY = 65536, 512  # Stable Diffusion XL with an EMA copy has 5,000 tensors
+NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint.  Raises ValueError for more tensors, longer keys or higher numbers than networks have."""
+    keys = checkpoint.shapes.keys()
+    if not keys:
+        raise ValueError(f"{checkpoint.path}: holds no tensors, wanted a checkpoint")
+    if len(keys) > MOST_TENSORS:
+        raise ValueError(f"{checkpoint.path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
+    odd = (key for key in keys if len(key) > LONGEST_KEY or NO_INDEX.search(key))
+    if (key := next(odd, None)) is not None:
+        raise ValueError(f"{checkpoint.path}: has the key {key[:60]!r}, which is too long or has too high a number")
+    return checkpoint
 
 
 def combine(path: Path, tensors: Mapping[str, tuple[Checkpoint, str]], metadata: Mapping[str, str]) -> Checkpoint:
@@ -80,7 +99,8 @@ def join(parts: Sequence[Checkpoint]) -> Checkpoint:
 def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
     """Convert a file of one network in the format of diffusers to the original layout; return any other file as is."""
     act = checkpoint.metadata.get("hidden_act")  # from transformers' config.json: OpenCLIP's is gelu
-    tensors = original_layout(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
+    with errors_of(checkpoint.path):
+        tensors = original_layout(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
     if tensors is None:
         return checkpoint
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
@@ -91,28 +111,28 @@ def _read_stored(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], pa
     return tensors[key].read(checkpoint.read, pages)
 
 
+MOST_HEADER = 64 * 2**20  # bytes; most of a large one is metadata
+
+
 def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
     if 8 + header > size:
         raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
+    if header > MOST_HEADER:
+        raise ValueError(f"{path}: has a header of {header} bytes, wanted at most {MOST_HEADER}")
     try:
         file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
         with open(path, "rb") as raw:
-            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)', raw.read(8 + header))
+            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,18})\b', raw.read(8 + header))
         wanted = 8 + header + max(map(int, ends), default=0)
         if size < wanted:
             raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
         raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
-    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    keys = file.keys()
+    if len(keys) > MOST_TENSORS:
+        raise ValueError(f"{path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
+    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
     return Checkpoint(path, shapes, file.metadata() or {}, file.get_tensor)
-
-
-def _open_torch(path: Path, is_zip: bool) -> Checkpoint:
-    tensors = unpickle(path, is_zip)
-    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    # pop: a tensor that is cast or moved to a device must not stay in memory twice
-    read = tensors.__getitem__ if is_mapped(path, is_zip) else tensors.pop
-    return Checkpoint(path, shapes, {}, read)
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
@@ -254,6 +274,15 @@ class _WithoutInit(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else None
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def errors_of(path: object) -> Iterator[None]:
+    """Put the path of a file before the message of a ValueError that reading sizes or building a network raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -5,8 +5,10 @@ import logging
 import os
 import re
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any, TextIO, cast
 
 from tqdm import tqdm
 
@@ -29,6 +31,35 @@ def as_flags(message: str) -> str:
     return _OPTION.sub(flag, message)
 
 
+# Joiners are part of scripts and of emoji; all other characters of these kinds move the cursor, hide or reorder text.
+_HIDDEN, _JOINERS = ("Cc", "Cf", "Cs", "Zl", "Zp"), "\u200c\u200d"
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which files may have in their names and keys, by escapes: one line, without effects.
+
+    They are those of ASCII and Unicode: ESC, line breaks, marks that change the direction of text, surrogates, ...
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) in _HIDDEN and c not in _JOINERS else c for c in text)
+
+
+class _Printable:
+    """A terminal's stream that control characters cannot reach."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text in which all control characters but ends of lines and tabs are escapes."""
+        self._stream.write(re.sub(r"[^\n\t]+", lambda match: printable(match[0]), text))
+        return len(text)
+
+
 class _Messages(logging.Handler):
     """Log records as single lines on stderr, each once, above a progress bar."""
 
@@ -37,7 +68,7 @@ class _Messages(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(record.getMessage())
+        line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(printable(record.getMessage()))
         if line not in self._shown:
             self._shown.add(line)
             tqdm.write(line, file=sys.stderr)
@@ -54,6 +85,9 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
     log.addHandler(messages)
     log.setLevel(logging.INFO)
     _open_streams()
+    stdout = sys.stdout
+    if stdout.isatty():  # a pipe or a file gets the names as they are
+        sys.stdout = cast(TextIO, _Printable(stdout))
     try:
         with warnings.catch_warnings():
             if not debug:  # our own messages say what users need to know
@@ -72,9 +106,10 @@ def run(body: Callable[[], None], options: Sequence[object] = ()) -> int:
             raise
         end_bars()
         message, status = _explain(error, options)
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {printable(message)}", file=sys.stderr)
         return status
     finally:
+        sys.stdout = stdout
         log.removeHandler(messages)
 
 

@@ -1,10 +1,11 @@
 """Open the files that users name: regular files only, and of limited size, so that no input can hang or fill memory."""
 
+import json
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "folder"),
@@ -55,6 +56,17 @@ def read_text(path: str | os.PathLike[str], most: int = 16 * 2**20) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{Path(path)}: is not text in UTF-8 ({error.reason} at byte {error.start})") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: str | os.PathLike[str], most: int = 16 * 2**20) -> Any:
+    """Read a JSON file of at most `most` bytes.  Raises as read_text does, and ValueError if it is not JSON."""
+    text = read_text(path, most)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{Path(path)}: is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{Path(path)}: is not valid JSON ({error}): download it again") from error
 
 
 def _check(path: str | os.PathLike[str], status: os.stat_result, most: int | None) -> None:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ldm_lite.cli.console import as_flags
+from ldm_lite.cli.console import as_flags, printable
 
 Field = dataclasses.Field[Any]
 
@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown flag {unknown}: the nearest is {near[0]}"
         elif message.startswith("unrecognized") and not unknown and "[PROMPT]" in (self.usage or ""):
             message = f"got words after the prompt, {message.split(': ')[1]!r}: put it in quotes"
-        self.exit(2, f"error: {message} (see --help)\n")
+        self.exit(2, f"error: {printable(message)} (see --help)\n")
 
 
 def parse(
@@ -187,7 +187,7 @@ def original_flags(parser: argparse.ArgumentParser) -> Any:
     section = parser.add_argument_group("flags of the original scripts that have other names here")
     section.add_argument("--plms", dest="sampler", action="store_const", const="plms", help="--sampler plms")
     section.add_argument(
-        "--dpm_solver", dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
+        *("--dpm_solver", "--dpm"), dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
     )
     section.add_argument("--precision", choices=("full", "autocast"), help="full: --dtype fp32; autocast: the default")
     section.add_argument("--config", help="not needed: the checkpoint says what it is")

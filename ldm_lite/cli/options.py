@@ -150,7 +150,7 @@ class RuntimeOptions(CheckedOptions):
     """How the networks run."""
 
     attention: str | None = option(
-        None, "attention kernel: sdpa (PyTorch chooses), flash, sliced:8, ...; an unknown name lists all"
+        None, "attention kernel: sdpa (PyTorch chooses), fastest, flash, sliced:8, ...; an unknown name lists all"
     )
     compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)", common=True)
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
@@ -182,7 +182,11 @@ class LoadOptions(RuntimeOptions):
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: str | None = option(None, "take the text encoder from this file")
     lora: tuple[str, ...] = option((), "merge a LoRA file; repeatable", metavar="FILE[:WEIGHT]", common=True)
-    ema: str = option("auto", "use the UNet's EMA weights, if the file has them", choices=("auto", "yes", "no"))
+    ema: str = option(
+        "auto",
+        "use the UNet's EMA weights, if the file has them; original: where the original code does",
+        choices=("auto", "yes", "no", "original"),
+    )
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
     zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
     metadata: tuple[str, ...] = option(

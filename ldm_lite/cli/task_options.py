@@ -109,6 +109,7 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     """What to make.  None = the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
+    original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms", "dpmpp_2m")
 
     prompt: str | Sequence[str] | None = option(
         None,
@@ -168,7 +169,9 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     )
     n_iter: int | None = option(None, "repeat the whole job with new seeds (default: 1)", within=(1, MOST), common=True)
     fixed_code: bool = option(False, "start every batch from the same noise")
-    compat: bool = option(False, "noise, timesteps and defaults (2 x 3 images) exactly as the original script")
+    compat: bool = option(
+        False, "the original script's pixels: its noise, steps, weights, defaults (2 x 3 images), 8 bits"
+    )
     cond: Any = argument("ready conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
     noise: Any = argument("initial noise (N,C,h,w) of unit variance, in place of the seeds'")
@@ -207,6 +210,7 @@ class Img2imgOptions(ImageOptions):
     """How to go from image to image.  None = the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (2, 1)
+    original_samplers: ClassVar[tuple[str, ...]] = ("ddim",)
 
     strength: float | None = option(
         None,
@@ -225,7 +229,7 @@ class Img2imgOptions(ImageOptions):
         "size as in InstructPix2Pix's edit_cli.py: about so many pixels on the long side, multiples of 64",
         within=(64, MOST_PX),
     )
-    compat: bool = option(False, "noise, timesteps and defaults (2 images) exactly as the original script")
+    compat: bool = option(False, "the original script's pixels: its noise, steps, weights, defaults (2 images), 8 bits")
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,7 @@ class InpaintOptions(ImageOptions):
     """What to repaint.  None = the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (1, 1)
+    original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms")
 
     mask: tuple[Any, ...] = option(
         (), "white is repainted; one for all images or, repeated, one for each", metavar="PATH", common=True
@@ -250,6 +255,7 @@ class InpaintOptions(ImageOptions):
         within=(0, 1),
         common=True,
     )
+    compat: bool = option(False, "as the original samplers with `mask` and `x0`, for networks of 4 channels")
 
 
 MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level

@@ -57,7 +57,7 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
     """
     if options.syntax == "plain" and model.tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
-            if dropped := model.tokenizer.dropped(prompt or ""):
+            if dropped := model.tokenizer.dropped(model.tokenizer.clean(prompt or "")):
                 log.warning("prompt is too long, dropped from it: %s", dropped)
     with model.phase("text_encoder", "text_encoder_2"):
         return CONDITIONERS[model.family.conditioner](model, prompts, options)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import load_weights, on_meta, split
+from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, split
 from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.image import clip_crop
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
@@ -68,7 +68,7 @@ def _load_vision(model: Model, source: str | os.PathLike[str]) -> CLIPVisionEnco
         raise ValueError(
             f"{source}: holds no CLIP image encoder in Hugging Face's format, only {', '.join(components)}"
         )
-    with on_meta():
+    with errors_of(source), on_meta():
         vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(components["vision"].shapes))
     load_weights(vision, components["vision"], "image encoder", model.device, model.dtype)
     return vision
@@ -101,14 +101,8 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
     if role is None:
         raise ValueError(f"{source}: holds no ControlNet and no T2I-Adapter, only {', '.join(components)}")
     found = components[role]
-    try:
-        with on_meta():
-            network = _build(model, role, found.shapes)
-    except (KeyError, IndexError) as error:
-        reason = f"is missing: {error.args[0]}" if isinstance(error, KeyError) else "has another shape"
-        raise ValueError(f"{source}: a tensor that every such network has {reason}") from error
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+    with errors_of(source), on_meta():
+        network = _build(model, role, found.shapes)
     # A style adapter runs now and is freed.
     by_block = role != "style" and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
@@ -117,7 +111,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
         _add_base(network, model)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
     if isinstance(network, ControlNet):
-        prepare_like(network, model.unet)
+        prepare_like(network, model.unet, model.device)
     if by_block:  # all weights of these networks are in blocks, so there is no phase to enter
         Offloader({"control": network}, model.device, offload="sequential", storage=None)
     pools = found.checkpoint.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
@@ -129,7 +123,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
 def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter:
     """Build the network of a role for weights of these shapes.
 
-    Raises KeyError if one is missing, and ValueError if it is for UNets of another kind.
+    Raises ValueError if they make no sense, or are for UNets of another kind.
     """
     unet = model.family.unet
     if role == "adapter":

@@ -3,6 +3,7 @@
 Its rows depend on the network's outputs, so it is no table: generate.stream runs a short plan for every step it tries.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -70,11 +71,43 @@ class Adaptive:
         return rows.plan(end=after), aim, up
 
 
-def nth_draw(drawn: "list[Tensor]", draw: "Callable[[], Tensor] | None", index: int) -> "Tensor":
-    """The noise of a step, counted from 0: every image takes its own share of the same draws."""
-    while draw is not None and len(drawn) <= index:
-        drawn.append(draw())
-    return drawn[index]
+def each_image(
+    stream: Callable[..., Any], noise: "Tensor", branches: Any, plan: Plan, more: tuple[Any, Any]
+) -> Iterator[Any]:
+    """Run each image (B,C,h,w) in steps of its own, one after the other, so that none depends on its batch.
+
+    stream is generate.stream of a model; more is its draw and extras.  Yields its states, of all images, with the
+    share of the way as steps.  Raises ValueError for extras.
+    """
+    draw, extras = more
+    if any(part is not None for part in extras):
+        raise ValueError("DPM adaptive has no fixed steps for controls, a mask or a refiner: take another sampler")
+    drawn: list[Any] = []
+    latents, count = noise * plan.initial, len(noise)
+    clean = latents * 0
+
+    def nth(index: int, one: slice) -> Any:
+        while len(drawn) <= index:  # every image takes its own share of the same draws
+            drawn.append(draw())
+        return drawn[index][one].to(noise.device, noise.dtype)
+
+    for k in range(count):
+        one = slice(k, k + 1)
+        last: list[Any] = []
+        alone = replace(branches, conditionings=tuple(each.rows(one, count) for each in branches.conditionings))
+
+        def run(part: Plan, x: Any, done: float, alone: Any = alone, last: list[Any] = last) -> list[Any]:
+            weights = alone.weights_at(min(plan.num_steps - 1, int(done * plan.num_steps)))
+            last[:] = stream(x, replace(alone, weights=weights), part)
+            return [last[0].prediction, last[1].prediction, last[2].latents]
+
+        noises = (nth(i, one) for i in itertools.count())
+        for x, done in plan.adaptive.solve(latents[one], run, noises.__next__):
+            latents, clean = latents.clone(), clean.clone()
+            latents[one], clean[one] = x, last[0].x0
+            step = max(1, math.ceil((k + done) / count * plan.num_steps - 1e-9))
+            made = {"step": step, "num_steps": plan.num_steps, "latents": latents, "before": latents}
+            yield replace(last[2], **made, prediction=clean, to_x0=(0.0, 1.0))
 
 
 @register(label="DPM adaptive", aliases=("dpm_ad",))

@@ -137,20 +137,12 @@ def instructed(
     return Branches(*zip(*used, strict=True))
 
 
-class InpaintMask(NamedTuple):
-    """Latents to keep: they replace the prediction of x0 where the mask is 0, so every sampler ends at them."""
-
-    latents: Tensor  # (B,C,h,w)
-    mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 keeps, 1 is free
-
-
 class Guidance(NamedTuple):
     """What a step does to the outputs, as tensors, so that one compiled step serves all values.  None = not done."""
 
     weights: Tensor | None  # (K,) for K branches; None for one
     rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
     percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
-    kept: InpaintMask | None = None
     limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: never clamp to more
     combine: Combine | None = None  # in place of weights; steps that have one are not compiled
 
@@ -165,15 +157,10 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
         out = mixed(outs, guidance.weights) if guidance.combine is None else _combined(guidance.combine, outs)
         if guidance.rescale is not None:
             out = rescaled(out, outs[-1], guidance.rescale)
-    if guidance.percentile is None and guidance.kept is None:
+    if guidance.percentile is None:
         return out
     p, q = to_x0[0], to_x0[1]
-    x0 = p * x + q * out
-    if guidance.percentile is not None:
-        x0 = dynamic_threshold(x0, guidance.percentile, guidance.limit)
-    if guidance.kept is not None:
-        latents, mask = guidance.kept
-        x0 = mask * x0 + (1 - mask) * latents
+    x0 = dynamic_threshold(p * x + q * out, guidance.percentile, guidance.limit)
     return (x0 - p * x) / q
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, size
 
 HEADS = 8
 HEAD_DIM = 64  # for every width
@@ -29,10 +29,10 @@ class BERTSpec:
     layers: int  # each has attention and a feed-forward
 
     def fitted(self, shapes: Shapes, heads: int | None = None) -> BERTSpec:
-        """Return the spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
-        vocab_size, width = shapes["token_emb.weight"]
+        """Return the spec of an encoder whose weights have these shapes.  Raises ValueError if they make no sense."""
+        vocab_size, width = size(shapes, "token_emb.weight", 2)
         layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
-        return BERTSpec(vocab_size, shapes["pos_emb.emb.weight"][0], width, layers)
+        return BERTSpec(vocab_size, size(shapes, "pos_emb.emb.weight", 2)[0], width, layers)
 
 
 class PositionEmbedding(nn.Module):

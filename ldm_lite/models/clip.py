@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import embed, merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, size
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class CLIPTextSpec:
     def fitted(self, shapes: Shapes, heads: int | None = None) -> CLIPTextSpec:
         """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
 
-        Raises KeyError if a tensor is missing.
+        Raises ValueError if they make no sense.
         """
-        vocab_size, width = shapes["embeddings.token_embedding.weight"]
+        vocab_size, width = size(shapes, "embeddings.token_embedding.weight", 2)
         return replace(
             self,
             vocab_size=vocab_size,
-            length=shapes["embeddings.position_embedding.weight"][0],
+            length=size(shapes, "embeddings.position_embedding.weight", 2)[0],
             width=width,
-            mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
             layers=count(shapes, r"encoder\.layers\.(\d+)\."),
             heads=self.heads if heads is None else heads,
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.clip import EncoderLayer
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, multiple, size
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of pixels in [0,1], for CLIP
 
@@ -32,15 +32,15 @@ class CLIPVisionSpec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> CLIPVisionSpec:
-        """Return the spec of OpenAI's encoder whose weights have these shapes.  Raises KeyError if one is missing."""
-        width, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
+        width, _, patch, _ = size(shapes, "embeddings.patch_embedding.weight", 4)
         return CLIPVisionSpec(
-            size=patch * math.isqrt(shapes["embeddings.position_embedding.weight"][0] - 1),
+            size=patch * math.isqrt(size(shapes, "embeddings.position_embedding.weight", 2)[0] - 1),
             patch=patch,
             width=width,
-            mlp_width=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
             layers=count(shapes, r"encoder\.layers\.(\d+)\."),
-            heads=width // 64,  # in ViT-B and L
+            heads=multiple(width, 64, "the width"),  # in ViT-B and L
             activation="quick_gelu",
         )
 

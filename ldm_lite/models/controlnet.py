@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.ops import channels_last
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, size
 from ldm_lite.models.unet import Encoder, TextCache, UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
@@ -65,9 +65,9 @@ class ControlNet(Encoder):
 def infer_spec(shapes: Shapes) -> UNetSpec:
     """Return the spec of a ControlNet whose weights have these shapes, without heads, as UNetSpec.from_shapes.
 
-    Raises KeyError if a key that every ControlNet has is missing.
+    Raises ValueError if a tensor that every ControlNet has is missing or makes no sense.
     """
-    return UNetSpec.from_shapes({**shapes, "out.2.weight": shapes["input_blocks.0.0.weight"][1:2]})
+    return UNetSpec.from_shapes({**shapes, "out.2.weight": size(shapes, "input_blocks.0.0.weight", 4)[1:2] * 4})
 
 
 def guess_scales(num: int) -> list[float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, size
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class ClassSpec:
     def fitted(self, shapes: Shapes, heads: int | None = None) -> ClassSpec:
         """Return this spec with the sizes of a network whose weights have these shapes.
 
-        Raises KeyError if a tensor is missing.
+        Raises ValueError if they make no sense.
         """
-        num_classes, width = shapes["embedding.weight"]
+        num_classes, width = size(shapes, "embedding.weight", 2)
         return ClassSpec(num_classes, width, unconditional=None if self.unconditional is None else num_classes - 1)
 
 
@@ -42,9 +42,9 @@ class LabelMapSpec:
     def fitted(self, shapes: Shapes, heads: int | None = None) -> LabelMapSpec:
         """Return this spec with the sizes of a network whose weights have these shapes.
 
-        Raises KeyError if a tensor is missing.
+        Raises ValueError if they make no sense.
         """
-        channels, num_labels = shapes["channel_mapper.weight"][:2]
+        channels, num_labels = size(shapes, "channel_mapper.weight", 4)[:2]
         return replace(self, channels=channels, num_labels=num_labels)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import embed, merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, size
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class OpenCLIPTextSpec:
     def fitted(self, shapes: Shapes, heads: int | None = None) -> OpenCLIPTextSpec:
         """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
 
-        Raises KeyError if a tensor is missing.
+        Raises ValueError if they make no sense.
         """
-        vocab_size, width = shapes["token_embedding.weight"]
+        vocab_size, width = size(shapes, "token_embedding.weight", 2)
         layers = count(shapes, r"transformer\.resblocks\.(\d+)\.")
         return replace(
             self,
             vocab_size=vocab_size,
-            length=shapes["positional_embedding"][0],
+            length=size(shapes, "positional_embedding", 2)[0],
             width=width,
-            mlp_width=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
+            mlp_width=size(shapes, "transformer.resblocks.0.mlp.c_fc.weight", 2)[0],
             layers=layers,
             heads=self.heads if heads is None else heads,
             # Converted files lack the skipped layers, and sometimes the projection.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ldm_lite.models.clip import quick_gelu
 from ldm_lite.models.open_clip import ResidualAttentionBlock
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, multiple, size
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class StyleAdapterSpec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> StyleAdapterSpec:
-        """Return the spec of an adapter whose weights have these shapes.  Raises KeyError if one is missing."""
-        _, num_tokens, width = shapes["style_embedding"]
+        """Return the spec of an adapter whose weights have these shapes.  Raises ValueError if they make no sense."""
+        _, num_tokens, width = size(shapes, "style_embedding", 3)
         layers = count(shapes, r"transformer_layes\.(\d+)\.")
-        return StyleAdapterSpec(num_tokens, width, shapes["proj"][1], layers, heads=8)
+        multiple(width, 8, "the width")  # of 8 heads
+        return StyleAdapterSpec(num_tokens, width, size(shapes, "proj", 2)[1], layers, heads=8)
 
 
 class StyleAdapter(nn.Module):

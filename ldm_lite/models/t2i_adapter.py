@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, multiple, size
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,20 @@ class AdapterSpec:
     def from_shapes(shapes: Shapes, num_levels: int) -> AdapterSpec:
         """Return the spec of an adapter whose weights have these shapes, for a UNet with num_levels levels.
 
-        Raises KeyError if a key that every adapter has is missing.
+        Raises ValueError if a tensor that every adapter has is missing or makes no sense.
         """
         light, num_blocks = "body.0.in_conv.weight" in shapes, count(shapes, r"body\.(\d+)\.")
-        unshuffled = shapes["body.0.in_conv.weight" if light else "conv_in.weight"][1]
+        unshuffled = size(shapes, "body.0.in_conv.weight" if light else "conv_in.weight", 4)[1]
         factor = 16 if unshuffled % 256 == 0 else 8
         if light:
-            channels = [shapes[f"body.{i}.out_conv.weight"][0] for i in range(num_blocks)]
+            channels = [size(shapes, f"body.{i}.out_conv.weight", 4)[0] for i in range(num_blocks)]
             num_res_blocks = count(shapes, r"body\.0\.body\.(\d+)\.")
         else:
             num_res_blocks = max(1, num_blocks // (num_levels + (factor == 16)))
-            channels = [shapes[f"body.{i}.block1.weight"][0] for i in range(0, num_blocks, num_res_blocks)]
-        return AdapterSpec(unshuffled // factor**2, factor, tuple(channels), num_res_blocks, light)
+            channels = [size(shapes, f"body.{i}.block1.weight", 4)[0] for i in range(0, num_blocks, num_res_blocks)]
+        return AdapterSpec(
+            multiple(unshuffled, factor**2, "the input's width"), factor, tuple(channels), num_res_blocks, light
+        )
 
     @property
     def halved(self) -> tuple[bool, ...]:

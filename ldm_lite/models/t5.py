@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, multiple, size
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class T5Spec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> T5Spec:
-        """Return the spec of an encoder whose weights have these shapes.  Raises KeyError if one is missing."""
-        vocab_size, width = shapes["shared.weight"]
-        buckets, heads = shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+        """Return the spec of an encoder whose weights have these shapes.  Raises ValueError if they make no sense."""
+        vocab_size, width = size(shapes, "shared.weight", 2)
+        first = "encoder.block.0.layer"
+        buckets, heads = size(shapes, f"{first}.0.SelfAttention.relative_attention_bias.weight", 2)
         return T5Spec(
             vocab_size=vocab_size,
             width=width,
-            mlp_width=shapes["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"][0],
+            mlp_width=size(shapes, f"{first}.1.DenseReluDense.wi_0.weight", 2)[0],
             layers=count(shapes, r"encoder\.block\.(\d+)\."),
             heads=heads,
-            head_dim=shapes["encoder.block.0.layer.0.SelfAttention.q.weight"][0] // heads,
+            head_dim=multiple(size(shapes, f"{first}.0.SelfAttention.q.weight", 2)[0], heads, "the width of attention"),
             buckets=buckets,
             max_distance=128,
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, size
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class TAESDSpec:
         found = [side for side in sides if f"{side}.1.conv.0.weight" in shapes or f"{side}.1.weight" in shapes]
         if not found:
             return None
-        embed_dim = shapes["decoder.1.weight"][1] if "decoder" in found else shapes["encoder.14.weight"][0]
+        key, dimension = ("decoder.1.weight", 1) if "decoder" in found else ("encoder.14.weight", 0)
+        embed_dim = size(shapes, key, 4)[dimension]
         return TAESDSpec(embed_dim, encoder="encoder" in found, decoder="decoder" in found)
 
     @property

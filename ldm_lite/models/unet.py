@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import MOST_BLOCKS, Shapes, count, multiple, size
 from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TransformerCache, call_cached
 
 TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
@@ -55,9 +56,9 @@ class UNetSpec:
     def from_shapes(shapes: Shapes) -> UNetSpec:
         """Return the spec of a UNet whose weights have these shapes, with num_heads and head_dim both None.
 
-        Raises KeyError if a key that every LDM UNet has is missing.
+        Raises ValueError if a tensor that every LDM UNet has is missing or makes no sense.
         """
-        mc, in_channels = shapes["input_blocks.0.0.weight"][:2]
+        mc, in_channels = size(shapes, "input_blocks.0.0.weight", 4)[:2]
         num_in, num_out = (count(shapes, rf"{side}_blocks\.(\d+)\.") for side in ("input", "output"))
 
         # levels end in strided convolutions, or else (seen from the deepest) in residual blocks that upsample
@@ -72,19 +73,28 @@ class UNetSpec:
 
         # widths and attention: read at the first residual block of each level
         firsts = [1 + sum(num_res_blocks[:level]) + level for level in range(len(num_res_blocks))]
-        widths = [shapes[f"input_blocks.{i}.0.out_layers.0.weight"][0] for i in firsts]
+        widths = [size(shapes, f"input_blocks.{i}.0.out_layers.0.weight", 1)[0] for i in firsts]
 
-        contexts = [shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")]
-        label, label_mlp = shapes.get("label_emb.weight"), shapes.get("label_emb.0.0.weight")
-        guidance = shapes.get("cond_proj.weight")
+        contexts = [size(shapes, key, 2)[1] for key in shapes if key.endswith("attn2.to_k.weight")]
+        label, label_mlp, guidance = (
+            size(shapes, f"{name}.weight", 2) if f"{name}.weight" in shapes else None
+            for name in ("label_emb", "label_emb.0.0", "cond_proj")
+        )
+        depths, middle_depth = (
+            tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
+            _depth(shapes, "middle_block"),
+        )
+        sides = 2 if num_out else 1  # a network as deep throughout as where it was read must not be far larger
+        if contexts and sum(map(mul, depths, num_res_blocks)) * sides > 2 * len(contexts) + MOST_BLOCKS:
+            raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
         return UNetSpec(
             in_channels=in_channels,
-            out_channels=shapes["out.2.weight"][0],
+            out_channels=size(shapes, "out.2.weight", 4)[0],
             model_channels=mc,
-            channel_mult=tuple(width // mc for width in widths),
+            channel_mult=tuple(multiple(width, mc, "the width of a level") for width in widths),
             num_res_blocks=num_res_blocks,
-            transformer_depth=tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
-            middle_depth=_depth(shapes, "middle_block"),
+            transformer_depth=depths,
+            middle_depth=middle_depth,
             num_heads=None,
             head_dim=None,
             context_dim=contexts[0] if contexts else None,
@@ -93,7 +103,7 @@ class UNetSpec:
             vector_dim=label_mlp[1] if label_mlp else None,
             guidance_dim=guidance[1] if guidance else None,
             num_classes=label[0] if label else None,
-            scale_shift=shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0],
+            scale_shift=size(shapes, "input_blocks.1.0.emb_layers.1.weight", 2)[0] == 2 * widths[0],
             resblock_updown=bool(ups),
         )
 
@@ -113,7 +123,9 @@ def _depth(shapes: Shapes, block: str) -> int:
 
 def _cross_only(shapes: Shapes, block: str) -> bool:
     attn1 = f"{block}.1.transformer_blocks.0.attn1"
-    to_q, to_k = (shapes.get(f"{attn1}.{name}.weight", (0, 0)) for name in ("to_q", "to_k"))
+    if f"{attn1}.to_q.weight" not in shapes:
+        return False
+    to_q, to_k = (size(shapes, f"{attn1}.{name}.weight", 2) for name in ("to_q", "to_k"))
     return to_q[1] != to_k[1]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, attention, merge_heads, split_heads, timestep_embedding
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, multiple, size
 from ldm_lite.models.unet import ResBlock, UNetSpec
 
 
@@ -38,13 +38,13 @@ class IFSpec(UNetSpec):
     def from_shapes(shapes: Shapes) -> IFSpec:
         """Return the spec of a stage whose weights have these shapes.  head_dim is always 64: shapes do not tell it.
 
-        Raises KeyError if a key that every stage has is missing.
+        Raises ValueError if a tensor that every stage has is missing or makes no sense.
         """
         spec, second = UNetSpec.from_shapes(shapes), "aug_proj.0.weight" in shapes
-        text_dim = shapes["encoder_pooling.1.positional_embedding"][1]
+        text_dim = size(shapes, "encoder_pooling.1.positional_embedding", 2)[1]
         known = {field.name: getattr(spec, field.name) for field in fields(UNetSpec)}
         known |= {"head_dim": 64, "context_dim": text_dim, "num_classes": 1000 if second else None}
-        return IFSpec(**known, pool_heads=text_dim // 64, super_resolution=second)
+        return IFSpec(**known, pool_heads=multiple(text_dim, 64, "the text's width"), super_resolution=second)
 
     @property
     def emb_channels(self) -> int:

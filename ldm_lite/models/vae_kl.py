@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn, Conv1x1, attention, channels_last
-from ldm_lite.models.shapes import Shapes, count
+from ldm_lite.models.shapes import Shapes, count, multiple, size
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class VAESpec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> VAESpec:
-        """Return the spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
-        channels = shapes["encoder.conv_in.weight"][0]
+        """Return the spec of an autoencoder with weights of these shapes.  Raises ValueError if they make no sense."""
+        channels = size(shapes, "encoder.conv_in.weight", 4)[0]
         levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
-        widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels]
+        widths = [size(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
         return VAESpec(
             channels=channels,
-            channel_mult=tuple(width // channels for width in widths),
+            channel_mult=tuple(multiple(width, channels, "the width of a level") for width in widths),
             num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
-            z_channels=shapes["decoder.conv_in.weight"][1],
-            embed_dim=shapes["post_quant_conv.weight"][1],
+            z_channels=size(shapes, "decoder.conv_in.weight", 4)[1],
+            embed_dim=size(shapes, "post_quant_conv.weight", 4)[1],
             attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
             mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
         )

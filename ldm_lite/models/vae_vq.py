@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.shapes import Shapes, size
 from ldm_lite.models.vae_kl import Decoder, Encoder, VAESpec, check_latents, check_pixels
 
 POSITIONS_TIMES_CODES = 2**24  # distances in memory at a time: 64 MiB
@@ -31,8 +31,9 @@ class VQSpec(VAESpec):
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> VQSpec:
-        """Return the spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
-        return VQSpec(**vars(VAESpec.from_shapes(shapes)), num_codes=shapes["quantize.embedding.weight"][0])
+        """Return the spec of an autoencoder with weights of these shapes.  Raises ValueError if they make no sense."""
+        num_codes = size(shapes, "quantize.embedding.weight", 2)[0]
+        return VQSpec(**vars(VAESpec.from_shapes(shapes)), num_codes=num_codes)
 
 
 class VectorQuantizer(nn.Module):

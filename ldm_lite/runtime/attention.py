@@ -10,6 +10,9 @@ PyTorch's kernels for scaled dot-product attention are called as the operators t
 import contextlib
 import fnmatch
 import functools
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -22,6 +25,10 @@ from ldm_lite.models.ops import AttentionFn
 from ldm_lite.models.ops import attention as sdpa
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
+
+log = logging.getLogger("ldm_lite")
+
+CALLS = 10  # in a row, when kernels are timed on a GPU
 
 
 class AttentionLayer(Protocol):
@@ -96,7 +103,71 @@ def register(name: str, function: AttentionFn) -> None:
 
 def names() -> tuple[str, ...]:
     """Return all names that `use` takes; "sliced:4" sets the number of slices."""
-    return (*_FUNCTIONS, "mha")
+    return (*_FUNCTIONS, "mha", "fastest")
+
+
+# ---- chosen by timing -----------------------------------------------------------------------------------------------
+
+CANDIDATES = ("sdpa", "flash", "efficient", "cudnn", "math")
+_CHOICES: dict[tuple[object, ...], str] = {}  # device, dtype and sizes -> the fastest, of this process
+
+
+class Fastest:
+    """A layer's attention until its first call, which times the kernels for its sizes and puts the fastest in place.
+
+    Later calls use that one whatever their sizes are.  Steps run plain before they are compiled or captured, so
+    compiled code has the kernel itself.
+    """
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._layer = layer
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute the attention of q, k and v with the fastest kernel, or PyTorch's choice while code is traced."""
+        if torch.compiler.is_compiling() or _trains(q, k, v):
+            return sdpa(q, k, v)
+        self._layer.attention = _FUNCTIONS[fastest(q, k, v)]
+        return self._layer.attention(q, k, v)
+
+
+def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Return the name of the fastest kernel for q (B,H,N,D) and k, v (B,H,M,D) of these sizes, timed once a process."""
+    name = torch.cuda.get_device_name(q.device) if q.is_cuda else q.device.type
+    key = (name, q.dtype, *q.shape, k.shape[2])
+    if key not in _CHOICES:
+        works = [each for each in CANDIDATES if _runs(_FUNCTIONS[each], q.device, q.dtype, q.shape[-1])]
+        seconds = dict.fromkeys(works, math.inf)
+        for number in range(4):  # in turn; the first round warms up
+            for each in works:
+                taken = _seconds(_FUNCTIONS[each], q, k, v)
+                seconds[each] = min(seconds[each], taken) if number else math.inf
+        # PyTorch's own choice stays unless another is clearly faster: it is right for other sizes too.
+        best = min(works, key=seconds.__getitem__)
+        _CHOICES[key] = best if seconds[best] < 0.97 * seconds["sdpa"] else "sdpa"
+        log.info(
+            "attention of %d to %d tokens, %d channels a head: %s (%s)",
+            *(q.shape[2], k.shape[2], q.shape[3], _CHOICES[key]),
+            ", ".join(f"{each} {1e6 * seconds[each]:.0f} us" for each in works),
+        )
+    return _CHOICES[key]
+
+
+def _seconds(function: AttentionFn, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the seconds per call: on a GPU of some in a row, since a small one is over before the next starts."""
+    if not q.is_cuda:
+        start = time.perf_counter()
+        function(q, k, v)
+        return time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    for _ in range(CALLS):
+        function(q, k, v)
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3 / CALLS
+
+
+# ---- in a network ---------------------------------------------------------------------------------------------------
 
 
 def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
@@ -134,7 +205,8 @@ def layers(network: nn.Module) -> dict[str, AttentionLayer]:
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
     """Return the function with a name, or "sliced:n", after a trial run on this device and dtype.
 
-    "mha" is not a function of q, k and v: see use.  Raises ValueError if the name is unknown or does not run here.
+    "mha" and "fastest" are no functions of q, k and v: see use.  Raises ValueError if the name is unknown or does not
+    run here.
     """
     kind, _, number = name.partition(":")
     if kind == "sliced" and number.isdecimal() and int(number) > 0:
@@ -165,10 +237,11 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
     return True
 
 
-def use(network: nn.Module, attention: str | AttentionFn) -> None:
+def use(network: nn.Module, attention: str | AttentionFn, device: torch.device | None = None) -> None:
     """Set the attention of every layer of a network: a registered name, "sliced:n", or a function of q, k and v.
 
-    Call it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
+    device is where the network computes, if its weights are elsewhere.  Call it before compilation.  Raises ValueError,
+    with nothing changed, if a layer cannot run it.
     """
     if not isinstance(attention, str) and not callable(attention):
         raise TypeError(f"got attention {attention!r}, wanted a name or a function of q, k and v")
@@ -181,9 +254,16 @@ def use(network: nn.Module, attention: str | AttentionFn) -> None:
         for layer in found.values():
             patch(cast(nn.Module, layer), _mha)
         return
+    if attention == "fastest":
+        for layer in found.values():
+            unpatch(cast(nn.Module, layer))
+            layer.attention = Fastest(layer)
+        return
     first = next(network.parameters())
     functions = {
-        head_dim: resolve(attention, first.device, first.dtype, head_dim) if isinstance(attention, str) else attention
+        head_dim: resolve(attention, device or first.device, first.dtype, head_dim)
+        if isinstance(attention, str)
+        else attention
         for head_dim in {layer.head_dim for layer in found.values()}
     }
     for layer in found.values():
@@ -195,7 +275,8 @@ def follow(network: nn.Module, other: nn.Module) -> None:
     """Copy the attention of another network, layer by layer and by name: a ControlNet uses its UNet's."""
     found = layers(other)
     for name, layer in layers(network).items():
-        layer.attention = found[name].attention
+        theirs = found[name].attention
+        layer.attention = Fastest(layer) if isinstance(theirs, Fastest) else theirs
         if patch_of(cast(nn.Module, found[name])) is _mha:
             patch(cast(nn.Module, layer), _mha)
 

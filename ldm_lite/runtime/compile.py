@@ -11,6 +11,7 @@ trees are not used: they fail in a loop whose output is its next input.
 Weights may change in place (LoRA): compiled code and graphs read them at their address.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.step import denoise_step
 
 log = logging.getLogger("ldm_lite")
@@ -61,17 +62,18 @@ class CompiledStep:
         self._first_call: float | None = None
         self._step: Step | None = None  # compiled
         self._regional: WeakSet[nn.Module] = WeakSet()  # networks whose blocks are compiled
-        self._failed = self._told = False
+        self._told = False
+        self._failure: str | None = None
         self._lock = threading.Lock()
 
     @property
-    def failed(self) -> bool:
-        """Whether compilation failed, so that plain steps run."""
-        return self._failed
+    def failure(self) -> str | None:
+        """Why compilation failed, so that plain steps run, in one line; None if it did not."""
+        return self._failure
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
         """Compute one row like denoise_step."""
-        if self._failed or not self._is_due():
+        if self._failure is not None or not self._is_due():
             return denoise_step(model, *args)
         if not isinstance(model, nn.Module) and self._tier != "regional":
             if not self._told:
@@ -89,9 +91,8 @@ class CompiledStep:
         except Exception as error:  # compilers raise anything
             self._undo()
             out = denoise_step(model, *args)  # if this raises too, the compiler was not the cause
-            self._failed = True
-            reason = next(iter(str(error).strip().splitlines()), "")[:150]
-            log.warning("compilation failed (%s: %s): continuing without", type(error).__name__, reason)
+            self._failure = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
+            log.warning("compilation failed (%s): continuing without", self._failure)
             return out
 
     def _is_due(self) -> bool:
@@ -106,7 +107,7 @@ class CompiledStep:
         for _ in range(2):  # the first call warms the kernels up
             plain_s = _timed(denoise_step, device, model, *args)
         step = self._compiled(model)
-        step = _Graphs(step) if device.type == "cuda" else step
+        step = _Graphs(step, self._tier == "max") if device.type == "cuda" else step
         cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
         log.info("%s", _verdict(cold_s, plain_s, compiled_s))
         return step
@@ -178,7 +179,7 @@ def fold(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance
         return _map(x, lambda each: each.view(*each.shape[:-2], each.shape[-2] // FOLD, FOLD, -1, FOLD))
 
     conditioning = conditioning._replace(concat=folded(conditioning.concat))
-    return folded(registers), row, folded(noise), conditioning, guidance._replace(kept=folded(guidance.kept)), *others
+    return folded(registers), row, folded(noise), conditioning, guidance, *others
 
 
 def _unfolded(x: Tensor) -> Tensor:
@@ -192,12 +193,9 @@ def _unfolded_step(
     if registers.ndim == 7:
         registers, noise = _unfolded(registers), _unfolded(noise)
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
-        concat, kept = conditioning.concat, guidance.kept
+        context, y, concat, control, cache = conditioning
         concat = None if concat is None else _unfolded(concat)
-        kept = None if kept is None else InpaintMask(_unfolded(kept.latents), _unfolded(kept.mask))
-        context, y, _, control, cache = conditioning
         conditioning = Conditioning(context, y, concat, control, cache)
-        guidance = Guidance(guidance.weights, guidance.rescale, guidance.percentile, kept, guidance.limit)
     return denoise_step(model, registers, row, noise, conditioning, guidance, *others)
 
 
@@ -211,7 +209,6 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, gu
     marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, *sides))]
     marks += [(tensor, (0, 1)) for tensor in _tensors(conditioning.cache)]  # (B,T,C)
     marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
-    marks += [(tensor, (0, *sides)) for tensor in guidance.kept or ()]
     for tensor, axes in marks:
         if tensor is not None:
             for axis in axes:
@@ -223,8 +220,9 @@ def _options(tier: str, device: str) -> dict[str, Any]:
     """Return the options of Inductor that this torch knows."""
     options: dict[str, Any] = {"conv_1x1_as_mm": True}
     if tier == "max":
-        options |= {"max_autotune": True, "coordinate_descent_tuning": True}
-        options["max_autotune_conv_backends"] = "ATEN"  # Triton's convolutions lose to cuDNN's
+        # Without coordinate_descent_tuning, which compiles some 140 kernels one after the other, for minutes;
+        # TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on.
+        options |= {"max_autotune": True, "max_autotune_conv_backends": "ATEN"}  # Triton's convolutions lose to cuDNN's
     if device == "cuda":
         options["loop_reindexing_after_fusion"] = False  # with it, torch 2.12 and 2.13 are 6 times slower
     config = importlib.import_module("torch._inductor.config")
@@ -267,44 +265,84 @@ class _Graphs:
     A graph reads the network's weights at their address, and is deleted with the network.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, step: Step, measured: bool = False) -> None:
+        """measured lets cuDNN time its convolutions before the capture, which keeps the fastest ones."""
+        self._step, self._measured = step, measured
         self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, _Captured]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
-        self._stream: Any = None  # of all captures: only those on one stream can share memory
+        self._streams: dict[torch.device, Any] = {}  # of all captures: only those on one stream can share memory
+        self._copied: dict[torch.device, Any] = {}  # the event when the last result was copied
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
         if not isinstance(model, nn.Module):  # it may read tensors that are not among the arguments
             return self._step(model, *args)
         tensors = list(_tensors(args))
         # A graph is fixed to the address of the weights, and to which arguments are None.
-        key = (next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
-        device = torch.cuda.device_of(tensors[0])  # type: ignore[no-untyped-call]
-        with self._lock, device:  # streams are the current device's
+        device = tensors[0].device
+        key = (device, next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
+        with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
             graphs = self._graphs.setdefault(model, OrderedDict())
             if key not in graphs:
                 graphs[key] = self._capture(model, args)
                 if len(graphs) > MOST_GRAPHS:
                     graphs.popitem(last=False)
             graphs.move_to_end(key)
-            return graphs[key].run(tensors)
+            if device not in self._copied:
+                self._copied[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().wait_event(self._copied[device])  # of a thread with a stream of its own
+            out = graphs[key].run(tensors)
+            self._copied[device].record()
+            return out
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "_Captured":
         with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be written outside inference mode
             static = _map(args, lambda x: x.clone())
-        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # One graph runs at a time, and its result is copied at once, so all graphs can share their memory.
-        pool = next((each.graph.pool() for graphs in self._graphs.values() for each in graphs.values()), None)
-        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):  # around the capture too, which does not restore the stream if it fails
-            for _ in range(2):  # compilation, autotuning and workspaces must not be captured
+        device = next(_tensors(static)).device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream, graph, outside = self._streams[device], torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
+        captured = (each for graphs in self._graphs.values() for each in graphs.values())
+        pool = next((each.graph.pool() for each in captured if each.out.device == device), None)
+        stream.wait_stream(outside)
+        choice = _measured_convolutions() if self._measured else contextlib.nullcontext()
+        with choice, torch.cuda.stream(stream):  # around the capture too, which does not restore the stream if it fails
+            for _ in range(2):  # compilation and autotuning must not be captured
                 self._step(model, *static)
             # thread_local: other threads may allocate memory meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                _own_workspace(),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 out = self._step(model, *static)
-        outside.wait_stream(self._stream)
+        outside.wait_stream(stream)
         return _Captured(graph, static, out)
+
+
+@contextlib.contextmanager
+def _measured_convolutions() -> Iterator[None]:
+    """Let cuDNN measure all of its algorithms in this block."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark, cudnn.benchmark_limit = True, 0
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.benchmark_limit = before
+
+
+@contextlib.contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Let cuBLAS allocate its workspace inside the captured graph's memory, and a new one after it.
+
+    Otherwise the graph uses the process's, which torch frees when other code captures graphs ("reduce-overhead").
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # as torch's own graph trees do
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 class _Captured:

@@ -46,8 +46,8 @@ def prepare(
     if device.type == "cuda":
         set_matmul_precision(options.matmul_precision or "highest")
     for role, network in networks.items():
-        _set_attention(role, network, options.attention or "sdpa")
-        _use_kernels(network)
+        _set_attention(role, network, options.attention or "sdpa", device)
+        _use_kernels(network, device)
     if options.compiled is not None:
         aot.use(networks["unet"], Path(options.compiled))
     step = compiled_step(compile, networks["unet"]) if "unet" in networks else denoise_step
@@ -56,10 +56,13 @@ def prepare(
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage)
 
 
-def prepare_like(network: nn.Module, other: nn.Module) -> None:
-    """Set up a network like another one that has layers of the same names: a ControlNet like its UNet."""
+def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> None:
+    """Set up a network like another one that has layers of the same names: a ControlNet like its UNet.
+
+    device is where it computes; its weights may be elsewhere.
+    """
     attention_backends.follow(network, other)
-    _use_kernels(network)
+    _use_kernels(network, device)
 
 
 def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
@@ -67,12 +70,11 @@ def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
     return torch.device("cpu") if options.offload or options.storage else device
 
 
-def _use_kernels(network: nn.Module) -> None:
-    first = next(network.parameters())
-    on_cpu, in_float32 = first.device.type == "cpu", first.dtype == torch.float32
-    if first.is_cuda or (on_cpu and not in_float32):
+def _use_kernels(network: nn.Module, device: torch.device) -> None:
+    on_cpu, in_float32 = device.type == "cpu", next(network.parameters()).dtype == torch.float32
+    if device.type == "cuda" or (on_cpu and not in_float32):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if first.is_cuda:
+    if device.type == "cuda":
         fused_norm.use(network)
     if on_cpu and in_float32:
         winograd.use(network)
@@ -81,11 +83,11 @@ def _use_kernels(network: nn.Module) -> None:
         keep_freed_memory()
 
 
-def _set_attention(role: str, network: nn.Module, name: str) -> None:
+def _set_attention(role: str, network: nn.Module, name: str, device: torch.device) -> None:
     if not attention_backends.layers(network):
         return
     try:
-        attention_backends.use(network, name)
+        attention_backends.use(network, name, device)
     except ValueError as error:
         if role == "unet":
             raise

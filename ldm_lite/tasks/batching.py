@@ -17,8 +17,8 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import count_chunks, encode_prompts, guided
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.diffusion.guidance import Branches, Conditioning, InpaintMask, instructed
-from ldm_lite.generate import DenoisingState, Draw, Extras, RefinerSwitch, SeededNoise, SharedNoise
+from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed
+from ldm_lite.generate import DenoisingState, Draw, Extras, InpaintMask, RefinerSwitch, SeededNoise, SharedNoise
 from ldm_lite.image import depth_latent
 from ldm_lite.tasks.job import Job, Result
 
@@ -87,13 +87,10 @@ def run(job: Job, inputs: Iterable[ImageInputs]) -> Iterator[DenoisingState | Re
                     refiner, step = job.refiner
                     refined = _branches(job, refiner, image, refining.encode(rows, image), len(rows))
                     switch = RefinerSwitch(refiner, refined, step)
-                latents, init, draw = initial.draw(seeds, offset + first)
+                latents, mask, draw = initial.draw(seeds, offset + first)
                 if job.plan is not None:
-                    mask = None if init is None or image.mask is None else InpaintMask(init, image.mask)
                     extras = Extras(mask, controls, switch)
                     plan = dataclasses.replace(job.plan, initial=1.0)  # initial.draw has scaled the noise
-                    if job.compat:  # the original draws noise at every call, if only to multiply it by zero
-                        plan = dataclasses.replace(plan, draws=plan.draws | True)
                     for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
                         latents = state.latents
                         yield state
@@ -169,8 +166,8 @@ class InitialLatents:
         if job.seeds.fixed and self._init is None:
             self._code = SharedNoise(generator, size, shape)()
 
-    def draw(self, seeds: Sequence[int], first: int) -> tuple[Tensor, Tensor | None, Draw]:
-        """Return the initial latents, image latents and later noise of a batch that begins with image `first`."""
+    def draw(self, seeds: Sequence[int], first: int) -> tuple[Tensor, InpaintMask | None, Draw]:
+        """Return the initial latents, those to keep, and the later noise of a batch that begins with image `first`."""
         draw: Draw
         if self.generator is None:
             draw = SeededNoise(seeds, self.image.latent_shape)
@@ -182,7 +179,10 @@ class InitialLatents:
             init = None if self._init is None else self._init[: len(seeds)]
         if self.job.noise is not None:
             noise = self._own_noise(first, len(seeds))
-        return self._noised(init, noise), init, draw
+        mask = None
+        if init is not None and self.image.mask is not None:
+            mask = InpaintMask(init, self.image.mask, None if self.job.compat else noise)
+        return self._noised(init, noise), mask, draw
 
     def _own_noise(self, first: int, count: int) -> Tensor:
         noise = self.job.noise
@@ -203,16 +203,9 @@ class InitialLatents:
     def _noised(self, init: Tensor | None, noise: Tensor) -> Tensor:
         plan, start = self.job.plan, self.job.start
         alone = noise if plan is None else noise * plan.initial
-        if init is None:
+        if init is None or start is None:
             return alone
-        noise, alone = noise.to(init.device), alone.to(init.device)
-        if start is not None:
-            return start.a * init + start.s * noise
-        if self.image.mask is None or plan is None:
-            return alone
-        a, s = (float(value) for value in plan.level[0])
-        mask = self.image.mask.to(init.device)
-        return mask * alone + (1 - mask) * (a * init + s * noise)
+        return start.a * init + start.s * noise.to(init.device)
 
 
 def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls | None:

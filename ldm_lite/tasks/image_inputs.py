@@ -1,12 +1,11 @@
 """Shared by img2img, inpaint and upscale: opening images, their sizes, and the noise they start with."""
 
-import dataclasses
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from PIL import Image
 from torch import Tensor
@@ -15,12 +14,12 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import ImageOptions
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import CLEAN, Level, original
-from ldm_lite.image import SUFFIXES, list_images, open_image, pad, to_image, to_pixels, to_rgb
+from ldm_lite.image import SUFFIXES, list_images, pad, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.tasks.job import plan_of
+from ldm_lite.tasks.original import is_second
 
 log = logging.getLogger("ldm_lite")
 
-Options = TypeVar("Options", bound=ImageOptions)
 Source = Any  # a path, or an image as image.to_image takes it
 
 
@@ -52,18 +51,22 @@ def sources(given: Sequence[Source], option: str, least: int = 1) -> list[Source
     return found
 
 
-def open_source(source: Source) -> NamedImage:
-    """Open a file or convert an image to upright, opaque RGB.  Raises ValueError, OSError."""
+def open_source(source: Source, plain: bool = False) -> NamedImage:
+    """Open a file or convert an image to upright, opaque RGB; or only to RGB, as Pillow does, if `plain`.
+
+    Raises ValueError, OSError.
+    """
+    convert: Callable[[Image.Image], Image.Image] = (lambda image: image.convert("RGB")) if plain else to_rgb
     if isinstance(source, (str, os.PathLike)):
-        return NamedImage(Path(source).name, open_image(source))
-    return NamedImage("image", to_rgb(to_image(source)))
+        return NamedImage(Path(source).name, read_image(source, convert))
+    return NamedImage("image", convert(to_image(source)))
 
 
 def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[int, int]:
     """Return the (width, height) in pixels to resize an image to: that of the options, or its own.
 
     Its own size is reduced, with a message, to twice the model's training size at most; the original scripts round it
-    down to multiples of 32.
+    down to multiples of 32, or 64 for Stable Diffusion 2.
     """
     own_width, own_height = source.image.size
     width, height = options.width, options.height
@@ -78,9 +81,12 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
     if height is not None:
         return max(1, round(own_width * height / own_height)), height
     if options.compat:
-        if min(own_width, own_height) < 32:
-            raise ValueError(f"{source.name}: has {own_width} x {own_height} pixels, `compat` wants 32 or more a side")
-        return own_width // 32 * 32, own_height // 32 * 32
+        unit = 64 if is_second(model) else 32
+        if min(own_width, own_height) < unit:
+            raise ValueError(
+                f"{source.name}: has {own_width} x {own_height} pixels, `compat` wants {unit} or more a side"
+            )
+        return own_width // unit * unit, own_height // unit * unit
     most = 2 * model.family.resolution
     ratio = min(1.0, most / max(source.image.size))
     width, height = (max(1, round(side * ratio)) for side in source.image.size)
@@ -156,12 +162,3 @@ def _begin_as_the_original(model: Model, options: ImageOptions, strength: float)
     plan = plan_of(model, options, last=last, steps=steps) if last > 0 else None
     log.info("strength %g: %d steps, %d UNet calls", strength, last, last)
     return Start(plan, levels[-last - 2], steps - last)
-
-
-def as_original(options: Options, sampler: str, scale: float) -> Options:
-    """Apply the defaults of an original script if `compat` is set.  Raises ValueError for a sampler that it lacks."""
-    if not options.compat:
-        return options
-    if options.sampler not in (None, sampler):
-        raise ValueError(f"`compat` knows the sampler of the original script, {sampler}, not {options.sampler}")
-    return dataclasses.replace(options, sampler=sampler, scale=scale if options.scale is None else options.scale)

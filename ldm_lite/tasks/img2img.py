@@ -8,9 +8,10 @@ from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import resize
 from ldm_lite.tasks.batching import ImageInputs, OnStep, results
-from ldm_lite.tasks.image_inputs import Source, as_original, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.image_inputs import Source, begin, open_source, padded, size_of, sources
 from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
+from ldm_lite.tasks.original import as_original, load_img
 
 
 def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -32,7 +33,7 @@ def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[ImageI
     """Return the job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
     check(options)
     check_task(model, "img2img")
-    options = as_original(options, "ddim", scale=5.0)
+    options = as_original(model, options, "img2img")
     instructed = model.family.task == "instruct"
     if options.image_scale is not None and not instructed:
         raise ValueError(f"got `image_scale`, but {model.name} is not InstructPix2Pix: leave it out")
@@ -65,11 +66,11 @@ def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
 
 def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: float) -> ImageInputs:
     """What the results for one image start from."""
-    name, image = named = open_source(source)
+    name, image = named = open_source(source, plain=options.compat)
     resolution = options.resolution
     size = size_of(model, options, named) if resolution is None else edit_size(image.size, resolution)
     image = resize(image, size, "stretch" if options.compat else options.resize)
-    pixels = padded(model, image)
+    pixels = load_img(image) if options.compat else padded(model, image)
     mean, deviation = encode(model, pixels[None])
     return ImageInputs(
         latent_shape=model.latent_shape(*pixels.shape[1:]),

@@ -15,9 +15,10 @@ from ldm_lite.cli.task_options import InpaintOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import extend, list_images, mask_latent, mask_weights, open_mask, pad, resize, to_image, to_mask
 from ldm_lite.tasks.batching import ImageInputs, OnStep, results
-from ldm_lite.tasks.image_inputs import Source, begin, open_source, padded, size_of, sources
-from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
+from ldm_lite.tasks.image_inputs import Source, Start, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
+from ldm_lite.tasks.original import as_original
 
 log = logging.getLogger("ldm_lite")
 
@@ -42,9 +43,16 @@ def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[ImageI
     """Return the job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
     check(options)
     check_task(model, "inpaint")
+    options = as_original(model, options, "inpaint")
     found = pairs(options)
     strength = 1.0 if options.strength is None else options.strength
-    plan, level, skipped = begin(model, options, strength)
+    if not options.compat:
+        plan, level, skipped = begin(model, options, strength)
+    elif strength == 1 and model.family.task == "txt2img":
+        plan, level, skipped = Start(plan_of(model, options), None, 0)
+    else:
+        what = "below strength 1" if strength < 1 else f"with {model.family.title}"
+        raise ValueError(f"no original code inpaints {what} and a seed for all of its noise: leave out `compat`")
     job = resolve(model, options, plan, start=level, skipped=skipped, num_images=len(found))
     return job, (_inputs(model, options, pair, strength) for pair in found)
 

@@ -28,10 +28,12 @@ from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, written
 from ldm_lite.diffusion.names import resolve as resolve_sampler
+from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.image import open_depth, parameters, to_array, to_image, to_pil
+from ldm_lite.image import open_depth, parameters, to_array, to_image
 from ldm_lite.runtime.precision import short_name
+from ldm_lite.tasks.original import check_original
 
 log = logging.getLogger("ldm_lite")
 
@@ -44,18 +46,19 @@ class Result:
     prompt: str
     seed: int
     parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
+    truncated: bool = False  # 8 bits are cut off, not rounded
 
     @property
     def image(self) -> Image.Image:
         """The image as PIL, RGB, with .info["parameters"]."""
-        image = to_pil(self.pixels)
+        image = Image.fromarray(self.array)
         image.info["parameters"] = self.parameters
         return image
 
     @property
     def array(self) -> NDArray[np.uint8]:
         """The image as numpy, (H,W,3) in [0,255]."""
-        return to_array(self.pixels)
+        return to_array(self.pixels, self.truncated)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Job:
     controls: Sequence[LoadedControl]
     refiner: tuple[Model, int] | None  # takes over from this step
     depth: Image.Image | None
-    compat: bool  # noise in the original script's order
+    compat: bool  # noise in the original script's order, and its 8 bits
     settings: Mapping[str, object]  # for the PNG's text
 
     def result(self, pixels: Tensor, row: int, seed: int, settings: Mapping[str, object]) -> Result:
@@ -111,7 +114,7 @@ class Job:
             text["Noise"] = f"original script, image {seed - self.seeds.first}"
         text = {name: value for name, value in text.items() if value is not None} | {"Version": version}
         prompt = self.prompts[row]
-        return Result(pixels, prompt, seed, parameters(prompt, self.negative_prompt, text))
+        return Result(pixels, prompt, seed, parameters(prompt, self.negative_prompt, text), self.compat)
 
 
 # ---- options without a model ----------------------------------------------------------------------------------------
@@ -126,9 +129,8 @@ def check(options: Txt2imgOptions) -> None:
     if options.noise_level and options.image_embedding is None:
         raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
     if options.sampler is not None:
-        sampler, _ = resolve_sampler(options.sampler)
-        if options.compat and sampler not in ("ddim", "plms"):
-            raise ValueError(f"`compat` knows the samplers of the original script, ddim and plms, not {sampler}")
+        resolve_sampler(options.sampler)
+    check_original(options)
 
 
 def _check_arguments(options: Txt2imgOptions) -> None:
@@ -209,15 +211,11 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
         plan: Plan = options.plan
         return plan
     steps = (model.family.steps if options.steps is None else options.steps) if steps is None else steps
-    return make_plan(
-        sampler_of(model, options),
-        model.schedule,
-        steps,
-        eta=options.eta,
-        churn=options.churn,
-        spacing="original" if options.compat else _spacing_of(model, options),
-        last=last,
-    )
+    sampler, eta = sampler_of(model, options), options.eta
+    if options.compat:
+        return original_plan(sampler, model.schedule, steps, eta=eta, last=last)
+    spacing = _spacing_of(model, options)
+    return make_plan(sampler, model.schedule, steps, eta=eta, churn=options.churn, spacing=spacing, last=last)
 
 
 def _spacing_of(model: Model, options: Txt2imgOptions) -> Any:

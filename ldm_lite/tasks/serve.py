@@ -72,15 +72,17 @@ def serve(
 
     original are the values of the original scripts' own flags.
     """
+    if options.compat and load.ema == "auto":
+        load = dataclasses.replace(load, ema="original")
     model, save = load_model(_load_options(original, load), Model), saver.options
     for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
         if original.get(name, value) != value:
             raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
-    with_grid = not save.skip_grid and 1 < count <= MOST_IN_GRID
-    start, in_grid, text = time.perf_counter(), [], ""
+    with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
+    start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
     for result in results(*prepare(model, options), Steps(Progress(), preview)):
-        text = result.parameters
+        text, made = result.parameters, made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text), flush=True)
         if with_grid:
@@ -88,7 +90,7 @@ def serve(
     if len({image.size for image in in_grid}) == 1:
         columns = save.n_rows or options.images_at_a_time
         print(saver.grid(grid(in_grid, columns=columns), text), flush=True)
-    log.info("%d image%s in %.1f s; %s", count, "s" * (count > 1), time.perf_counter() - start, memory())
+    log.info("%d image%s in %.1f s; %s", made, "s" * (made > 1), time.perf_counter() - start, memory())
 
 
 def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:

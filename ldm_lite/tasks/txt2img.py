@@ -8,6 +8,7 @@ from ldm_lite.control.control import natural_size
 from ldm_lite.tasks.batching import ImageInputs, OnStep, results
 from ldm_lite.tasks.from_png import with_picture
 from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
+from ldm_lite.tasks.original import as_original
 
 
 def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -30,6 +31,7 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
     options = with_picture(options, model)
     check(options)
     check_task(model, "txt2img")
+    options = as_original(model, options, "txt2img")
     width, height = model.family.resolution, model.family.resolution
     controls = controls_of(options)
     if controls and options.height is None and options.width is None:

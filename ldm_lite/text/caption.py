@@ -1,12 +1,14 @@
 """Clean prompts like DeepFloyd IF's training texts: lower case, without addresses, tags, codes and file names.
 
-The tables hold the rules of its deepfloyd_if/modules/t5.py in their order, applied twice.  The repair of broken
-encodings (ftfy) is left out, and a pattern finds tags in place of a parser.
+The tables hold the rules of its deepfloyd_if/modules/t5.py in their order, applied twice.  A pattern finds tags, not a
+parser.
 """
 
 import html
 import re
 from urllib.parse import unquote_plus
+
+from ldm_lite.text.clean import unescape
 
 _SITE = r"[a-z0-9.\-]+[.](?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
 _FILES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
@@ -71,7 +73,7 @@ def _once(text: str) -> str:
     text = _apply(_MIDDLE, html.unescape(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat
         text = re.sub("[-_]", " ", text)
-    text = html.unescape(html.unescape(text)).strip()
+    text = unescape(text).strip()
     return _apply(_LATE, text).strip()
 
 

@@ -81,7 +81,7 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
     if syntax not in SYNTAXES:
         raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
     if syntax == "plain":
-        ids = tokenizer([text])
+        ids = tokenizer([tokenizer.clean(text)])
         return Chunks(ids, torch.ones(ids.shape, dtype=torch.float32, device="cpu"))
     room, comma = tokenizer.room, tokenizer.encode(",")[0]
     full: list[list[tuple[int, float]]] = [[]]
@@ -89,7 +89,7 @@ def chunks(tokenizer: TextTokenizer, text: str, syntax: str = "plain") -> Chunks
         if piece == BREAK:
             full.append([])
             continue
-        for unit in tokenizer.units(piece):
+        for unit in tokenizer.units(tokenizer.clean(piece)):
             if len(full[-1]) + len(unit) > room:
                 most = min(MAX_CARRIED, room - len(unit) + 1)  # fewer if an embedding needs more room
                 full.append([] if unit == (comma,) else _carry(full[-1], comma, most))

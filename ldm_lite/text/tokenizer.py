@@ -3,9 +3,8 @@
 Shapes: B texts, T = `length` tokens (77 for all of these).
 The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_vocab.py`); T5's is read from its
 checkpoint's file.  The ids of CLIP and BERT equal those of transformers 5, T5's those of SentencePiece.  CLIP's
-original tokenizer first runs ftfy, `str.split` and `str.lower`: it straightens typographic quotes, unescapes HTML,
-folds full-width letters, repairs mojibake, drops control characters and knows the final sigma.  This one takes the text
-as it is, so such texts get different ids.  The Unicode version of `tokenizers` decides what a letter is.
+originals first clean the text, which `clean` does: without it, typographic quotes and the like get other ids.  The
+Unicode version of `tokenizers` decides what a letter is.
 Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
 bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_model.proto` of SentencePiece.
 """
@@ -23,6 +22,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
 from torch import Tensor
+
+from ldm_lite.text.clean import fix_text, unescape
 
 SOT = 49406  # start of text
 EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these
@@ -58,6 +59,10 @@ class TextTokenizer:
 
     def _backend(self) -> Tokenizer:
         raise NotImplementedError
+
+    def clean(self, text: str) -> str:
+        """Return a prompt as the original tokenizer cleans it before anything else."""
+        return text
 
     @property
     def room(self) -> int:
@@ -136,15 +141,39 @@ def _names(added: tuple[tuple[str, tuple[int, ...]], ...], text: str) -> Iterato
 
 @dataclass(frozen=True)
 class CLIPTokenizer(TextTokenizer):
-    """CLIP's tokenizer.  Rows are padded with 49407 for CLIP-L and with 0 for OpenCLIP."""
+    """CLIP's tokenizer, padded with 49407: transformers' with ftfy, as Stable Diffusion 1 installs it."""
 
     pad_id: int = EOT
 
     before = (SOT,)
     after = (EOT,)
 
+    @staticmethod
+    def _fix(text: str) -> str:
+        return fix_text(text)
+
+    def clean(self, text: str) -> str:
+        """Return a prompt as ftfy fixes it, except for the names of embeddings."""
+        parts, at = [], 0
+        for first, end, _ in [*_names(self.added, text), (len(text), len(text), ())]:
+            parts += [self._fix(text[at:first]), text[first:end]]
+            at = end
+        fixed = "".join(parts)
+        return fixed.lower() if "\u03a3" in fixed else fixed  # only Python knows the final sigma
+
     def _backend(self) -> Tokenizer:
         return _clip()
+
+
+@dataclass(frozen=True)
+class OpenCLIPTokenizer(CLIPTokenizer):
+    """OpenCLIP's tokenizer, padded with 0, which also unescapes HTML twice."""
+
+    pad_id: int = 0
+
+    @staticmethod
+    def _fix(text: str) -> str:
+        return unescape(text)
 
 
 @dataclass(frozen=True)

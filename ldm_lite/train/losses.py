@@ -89,8 +89,9 @@ class DiffusionLoss:
         a, s = self._a[t][:, None, None, None], self._s[t][:, None, None, None]
 
         dropped = torch.rand(len(captions), generator=generator) < self.caption_dropout
+        clean = self._tokenizer.clean
         ids = self._tokenizer(
-            ["" if drop else caption for caption, drop in zip(captions, dropped.tolist(), strict=True)]
+            ["" if drop else clean(caption) for caption, drop in zip(captions, dropped.tolist(), strict=True)]
         )
         out = self.model.unet(a * x0 + s * noise, t, self._text(ids.to(x0.device)))
         target = {"eps": noise, "v": a * noise - s * x0, "x0": x0}[self.model.schedule.prediction]

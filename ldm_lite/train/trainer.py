@@ -198,7 +198,10 @@ class Trainer:
     def _verify(self) -> None:
         """Raise ValueError if the loss of the last batch, with the current weights, is not finite."""
         pixels, captions = self._last
-        self._check(float(self.loss(pixels, captions, torch.Generator().manual_seed(0))))
+        compiled = any(network._compiled_call_impl is not None for network in self.loss.networks.values())
+        # Compiled code is for steps with gradients: without them everything would be compiled once more.
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            self._check(float(self.loss(pixels, captions, torch.Generator().manual_seed(0))))
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:

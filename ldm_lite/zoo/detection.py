@@ -36,25 +36,22 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
     if "unet" not in shapes:
         check_complete(shapes, SD1.networks)
-    try:
-        if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
-            stage = IFSpec.from_shapes(shapes["unet"])
-            return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
-        spec = UNetSpec.from_shapes(shapes["unet"])
-        rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
-        named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
-        if rows:
-            row = next((row for row in rows if row.sgm == sgm), rows[0])
-            family = _fit_text(named if named in rows else row, shapes)
-        elif spec.context_dim is not None and spec.middle_depth == 0:
-            raise ValueError(
-                "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
-                "like), which is not supported"
-            )
-        else:
-            family = _from_metadata(spec, shapes, metadata)
-    except KeyError as error:
-        raise ValueError(f"a tensor that every such network has is missing: {error.args[0]}") from error
+    if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
+        stage = IFSpec.from_shapes(shapes["unet"])
+        return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
+    spec = UNetSpec.from_shapes(shapes["unet"])
+    rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
+    named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
+    if rows:
+        row = next((row for row in rows if row.sgm == sgm), rows[0])
+        family = _fit_text(named if named in rows else row, shapes)
+    elif spec.context_dim is not None and spec.middle_depth == 0:
+        raise ValueError(
+            "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
+            "like), which is not supported"
+        )
+    else:
+        family = _from_metadata(spec, shapes, metadata)
     prediction = metadata_prediction(metadata)
     return family if prediction is None else with_prediction(family, prediction)
 
@@ -128,7 +125,7 @@ def detect_prediction(family: Family, unet: UNet) -> tuple[Family, str]:
 
 def parse_prediction(name: str) -> Prediction:
     """Parse a prediction type: eps, v, x0, or diffusers' names for them.  Raises ValueError."""
-    short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(name, name)
+    short = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(str(name), name)
     if short not in ("eps", "v", "x0"):
         raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
     return short  # type: ignore[return-value]

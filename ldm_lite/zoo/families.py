@@ -76,6 +76,7 @@ class Family:
     steps: int
     scale: float  # classifier-free guidance
     threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
+    original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
 
     @property
     def text(self) -> EncoderSpec | None:
@@ -114,6 +115,7 @@ SD1 = Family(
     steps=50,
     scale=7.5,
     threshold=None,
+    original_ema=False,
 )
 
 
@@ -182,6 +184,7 @@ LDM = replace(
     resolution=256,
     steps=200,
     scale=1.0,
+    original_ema=True,
 )
 ZOO = {
     "ldm_celeba_ffhq_beds256": LDM,
@@ -219,6 +222,7 @@ ZOO = {
         conditioner="classes",
         steps=20,
         scale=3.0,
+        original_ema=False,
     ),
     "ldm_cin256": replace(
         LDM,
@@ -294,7 +298,13 @@ FAMILIES = {
     "sd1": SD1,
     "sd1_inpaint": replace(SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], task="inpaint"),
     "instruct_pix2pix": replace(
-        SD1, title="InstructPix2Pix", unet=UNETS["instruct_pix2pix"], task="instruct", steps=100, sampler="euler_a"
+        SD1,
+        title="InstructPix2Pix",
+        unet=UNETS["instruct_pix2pix"],
+        task="instruct",
+        steps=100,
+        sampler="euler_a",
+        original_ema=True,
     ),
     "lcm": replace(
         SD1, title="Latent Consistency Model (Stable Diffusion 1.x)", unet=UNETS["lcm"], resolution=768, **LCM

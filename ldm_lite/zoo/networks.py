@@ -45,7 +45,7 @@ def build(spec: Spec) -> nn.Module:
 
 
 def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
-    """Return the spec of an autoencoder whose weights have these shapes.  Raises KeyError if one is missing."""
+    """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
     kind = VQSpec if "quantize.embedding.weight" in shapes else VAESpec
     return TAESDSpec.from_shapes(shapes) or kind.from_shapes(shapes)
 

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from ldm_lite.bench import backends
 from ldm_lite.bench.backends import Backend, FirstCall, SubprocessBackend, Unavailable, serve
-from ldm_lite.bench.worker import PEERS, make_backend
-from ldm_lite.bench.workload import Cell, Setting, Target
+from ldm_lite.bench.worker import PEERS, PeerWorkload, make_backend
+from ldm_lite.bench.workload import Cell, Job, Setting, Target
+from ldm_lite.zoo.families import FAMILIES
 
 CELL = Cell("step", "fp32", 1)
 SETTING = Setting(height=64, width=64, prompt="a", sampler="plms", steps=3, n_iter=2, scale=7.5, seed=1)
@@ -44,6 +46,62 @@ def answers(tmp_path: Path, backend: str, *questions: dict[str, object]) -> list
     out = io.StringIO()
     serve(make, io.StringIO("".join(json.dumps(line) + "\n" for line in lines)), out)
     return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_an_error_of_a_kernel_is_that_backends() -> None:
+    """No kernel for this device, a driver's error: the other configurations go on."""
+
+    class Work(Job):
+        def check(self) -> torch.Tensor:
+            return torch.zeros(1)
+
+        def run(self, calls: int) -> None:
+            raise RuntimeError("CUDA error: no kernel image is available\n" + "Compile with ... " * 99)
+
+    class Load:
+        def job(self, section: str, batch: int) -> Job:
+            return Work()
+
+    def fails(dtype: str) -> Load:
+        if dtype == "fp16":
+            raise RuntimeError('"baddbmm" not implemented')
+        return Load()
+
+    backend = backends.InProcessBackend("a", torch.device("cpu"), fails)
+    with pytest.raises(Unavailable, match=r'^"baddbmm" not implemented$'):
+        backend.first(replace(CELL, dtype="fp16"))
+    backend.first(CELL)
+    with pytest.raises(Unavailable, match="no kernel image") as caught:
+        backend.seconds(CELL, 2)
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) <= 200
+
+
+def test_a_peers_scheduler_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' schedulers read the value of their timesteps, so those stay on the CPU; meta stands for the GPU."""
+
+    class Scheduler:
+        init_noise_sigma = 1.0
+
+        def set_timesteps(self, steps: int, device: torch.device | None = None) -> None:
+            self.timesteps = torch.arange(steps, device=device)
+
+        def step(self, out: torch.Tensor, t: torch.Tensor, x: torch.Tensor) -> Any:
+            assert int(t) >= 0
+            return SimpleNamespace(prev_sample=x + out)
+
+    def unet(x: torch.Tensor, t: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        assert t.device.type == "meta"
+        return x
+
+    peers = SimpleNamespace(schedulers=lambda family: {"plms": Scheduler})
+    monkeypatch.setitem(sys.modules, "ldm_lite.bench.peers", peers)  # type: ignore[arg-type]
+    monkeypatch.setattr("ldm_lite.bench.peers", peers, raising=False)
+    meta = torch.device("meta")
+    networks: Any = SimpleNamespace(unet=unet)
+    workload = PeerWorkload(networks, FAMILIES["sd1"], SETTING, meta, torch.float32)
+    noise, both = torch.zeros(1, 4, 8, 8, device=meta), torch.zeros(2, 77, 768, device=meta)
+    assert workload.denoise("plms", 3, noise, both).shape == noise.shape
 
 
 def test_serving(tmp_path: Path) -> None:

@@ -106,10 +106,41 @@ def test_what_does_not_fit_into_the_time_is_a_note() -> None:
     results = list(compare(Fake("a", [])).run(cells))
     assert isinstance(results[0], Table)
     assert isinstance(results[1], str)
-    assert "image in fp32 at batch 1, needs about 5.0 minutes" in results[1]  # 3 times 100 s
+    assert "image in fp32 at batch 1, needs about 5.0 minutes" in results[1]  # 3 times 100 s, compiled already
     assert isinstance(results[2], Table)
     [late] = compare(Fake("a", []), minutes=-1).run([STEP])
     assert isinstance(late, str)
+
+
+def test_compilation_counts_in_the_forecast() -> None:
+    """The first call of an earlier cell of the section compiled, and this one's will."""
+
+    class Slow(Fake):
+        def first(self, cell: Cell) -> FirstCall:
+            return FirstCall(TRUTH, 600.0, None)
+
+    results = list(compare(Slow("a", [])).run([STEP, replace(STEP, batch=2)]))
+    assert isinstance(results[1], str)
+    assert "step in fp32 at batch 2, needs about 10.1 minutes" in results[1]
+
+
+def test_a_backend_joins_an_earlier_run() -> None:
+    """What that run has timed is kept and not done again, but judges images."""
+    image, turns = Cell("image", "fp32", 1), list[str]()
+    backends = [Fake("a", turns, error=1.0), Fake("b", turns, error=1.0)]
+    for cell in (STEP, image):
+        earlier = {cell: compare(backends[0]).measure(cell, time.monotonic())}
+        kept = list(earlier[cell].timings["a"].samples)
+        turns.clear()
+        note, table = replace(compare(*backends), earlier=earlier).run([cell])
+        assert note == f"timed in a later run than the others, not in turn: b in {cell.section} in fp32 at batch 1"
+        assert isinstance(table, Table)
+        assert table is earlier[cell]
+        assert set(turns) == {"b"}
+        assert list(table.timings) == ["a", "b"]
+        assert table.timings["a"].samples == kept
+        assert table.timings["b"].error == (0.0 if cell is image else 1.0)
+        assert list(replace(compare(*backends), earlier=earlier).run([cell])) == []
 
 
 def test_the_noise_floor_is_what_differs_from_itself() -> None:

@@ -1,10 +1,12 @@
 """What all commands share: their flags, their help, and their messages, in which options are flags."""
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import logging
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import ldm_lite
+from ldm_lite import txt2img
 from ldm_lite.__main__ import COMMANDS
 from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cli import console, flags
@@ -389,3 +392,31 @@ sys.exit(console.run(body))
     process.stdout.close()
     _, said = process.communicate("\n")
     assert (process.returncode, said) == (141, "")
+
+
+HIDDEN = "\x1b[2J\x07\r\n\x7f\x9b\u202e\u2066\u200f\ufeff\u2028\udcff\u00ad"
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        logging.getLogger("ldm_lite").warning("%s: is odd", f"a{HIDDEN}b é 日本 👩\u200d🚀")
+        raise FileNotFoundError(2, "No such file", f"a{HIDDEN}b")
+
+    for argument in (lambda: console.run(body), lambda: txt2img.main([f"--a{HIDDEN}b"])):
+        with contextlib.suppress(SystemExit):
+            argument()
+        shown = capsys.readouterr().err
+        assert not set(shown.replace("\n", "")) & set(HIDDEN.replace("[2J", ""))
+        assert r"\x1b[2J\x07" in shown
+    assert console.printable(f"a{HIDDEN}b") == (r"a\x1b[2J\x07\r\n\x7f\x9b\u202e\u2066\u200f\ufeff\u2028\udcff\xadb")
+    assert console.printable("é 日本 👩\u200d🚀 न\u200dह") == "é 日本 👩\u200d🚀 न\u200dह"
+
+
+def test_a_pipe_gets_names_as_they_are_and_a_terminal_their_escapes() -> None:
+    leader, follower = os.openpty()
+    code = "import sys; from ldm_lite.cli import console; console.run(lambda: print('a\\x1b[2Jb\\tc'))"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout == b"a\x1b[2Jb\tc\n"
+    subprocess.run([sys.executable, "-c", code], stdout=follower, check=True)
+    os.close(follower)
+    assert os.read(leader, 100).split() == [rb"a\x1b[2Jb", b"c"]
+    os.close(leader)

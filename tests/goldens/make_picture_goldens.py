@@ -12,8 +12,10 @@ import argparse
 import importlib
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import diffusers
@@ -40,6 +42,13 @@ PIPELINES = {
 }
 
 
+def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
+    """diffusers' schedulers by our names."""
+    known = peers.schedulers(family)
+    ancestral = diffusers.EulerAncestralDiscreteScheduler
+    return known | {"euler_a": lambda: ancestral.from_config(known["euler"]().config)}
+
+
 def pipeline(family: Family, weights: peers.Weights, run: toy.PictureRun) -> diffusers.DiffusionPipeline:
     """diffusers' pipeline of a run with original weights, without a text encoder."""
     vae, unet = peers.vae(family, weights), peers.unet(family, weights)
@@ -48,7 +57,7 @@ def pipeline(family: Family, weights: peers.Weights, run: toy.PictureRun) -> dif
     parts = {
         "vae": vae,
         "unet": unet,
-        "scheduler": peers.schedulers(family)[run.sampler](),
+        "scheduler": schedulers(family)[run.sampler](),
         "text_encoder": None,
         "tokenizer": None,
         "safety_checker": None,
@@ -92,7 +101,10 @@ def from_diffusers(run: toy.PictureRun, family: Family, weights: peers.Weights, 
 
 
 def from_the_original(originals: Path, run: toy.PictureRun) -> Tensor:
-    """The last latents (2,4,8,8) of two samples, by the original sampler in the order of scripts/img2img.py."""
+    """The last latents (2,4,8,8) of two samples, by the original sampler in the order of scripts/img2img.py.
+
+    To inpaint, the sampler gets `mask` and `x0`, for which the repository has no script of Stable Diffusion.
+    """
     family = toy.PICTURE_FAMILIES[run.task]
     weights = dict(state_dict(family))
     vae, unet = peers.vae(family, weights), peers.unet(family, weights)
@@ -105,15 +117,22 @@ def from_the_original(originals: Path, run: toy.PictureRun) -> Tensor:
         alphas_cumprod=alpha_bar,
         alphas_cumprod_prev=torch.cat([torch.ones(1), alpha_bar[:-1]]),
         apply_model=lambda x, t, c: unet(x, t, encoder_hidden_states=c).sample,
+        # Ho et al. 2020, eq. 4; the original's is in a module that needs pytorch-lightning.
+        q_sample=lambda x, t: alpha_bar[t[0]] ** 0.5 * x + (1 - alpha_bar[t[0]]) ** 0.5 * torch.randn_like(x),
     )
     with repository(originals / "stable-diffusion"):
-        sampler = importlib.import_module("ldm.models.diffusion.ddim").DDIMSampler(model)
+        module = importlib.import_module(f"ldm.models.diffusion.{run.sampler}")
+        sampler = getattr(module, f"{run.sampler.upper()}Sampler")(model)
         sampler.register_buffer = lambda name, value: setattr(sampler, name, value)  # which moves them to CUDA
         torch.manual_seed(42)
         image = torch.from_numpy(toy.waves()).float() / 255
         image = (2 * image - 1).permute(2, 0, 1).expand(2, -1, -1, -1)
         # Contiguous: randn_like fills latents in the order of their memory, which differs between autoencoders.
         init = family.scale_factor * vae.encode(image).latent_dist.sample().contiguous()
+        if run.command == "inpaint":
+            keep = torch.from_numpy(toy.mask()[4::8, 4::8] == 0).float()[None, None]
+            guidance = {"unconditional_guidance_scale": 5.0, "unconditional_conditioning": uncond}
+            return sampler.sample(run.steps, 2, (4, 8, 8), context, mask=keep, x0=init, verbose=False, **guidance)[0]
         sampler.make_schedule(run.steps, ddim_eta=0.0, verbose=False)
         t_enc = int(run.strength * run.steps)
         begun = sampler.stochastic_encode(init, torch.tensor([t_enc] * 2))

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ldm_lite.runtime import attention
 from ldm_lite.runtime.attention import available, layers, names, record, resolve, use
 
 CPU = torch.device("cpu")
-HERE = [name for name in available(CPU, torch.float32, 40) if name != "mha"] + ["sliced:1", "sliced:3"]
+HERE = [name for name in available(CPU, torch.float32, 40) if name not in ("mha", "fastest")] + ["sliced:1", "sliced:3"]
 # (B, H, N, M, D): the widths of Stable Diffusion's heads, text, one token, odd and prime lengths
 SHAPES = [
     (2, 8, 96, 96, 40),
@@ -61,7 +62,7 @@ def unet() -> nn.Module:
     return toy.fill(UNet(SMALL.unet))
 
 
-@pytest.mark.parametrize("name", [*HERE, "mha"])
+@pytest.mark.parametrize("name", [*HERE, "mha", "fastest"])
 def test_a_network_gives_the_same_with_each(name: str, unet: nn.Module) -> None:
     x, context, _ = toy.unet_inputs(SMALL.unet)
     wanted, keys = unet(x, toy.T, context), list(unet.state_dict())
@@ -93,6 +94,61 @@ def test_mha_runs_torchs_own(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -
     nn.init.zeros_(layers(copied)["middle_block.1.transformer_blocks.0.attn1"].to_out[0].weight)  # type: ignore[attr-defined]
     assert not torch.equal(copied(x, toy.T, context), unet(x, toy.T, context))  # the copy has weights of its own
     assert len(calls) == 2 * len(layers(unet))
+
+
+class Timings:
+    """Stands for the clock: flash is twice as fast for heads of 8 channels, and no faster than sdpa for others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.timed: list[tuple[int, ...]] = []
+        monkeypatch.setattr(attention, "_CHOICES", {})
+        monkeypatch.setattr(attention, "_seconds", self.seconds)
+
+    def seconds(self, function: object, q: Tensor, k: Tensor, v: Tensor) -> float:
+        self.timed.append((*q.shape, k.shape[2]))
+        flash = function is attention._FUNCTIONS["flash"]
+        first = 1.0 if self.timed.count(self.timed[-1]) <= 3 else 0.0  # the first round warms up
+        return first + (0.5 if flash and q.shape[-1] == 8 else 0.99 if flash else 1.0)
+
+
+def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
+    wanted = unet(x, toy.T, context)
+    use(unet, "fastest")
+    with caplog.at_level(logging.INFO, "ldm_lite"), torch.no_grad():
+        found = unet(x, toy.T, context)
+    assert toy.relative_error(found, wanted.numpy()) < 2e-6
+    functions = {layer.head_dim: layer.attention for layer in layers(unet).values()}
+    assert functions == {8: attention._flash, 16: attention.sdpa}
+    assert all(clock.timed.count(sizes) == 4 * 3 for sizes in clock.timed), "each size once, though layers repeat it"
+    assert "96 to 5 tokens, 8 channels a head: flash (sdpa 1000000 us, flash 500000 us" in caplog.text
+    count = len(clock.timed)
+    use(unet, "fastest")
+    with torch.no_grad():
+        unet(x, toy.T, context)
+    assert len(clock.timed) == count, "what is known is not timed again"
+
+
+def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
+    use(unet, "fastest")
+    other = toy.fill(UNet(SMALL.unet))
+    attention.follow(other, unet)
+    copied = copy.deepcopy(unet)
+    with torch.no_grad():
+        wanted = unet(x, toy.T, context)
+    for network in (other, copied):
+        assert all(layer.attention._layer is layer for layer in layers(network).values()), "each has its own choice"
+    torch._dynamo.reset()
+    count, counter = len(clock.timed), CompileCounter()
+    with torch.no_grad():
+        found = torch.compile(unet, fullgraph=True, backend=counter)(x, toy.T, context)
+        traced = torch.compile(copied, fullgraph=True, backend="eager")(x, toy.T, context)  # before any choice
+    assert toy.relative_error(found, wanted.numpy()) < 2e-6
+    assert toy.relative_error(traced, wanted.numpy()) < 2e-6
+    assert (len(clock.timed), counter.frame_count) == (count, 1)
 
 
 def test_a_fork_brings_its_own(unet: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Compilation tiers: one graph for everything that a job can vary, and plain steps if compilation fails."""
 
 import contextlib
+import copy
 import gc
 import itertools
 import logging
@@ -22,7 +23,7 @@ from torch._dynamo.testing import CompileCounter
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, InpaintMask
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, linear_betas
@@ -133,16 +134,6 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
         assert counter.frame_count == 2
 
 
-def test_an_inpainting_step_is_one_graph_for_sizes(tiny: nn.Module) -> None:
-    counter = CompileCounter()
-    step = CompiledStep("step", tiny, counter)  # type: ignore[arg-type]
-    for given in EIGHTS:
-        kept = InpaintMask(torch.ones_like(given[2]), torch.rand_like(given[2][:, :1]))  # type: ignore[call-overload, index]
-        given = [*given[:4], given[4]._replace(kept=kept)]  # type: ignore[attr-defined]
-        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
-    assert counter.frame_count == 1
-
-
 @pytest.mark.slow
 def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
     """Where they are multiples of 8, no size within the UNet is rounded."""
@@ -200,6 +191,7 @@ class Replayed:
 
 def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Replayed] = []
+    Pretended(monkeypatch)
 
     def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tiers._Captured:
         static = tiers._map(args, lambda x: x.clone())
@@ -266,20 +258,30 @@ def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None
 
 
 class Pretended:
-    """What a capture asks of CUDA: streams, and graphs that say which pool they share."""
+    """What a capture asks of CUDA: streams, events, workspaces, and graphs that say which pool they share."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = self.outside = SimpleNamespace(wait_stream=lambda other: None)
+        self.log: list[str] = []  # what happened, in order
+        self.current = self.outside = self.Stream("outside")
         self.pools: list[Any] = []
-        for name in ("CUDAGraph", "current_stream", "stream", "graph", "Stream"):
+        self.made = 0
+        for name in ("CUDAGraph", "current_stream", "stream", "graph", "Stream", "Event"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: self.log.append("clear"), raising=False)
 
     def CUDAGraph(self) -> Any:
         number = len(self.pools)
         return SimpleNamespace(pool=lambda: self.pools[number] or f"pool {number}", replay=lambda: None)
 
-    def Stream(self) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: None)
+    def Stream(self, name: str = "") -> Any:
+        return SimpleNamespace(
+            wait_stream=lambda other: None, wait_event=lambda event: self.log.append(f"{name} waits for {event.name}")
+        )
+
+    def Event(self) -> Any:
+        self.made += 1
+        name = f"event {self.made}"
+        return SimpleNamespace(name=name, record=lambda: self.log.append(f"{name} recorded"))
 
     def current_stream(self) -> Any:
         return self.current
@@ -297,7 +299,58 @@ class Pretended:
         assert stream is self.current
         assert capture_error_mode == "thread_local"
         self.pools.append(pool)
+        self.log.append("capture")
         yield
+
+
+def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """Two threads compute on streams of their own, and share the buffers."""
+    cuda = Pretended(monkeypatch)
+    graphs = tiers._Graphs(denoise_step)
+    graphs(tiny, *VARIED[0])
+    cuda.current = cuda.Stream("another thread")
+    graphs(tiny, *VARIED[0])
+    assert cuda.log == [
+        *("clear", "capture", "clear"),  # the workspace of the matmuls belongs to the graph
+        *("outside waits for event 1", "event 1 recorded"),
+        *("another thread waits for event 1", "event 1 recorded"),
+    ]
+
+
+def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """From the warm-up to the capture, and in no other tier."""
+    Pretended(monkeypatch)
+    kept = [10]  # a torch without cuDNN keeps no limit
+    limit = property(lambda cudnn: kept[-1], lambda cudnn, value: kept.append(value))
+    monkeypatch.setattr(type(torch.backends.cudnn), "benchmark_limit", limit)
+    seen: list[tuple[bool, bool]] = []
+
+    def step(*args: Any) -> Tensor:
+        seen.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic))
+        return denoise_step(*args)
+
+    for measured in (False, True):
+        tiers._Graphs(step, measured)(tiny, *VARIED[0])
+    assert seen == [(False, False)] * 3 + [(True, False)] * 3
+    assert not torch.backends.cudnn.benchmark
+    assert kept == [10, 0, 10], "all algorithms, in this block only"
+
+
+def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """A network that has moved to another device; meta stands for it."""
+    cuda, streams = Pretended(monkeypatch), []
+
+    def step(*args: Any) -> Tensor:
+        streams.append(cuda.current)
+        return denoise_step(*args)
+
+    graphs = tiers._Graphs(step)
+    graphs(tiny, *VARIED[0])
+    moved = copy.deepcopy(tiny).to("meta")
+    graphs(moved, *tiers._map(tuple(VARIED[0]), lambda x: x.to("meta")))
+    assert cuda.pools == [None, None]
+    assert streams[0] is not streams[-1]
+    assert [each.out.device.type for found in graphs._graphs.values() for each in found.values()] == ["cpu", "meta"]
 
 
 def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:

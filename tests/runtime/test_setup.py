@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy
 
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.runtime import attention, fused_norm
 from ldm_lite.runtime.attention import layers, sdpa, vanilla
+from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
+from ldm_lite.runtime.setup import prepare
 from ldm_lite.tasks.txt2img import txt2img
 
 
@@ -29,6 +33,27 @@ def test_the_attention_is_that_of_the_flag(small_path: Path, caplog: pytest.LogC
     for name, message in (("cudnn", "not available on cpu in fp32"), ("fast", "unknown attention")):
         with pytest.raises(ValueError, match=message):
             ldm_lite.load(small_path, device="cpu", attention=name)
+
+
+def test_offloaded_networks_are_set_up_for_where_they_compute(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weights are on the CPU meanwhile."""
+    networks, tried = ldm_lite.load(small_path, device="cpu").networks, set[str]()
+    networks = {role: toy.fill(type(network)(network.spec)) for role, network in networks.items()}
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(attention, "_runs", lambda function, device, *shape: tried.add(device.type) or True)
+    try:
+        options = RuntimeOptions(attention="cudnn", offload="model", matmul_precision="medium")
+        prepare(networks, options, torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert tried == {"cuda"}
+    assert functions(networks["unet"]) == {attention._FUNCTIONS["cudnn"]}
+    patches = {patch_of(module) for module in networks["unet"].modules()} - {None}
+    assert patches == {fused_norm._forward}, "not the CPU's kernels"
 
 
 def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:

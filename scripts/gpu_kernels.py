@@ -1,0 +1,158 @@
+"""Time the kernels of a guided step one by one, as JSON.
+
+    python scripts/gpu_kernels.py OUT.json [--toy] [--device D]
+
+Attention at the sizes of Stable Diffusion's layers with every kernel; its convolutions as PyTorch runs them, measured
+by cuDNN, and as a matrix product; group norms; and queries, keys and values as three products or one.  With --probe
+only what the machine is: versions, rates of matmul and copy.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling, clock, median
+from ldm_lite.runtime import attention
+from ldm_lite.runtime.compile import _measured_convolutions
+from ldm_lite.runtime.fused_norm import written_out
+from ldm_lite.runtime.precision import short_name
+
+ROUNDS = 7
+# (tokens, tokens of the context, channels a head), at 512 px with eight heads
+ATTENTION = [(4096, 4096, 40), (1024, 1024, 80), (256, 256, 160), (4096, 77, 40), (1024, 77, 80), (64, 64, 160)]
+# (channels in, out, side)
+CONVOLUTIONS = [
+    *((320, 320, 64), (640, 320, 64), (960, 320, 64), (320, 640, 32), (640, 640, 32), (1920, 640, 32)),
+    *((640, 1280, 16), (1280, 1280, 16), (2560, 1280, 16), (1280, 1280, 8), (2560, 1280, 8), (4, 320, 64)),
+]
+Times = dict[str, float | str]
+
+
+def times(works: Mapping[str, Callable[[], object]], device: torch.device) -> Times:
+    """Return the median microseconds of works that are timed in turn, or why one cannot run."""
+    found: Times = {}
+    able: dict[str, tuple[Callable[[], object], int]] = {}
+    for name, work in works.items():
+        try:
+            work()
+            able[name] = work, calls_in_sample(20 * clock(work, device))  # samples of about 10 ms
+        except RuntimeError as error:
+            found[name] = str(error).splitlines()[0][:80]
+    samples: dict[str, list[float]] = {name: [] for name in able}
+    for number in range(ROUNDS):
+        for name, (work, calls) in alternating(list(able.items()), number):
+            samples[name].append(clock(lambda: [work() for _ in range(calls)], device) / calls)  # noqa: B023
+    return found | {name: round(1e6 * median(each), 2) for name, each in samples.items()}
+
+
+def probe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what the machine is, and its rates."""
+    cuda = device.type == "cuda"
+    large = torch.empty(2**28 if cuda else 2**24, dtype=torch.uint8, device=device)
+    other, seconds = torch.empty_like(large), []
+    for _ in range(5):
+        seconds.append(clock(lambda: other.copy_(large), device))
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        "attention": attention.available(device, dtype),
+        "matmul, TFLOP/s": round(ceiling(device, dtype), 2),
+        "copy, GB/s": round(2 * large.numel() / min(seconds) / 1e9, 1),
+    }
+
+
+def attentions(device: torch.device, dtype: torch.dtype, batch: int, scale: int) -> dict[str, Times]:
+    """Every kernel at the sizes of a guided step; the queries, keys and values are views, as the layers make them."""
+    rows = {}
+    for n, m, d in ATTENTION:
+        n, m = max(1, n // scale), max(1, m // scale)
+        q, k, v = (torch.randn(2 * batch, length, 8, d, device=device, dtype=dtype) for length in (n, m, m))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        works = {
+            name: lambda function=attention._FUNCTIONS[name]: function(q, k, v)  # noqa: B023
+            for name in attention.CANDIDATES
+        }
+        rows[f"{n} to {m}, {d} a head"] = times(works, device)
+    return rows
+
+
+def unfolded(x: Tensor, weight: Tensor) -> Tensor:
+    """A 3x3 convolution of channels-last maps as one matrix product."""
+    b, c, h, w = x.shape
+    padded = F.pad(x, (1, 1, 1, 1)).permute(0, 2, 3, 1)
+    columns = padded.unfold(1, 3, 1).unfold(2, 3, 1).reshape(b * h * w, c * 9)  # (BHW, C*3*3)
+    return (columns @ weight.reshape(len(weight), -1).t()).view(b, h, w, -1).permute(0, 3, 1, 2)
+
+
+def convolutions(device: torch.device, dtype: torch.dtype, batch: int, scale: int) -> dict[str, Times]:
+    """PyTorch's choice, cuDNN's fastest, and a matrix product."""
+    rows = {}
+    for c, k, side in CONVOLUTIONS:
+        c, k = max(4, c // scale), max(4, k // scale)
+        x = torch.randn(2 * batch, c, side, side, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+        weight = torch.randn(k, c, 3, 3, device=device, dtype=dtype).to(memory_format=torch.channels_last) / c
+        plain = {"heuristic": lambda: F.conv2d(x, weight, padding=1), "matmul": lambda: unfolded(x, weight)}  # noqa: B023
+        row = times(plain, device)
+        if device.type == "cuda":
+            with _measured_convolutions():
+                row |= times({"measured": plain["heuristic"]}, device)
+        rows[f"{c} to {k}, {side} x {side}"] = row
+    return rows
+
+
+def others(device: torch.device, dtype: torch.dtype, batch: int, scale: int) -> dict[str, Times]:
+    """Group norms of each width, and queries, keys and values."""
+    rows = {}
+    for width, side in ((320, 64), (640, 32), (1280, 16)):
+        width = max(32, width // scale // 32 * 32)
+        norm = nn.GroupNorm(32, width, device=device, dtype=dtype)
+        x = torch.randn(2 * batch, width, side, side, device=device, dtype=dtype)
+        x = x.to(memory_format=torch.channels_last)
+        rows[f"group norm, {width}, {side} x {side}"] = times(
+            {"PyTorch": lambda: F.silu(norm(x)), "written out": lambda: F.silu(written_out(x, norm))},  # noqa: B023
+            device,
+        )
+        three = [torch.randn(width, width, device=device, dtype=dtype) for _ in range(3)]
+        one, tokens = torch.cat(three), x.permute(0, 2, 3, 1).flatten(1, 2)
+        rows[f"q, k, v, {width}, {side} x {side}"] = times(
+            {
+                "three": lambda: [F.linear(tokens, weight) for weight in three],  # noqa: B023
+                "one": lambda: F.linear(tokens, one).chunk(3, dim=-1),  # noqa: B023
+            },
+            device,
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure and write the file after each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--toy", action="store_true", help="small sizes, for a test of this script")
+    parser.add_argument("--probe", action="store_true")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    dtype, scale = (torch.float16, 1) if device.type == "cuda" else (torch.float32, 16)
+    result: dict[str, Any] = {"dtype": short_name(dtype), "probe": probe(device, dtype)}
+    parts = {"attention": attentions, "3x3 convolutions": convolutions, "norms and projections": others}
+    with torch.no_grad():
+        for batch in () if args.probe else (1,) if args.toy else (1, 16):
+            for title, part in parts.items():
+                result[f"{title}, batch {batch}"] = part(device, dtype, batch, scale)
+                args.out.write_text(json.dumps(result, indent=1))
+    args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""`compat` against the original scripts, run whole (the goldens): the pixels of every file they save."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_checkpoint
+import torch
+import toy
+from PIL import Image
+
+from ldm_lite import img2img, txt2img
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.diffusion.original import original_plan
+from ldm_lite.image import grid, to_array
+from ldm_lite.pipeline import Pipeline, load
+from ldm_lite.tasks.job import Result
+from ldm_lite.tasks.original import as_original, check_original
+from ldm_lite.zoo.families import FAMILIES, SD2
+from ldm_lite.zoo.networks import OPEN_CLIP_H
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "compat.npz")
+COMMANDS = {"txt2img": txt2img, "img2img": img2img}
+
+
+@pytest.fixture(scope="module")
+def with_ema(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compat") / "ema.safetensors"
+    random_checkpoint.write(path, random_checkpoint.SMALL, ema=True)
+    return path
+
+
+@pytest.mark.parametrize("name", toy.COMPAT_RUNS)
+def test_files_are_those_of_the_original_script(with_ema: Path, tmp_path: Path, name: str) -> None:
+    """Kernels differ from diffusers' that the goldens ran on, so a fraction may be cut off at another integer."""
+    command, flags = toy.COMPAT_RUNS[name]
+    arguments = [toy.COMPAT_PROMPT, *flags.split(), "--precision", "full", "--compat", "--device", "cpu"]
+    arguments += ["--ckpt", os.fspath(with_ema), "--outdir", os.fspath(tmp_path / "out")]
+    if command == "img2img":
+        Image.fromarray(toy.waves(40)[:32]).save(tmp_path / "image.png")
+        arguments += ["--init-img", os.fspath(tmp_path / "image.png")]
+    else:
+        arguments += ["--H", "32", "--W", "32"]
+    assert COMMANDS[command].main(arguments) == 0
+    made = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").rglob("*.png")}
+    theirs = {key.removeprefix(f"{name}/"): GOLDEN[key] for key in GOLDEN.files if key.startswith(f"{name}/")}
+    assert made.keys() == theirs.keys()
+    for path, pixels in theirs.items():
+        ours = np.asarray(Image.open(made[path])).astype(int)
+        assert ours.shape == pixels.shape
+        difference = np.abs(ours - pixels)
+        assert difference.max() <= 1
+        assert difference.mean() < 0.002, path
+
+
+def test_bits_are_cut_off_as_in_numpy() -> None:
+    pixels = torch.linspace(-1.1, 1.1, 3000).reshape(3, 100, 10)
+    wanted = (255.0 * ((pixels + 1.0) / 2.0).clamp(0.0, 1.0).permute(1, 2, 0).numpy()).astype(np.uint8)
+    assert np.array_equal(to_array(pixels, truncate=True), wanted)
+    result = Result(pixels, "", 0, "", truncated=True)
+    assert np.array_equal(np.asarray(result.image), wanted)
+    assert not np.array_equal(to_array(pixels), wanted)
+
+
+def test_from_python_bits_are_cut_off_too(bundled: Pipeline) -> None:
+    options = {"steps": 2, "compat": True, "batch_size": 1, "n_iter": 1, "height": 64, "width": 64}
+    [tensor], [array], [image] = (
+        bundled.txt2img("a", output=output, **options) for output in ("tensor", "numpy", "pil")
+    )
+    assert np.array_equal(array, to_array(tensor, truncate=True))
+    assert np.array_equal(array, np.asarray(image))
+
+
+def test_the_grid_of_one_image_has_no_border() -> None:
+    image = Image.new("RGB", (8, 8), "red")
+    assert grid([image], 3).size == (8, 8)
+    assert grid([image, image], 3).size == (22, 12)
+
+
+def test_weights_are_those_of_the_original_configuration(with_ema: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not load(with_ema, device="cpu", ema="original").ema
+    own = load(with_ema, device="cpu")
+    assert own.ema
+    as_original(own, Txt2imgOptions(compat=True), "txt2img")
+    assert 'has its EMA weights, the original script takes the main ones: load with `ema="no"`' in caplog.text
+    with_it = {name for name, family in FAMILIES.items() if family.original_ema}
+    assert {"instruct_pix2pix", "ldm_inpainting_big", "ldm_bsr_sr", "ldm_cin256", "ldm_layout2img"} < with_it
+    assert not {"sd1", "sd2", "sd2_depth", "x4", "sd1_inpaint", "ldm_text2img_large", "ldm_cin256_v2"} & with_it
+
+
+def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
+    second = replace(bundled, family=SD2)
+    assert second.family.text == OPEN_CLIP_H
+    made = as_original(second, Txt2imgOptions(compat=True), "txt2img")
+    assert (made.scale, made.repeats, made.images_at_a_time, made.height, made.width) == (9.0, 3, 3, 512, 512)
+    image = as_original(second, Img2imgOptions(compat=True), "img2img")
+    assert (image.scale, image.repeats, image.images_at_a_time, image.strength) == (9.0, 1, 2, 0.8)
+    first = as_original(bundled, Img2imgOptions(compat=True, strength=0.5), "img2img")
+    assert (first.scale, first.strength, first.sampler) == (5.0, 0.5, "ddim")
+    large = replace(bundled, family=FAMILIES["ldm_text2img_large"])
+    assert as_original(large, Txt2imgOptions(compat=True, width=256), "txt2img").width == 256
+    assert as_original(large, Txt2imgOptions(compat=True), "txt2img").height == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Txt2imgOptions(compat=True, spacing="karras"), "the original script has no `spacing`"),
+        (Txt2imgOptions(compat=True, churn=1.0), "the original script has no `churn`"),
+        (Img2imgOptions(compat=True, exact_steps=True), "the original script has no `exact_steps`"),
+        (Txt2imgOptions(compat=True, sampler="ddim karras"), r"ddim, plms, dpmpp_2m, not ddim karras"),
+        (Img2imgOptions(compat=True, sampler="dpmpp_2m"), "of the original script, ddim, not dpmpp_2m"),
+        (InpaintOptions(compat=True, sampler="dpmpp_2m"), "of the original script, ddim, plms, not dpmpp_2m"),
+    ],
+)
+def test_what_the_scripts_lack_is_an_error(options: Txt2imgOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_original(options)
+
+
+def test_dpm_solver_refuses_what_the_original_refuses(bundled: Pipeline) -> None:
+    with pytest.raises(ValueError, match="got 1 steps, wanted 2 to 1000"):
+        original_plan("dpmpp_2m", bundled.schedule, 1)
+    with pytest.raises(ValueError, match=r"got eta 0.5, but dpmpp_2m has none"):
+        original_plan("dpmpp_2m", bundled.schedule, 10, eta=0.5)
+
+
+def test_inpainting_networks_have_no_repeatable_original(picture_pipes: dict[str, Pipeline]) -> None:
+    image, mask = Image.fromarray(toy.waves()), Image.fromarray(toy.mask())
+    with pytest.raises(ValueError, match=r"no original code inpaints with .* and a seed for all of its noise"):
+        picture_pipes["inpaint"].inpaint("a", image, mask, steps=2, compat=True)
+    with pytest.raises(ValueError, match="no original code inpaints below strength 1"):
+        picture_pipes["txt2img"].inpaint("a", image, mask, steps=2, strength=0.5, compat=True)
