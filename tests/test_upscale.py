@@ -53,9 +53,10 @@ def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
     y = torch.tensor([toy_zoo.NOISE_LEVEL])
     cond, uncond = (Conditioning(context[None], y, concat) for context in toy_zoo.upscale_contexts())
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
-    latents = generate.denoise(pipe, toy_zoo.noise("x4"), classifier_free(cond, uncond, run.scale), plan)
+    with toy.in_float64(*pipe.networks.values()):
+        latents = generate.denoise(pipe, toy_zoo.noise("x4"), classifier_free(cond, uncond, run.scale), plan)
+        pixels = next(generate.decode(pipe, latents))
     assert toy.relative_error(latents, GOLDEN["run.x4.latents"]) < 1e-5
-    pixels = next(generate.decode(pipe, latents))
     assert toy.relative_error(pixels, GOLDEN["run.x4.pixels"][0].clip(-1, 1)) < 1e-5
 
 
@@ -66,7 +67,8 @@ def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline
     branches = classifier_free(Conditioning(concat=toy_zoo.picture("ldm_bsr_sr")), None, 1.0)
     plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
     tiled = replace(pipe, unet=TiledUNet(pipe.unet, run.tile))  # type: ignore[arg-type]
-    results = [generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan) for p in (tiled, pipe)]
+    with toy.in_float64(pipe.unet):
+        results = [generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan) for p in (tiled, pipe)]
     assert toy.relative_error(results[0], GOLDEN["run.ldm_bsr_sr.latents"]) < 1e-5
     assert toy.relative_error(results[1], GOLDEN["run.ldm_bsr_sr.latents"]) > 1e-3
 

@@ -78,7 +78,9 @@ def run(
 
     plan = make_plan("ddim", pipe.schedule, 4)
     switch = None if refiner is None else RefinerSwitch(refiner, branches(refiner), 2)
-    return denoise(pipe, NOISE, branches(pipe), plan, extras=Extras(refiner=switch))
+    unets = [each.unet for each in (pipe, refiner) if each is not None]
+    with toy.in_float64(*unets):
+        return denoise(pipe, NOISE, branches(pipe), plan, extras=Extras(refiner=switch))
 
 
 # ---- against diffusers ----------------------------------------------------------------------------------------------
@@ -106,7 +108,8 @@ def test_runs_with_a_depth_map_equal_diffusers(load: Load) -> None:
     pipe = load("sd2_depth")
     depth = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
     cond, uncond = (encode_prompts(pipe, [text])._replace(concat=depth) for text in (PROMPT, NEGATIVE))
-    latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
+    with toy.in_float64(pipe.unet):
+        latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
     assert toy.relative_error(latents, GOLDEN["depth.latents"]) < 1e-5
 
 
