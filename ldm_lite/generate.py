@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
+from ldm_lite.diffusion.adaptive import each_image
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.schedule import Level
@@ -159,6 +160,10 @@ def stream(
     not fit the model, and if the plan needs a draw.
     """
     _check_all(model, noise, branches, plan, draw, extras.refiner)
+    if plan.adaptive is not None:
+        x = noise.to(model.device, torch.float32)
+        yield from each_image(lambda *parts: stream(model, *parts), x, branches, plan, (draw, extras))
+        return
     device, dtype = model.device, model.dtype
     stages = [_Stage(model, branches, 0, device)]
     if extras.refiner is not None:

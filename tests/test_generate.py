@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import ldm_lite
@@ -24,7 +25,7 @@ from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
 from ldm_lite.tasks import batching
-from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.tasks.txt2img import prepare, txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
 SHAPE = (16, 8, 8)
@@ -70,7 +71,7 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
     assert all(torch.equal(serial[name], parallel[name]) for name in jobs)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])
 def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -> None:
     draw = SeededNoise([0], SHAPE)
     rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
@@ -350,3 +351,25 @@ def test_memory_stays_flat_over_many_prompts(
             sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert tensors[0] == tensors[1]
     assert sizes[1] - sizes[0] < 4096  # KiB
+
+
+def test_dpm_adaptive_has_steps_of_its_own_for_every_image(small_path: Path) -> None:
+    """An image does not depend on its batch; the steps that are reported go up to the number asked for."""
+    pipe = ldm_lite.load(small_path, device="cpu")
+    states: list[int] = []
+    options = {"sampler": "DPM adaptive", "steps": 6, "seed": 3, "output": "tensor", "scale": 2.0}
+    both = pipe.txt2img(["a cat", "a dog"], batch_size=2, **options)
+    alone = [pipe.txt2img(prompt, **(options | {"seed": 3 + k}))[0] for k, prompt in enumerate(("a cat", "a dog"))]
+    for one, other in zip(both, alone, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    job, inputs = prepare(pipe, Options(prompt="a cat", sampler="DPM adaptive", steps=6))
+    for state in batching.run(job, inputs):
+        if isinstance(state, generate.DenoisingState):
+            assert state.x0.shape == state.latents.shape
+            states.append(state.step)
+    assert states == sorted(states)
+    assert (states[0], states[-1], state.pixels.shape) == (1, 6, (3, 64, 64))  # type: ignore[union-attr]
+    [image] = pipe.img2img("a cat", Image.new("RGB", (64, 64)), strength=0.4, steps=10, sampler="DPM adaptive")
+    assert image.size == (64, 64)
+    with pytest.raises(ValueError, match="no fixed steps for controls, a mask or a refiner"):
+        pipe.txt2img("a cat", sampler="DPM adaptive", steps=3, refiner=pipe)

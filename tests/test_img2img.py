@@ -126,7 +126,7 @@ def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle:
     assert distances[1] < 0.7 * distances[-1]
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])  # takes as many as it wants
 def test_the_first_call_sees_exactly_its_level_of_noise(
     bundled: Pipeline, circle: Image.Image, sampler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,7 +408,7 @@ def test_edit_cli_s_command_line(tmp_path: Path, circle: Image.Image, capsys: py
     assert command.main([*arguments, "--ckpt", os.fspath(tmp_path / "small.safetensors")]) == 0
     with Image.open(tmp_path / "out.png") as image:
         text = image.info["parameters"]
-    assert text.startswith("make it blue\nSteps: 2, Sampler: Euler a, CFG scale: 7.0")
+    assert text.startswith("make it blue\nSteps: 2, Sampler: Euler a, Schedule type: Uniform, CFG scale: 7.0")
     assert "Image CFG scale: 1.2" in text
     assert command.main(arguments) == 2
     assert "is not InstructPix2Pix: leave it out" in capsys.readouterr().err

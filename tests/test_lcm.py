@@ -109,7 +109,7 @@ def test_the_command_takes_the_unet_beside_a_checkpoint(
         said = capsys.readouterr().err
         assert said.count("the negative prompt is not used") == (name == "negative")
     about = pictures["plain"].info["parameters"]
-    assert "Steps: 4, Sampler: LCM, CFG scale: 8.0" in about
+    assert "Steps: 4, Sampler: LCM (ldm_lite), Schedule type: lcm, CFG scale: 8.0" in about
     assert pictures["negative"].tobytes() == pictures["plain"].tobytes() != pictures["scale"].tobytes()
 
 

@@ -56,6 +56,13 @@ class CheckedOptions:
     They raise TypeError for a value of another type; numbers of numpy and torch become Python's.
     """
 
+    def __new__(cls, *values: Any, **named: Any) -> Any:
+        """Remember the names of the arguments, for `given`."""
+        made = super().__new__(cls)
+        positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only][: len(values)]
+        object.__setattr__(made, "_given", {*positional, *named})
+        return made
+
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             value, within, parse = getattr(self, each.name), each.metadata["within"], each.metadata["parse"]
@@ -68,6 +75,11 @@ class CheckedOptions:
             object.__setattr__(self, each.name, value)
             for number in (value if isinstance(value, tuple) else [value]) if within is not None else ():
                 _check_range(each.name, number, within)
+
+
+def given(options: CheckedOptions) -> set[str]:
+    """The names of the options that were given, whatever their values, except None."""
+    return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None}
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

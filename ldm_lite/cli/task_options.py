@@ -77,10 +77,9 @@ class SamplingOptions(CheckedOptions):
     )
     spacing: str | None = option(
         None,
-        "timestep spacing: leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm "
+        "timestep spacing: leading, trailing, linspace, karras, exponential, sgm_uniform, simple, ays, beta, lcm, ... "
         "(default: the sampler's own)",
         "--scheduler",
-        png="Schedule type",
     )
     steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps", within=(1, 1000), common=True)
     scale: float | None = option(
@@ -121,6 +120,12 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     )
     negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
     from_file: str | None = option(None, "read prompts from a text file, one per line", common=True)
+    from_png: Any = option(
+        None,
+        "take the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
+        "JPEG, WebP); other options override it",
+        metavar="FILE",
+    )
     prompt_syntax: str = option(
         "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
     )

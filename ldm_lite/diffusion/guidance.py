@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ldm_lite.diffusion.plan import Plan
 
 
 class Conditioning(NamedTuple):
@@ -99,6 +102,22 @@ def classifier_free(
     if len(needed) >= 2:
         return Branches((uncond, cond), (0.0, 1.0), combine=guidance)
     return Branches((uncond, cond), Scheduled(guidance))
+
+
+def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
+    """Return the guidance of every step, counted from 0, that makes DDIM's plan take the noise of uncond.
+
+    With CFG++ x0 is guided by scale / 12.5, as in A1111, and the noise added back to it is not; since both are linear
+    in the network's outputs, that is DDIM with a larger scale.  Chung et al. 2024, alg. 2.  Raises ValueError for a
+    plan with a step from a level to itself.
+    """
+    after = np.append(plan.level[1:, 0], plan.end.a)
+    of_x0 = plan.to_x0[:, 1] / plan.to_prediction[:, 1] * after  # weight of the prediction in x0's part of the step
+    whole = plan.mix[:, 0, -2]
+    if not (np.isfinite(of_x0).all() and abs(whole).min() > 1e-9):
+        raise ValueError("CFG++ is undefined for a step that does not lower the noise: take 500 steps or less")
+    scales = (scale / 12.5 * of_x0 / whole).tolist()
+    return lambda step: float(scales[step])
 
 
 def instructed(

@@ -8,12 +8,14 @@ from typing import TypeVar, overload
 
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.webui import OFFERED, from_webui, to_webui
 
 Sampler = Callable[..., Plan]  # (schedule, steps, spacing="...") and, where it has them, eta=... and churn=...
 AnySampler = TypeVar("AnySampler", bound=Sampler)
 SAMPLERS: dict[str, Sampler] = {}  # filled by register(); an entry of your own works too
 LABELS: dict[str, str] = {}  # key of SAMPLERS -> AUTOMATIC1111's name, which PNG text uses
 ALIASES: dict[str, str] = {}  # another spelling, after _normal -> key of SAMPLERS
+OURS = " (ldm_lite)"  # marks a name in PNG text that A1111 would take for another trajectory
 
 
 @overload
@@ -79,13 +81,17 @@ def has(key: str, option: str) -> bool:
 def resolve(name: str) -> tuple[str, str | None]:
     """Split a name as users write it ("DPM++ 2M Karras") into a key of SAMPLERS and a spacing, or None.
 
-    Raises ValueError for an unknown name, with the nearest ones.
+    A spacing may have settings, as in levels_of.  "webui DPM2 Karras" is what A1111 calls "DPM2 Karras".  Raises
+    ValueError for an unknown name, with the nearest ones.
     """
-    words, spacing, known = _normal(name), None, _spellings()
+    if _normal(name).startswith("webui_"):
+        return from_webui(name.strip()[len("webui ") :].replace("_", " "), {"Schedule type": "Automatic"})
+    whole, _, settings = name.removesuffix(OURS).partition(":")
+    words, spacing, known = _normal(whole), None, _spellings()
     if words not in known:
         for each in sorted(SPACINGS, key=len, reverse=True):
             if words.endswith("_" + _normal(each)):
-                words, spacing = words.removesuffix("_" + _normal(each)), each
+                words, spacing = words.removesuffix("_" + _normal(each)), each + (f":{settings}" if settings else "")
                 break
     if words not in known:
         near = [known[each] for each in difflib.get_close_matches(words, known, n=3, cutoff=0.4)]
@@ -106,11 +112,26 @@ def _normal(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """Return a sampler's name as AUTOMATIC1111's web UI writes it, with the spacing that it names."""
+    """Return a sampler's usual name, with the spacing that it names."""
     key, spacing = resolve(name)
     words = key.replace("_", " ")
     text = LABELS.get(key, words[:1].upper() + words[1:])
     return text if spacing is None else f"{text} {spacing.replace('_', ' ').title()}"
+
+
+def written(name: str, spacing: str | Spacing | None) -> dict[str, str]:
+    """Return the entries of a PNG's text for a sampler by any of its names, and a spacing (None: the sampler's own).
+
+    If A1111 can make this trajectory, they are its names for it; otherwise, none that it would take for its own.
+    """
+    key, named = resolve(name)
+    used = spacing or named or _parameters(key, SAMPLERS[key])["spacing"].default
+    if isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
+        return {"Sampler": theirs[0], **theirs[1]}
+    used = used if isinstance(used, str) else getattr(used, "__name__", "a function")
+    if LABELS.get(key, "").lower() in {each.lower() for each in OFFERED}:
+        return {"Sampler": LABELS[key] + OURS, "Schedule type": used}
+    return {"Sampler": label(name)} | ({} if spacing is None else {"Schedule type": used})
 
 
 def table_steps(name: str) -> int | None:

@@ -5,7 +5,7 @@ A row is one model call.  It replaces each register by a linear expression in th
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class Plan:
     stretch: Array  # (N,) log of the largest factor by which a learned variance scales the row's noise
     initial: float  # the first latent is unit noise times this
     end: Level  # the level of the result
+    adaptive: Any = None  # adaptive.Adaptive, which chooses the steps in place of the table
 
     def with_learned_variance(self) -> "Plan":
         """Return this plan for networks that predict their variance, between the posterior's (this plan's) and beta.

@@ -12,7 +12,7 @@ import numpy as np
 from ldm_lite.diffusion.names import SAMPLERS as SAMPLERS
 from ldm_lite.diffusion.names import register as register
 from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
-from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.schedule import CLEAN, Array, Level, Schedule, Spacing, karras, levels_of
 
 # ---- in the variance-preserving scale -------------------------------------------------------------------------------
 
@@ -35,12 +35,19 @@ def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
     return float(old), float(eta * (after.s / now.s) * np.sqrt(1 - ratio**2))
 
 
+def _preserving(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
+    """The levels of a spacing, all of them variance-preserving, also the last."""
+    *levels, end = levels_of(spacing, schedule, steps)
+    scale = np.hypot(end.a, end.s)
+    return [*levels, end if abs(scale - 1) < 1e-9 else Level(end.t, end.a / scale, end.s / scale)]
+
+
 @register(label="DDIM")
 def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta: float = 0.0) -> Plan:
     """DDIM; eta 1 adds noise of DDPM's variance.  Song et al. 2021, eqs. 12 and 16."""
     # H is x0 unless the network predicts eps, so that zero terminal SNR is defined.
     rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
-    levels = levels_of(spacing, schedule, steps)
+    levels = _preserving(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         if rows.keep == "eps":
             x = _transfer(now, after, H, eta=eta)
@@ -58,14 +65,14 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
     The first step makes two calls (pseudo improved Euler), so there is one call more than steps.  A single step to the
     clean image is DDIM's, since no eps can be predicted at its end.
     """
-    rows, levels = Rows(schedule, keep="eps"), levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, keep="eps"), _preserving(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.s == 0 and i == 0:
             rows.add(i, now, _transfer(now, after, H))
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
-            # The original makes this call at the next timestep, which a single step does not have.
-            ahead = after if len(levels) > 2 else after._replace(t=now.t)
+            # The original makes this call at the next timestep, which a single step to timestep 0 does not have.
+            ahead = after if len(levels) > 2 or after.t > 0 else after._replace(t=now.t)
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:
             rows.add(i, now, _transfer(now, after, (3 * H - H1) / 2))
@@ -85,7 +92,7 @@ def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
 # ---- in the variance-exploding scale --------------------------------------------------------------------------------
 
 
-def _levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
+def finite_levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
     """The levels of a spacing; an infinite sigma (zero terminal SNR) becomes 4096, as in diffusers.
 
     Raises ValueError for eps prediction at zero terminal SNR, from which x0 cannot be computed.
@@ -96,12 +103,12 @@ def _levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Leve
     return [level if level.a > 0 else level._replace(a=2.0**-12) for level in levels]
 
 
-def _slope(y: Array, x0: Array, sigma: float) -> Array:
+def slope(y: Array, x0: Array, sigma: float) -> Array:
     """dy/dsigma of the probability-flow ODE.  Karras et al. 2022, eq. 4 with sigma(t) = t."""
     return (y - x0) / sigma
 
 
-def _ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
+def ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
     """Return the sigma to step down to on the way from `now` to `after`, and that of the noise to add.  k-diffusion."""
     up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
     return float(np.sqrt(after**2 - up**2)), float(up)
@@ -121,11 +128,11 @@ def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", c
 
     Churn adds noise before a model call: here, at the end of the previous row.
     """
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         y = X / now.a
-        y = y + _slope(y, H, now.sigma) * (after.sigma - now.sigma)
+        y = y + slope(y, H, now.sigma) * (after.sigma - now.sigma)
         rows.add(i, now, hat.a * (y + _extra(after, hat) * NOISE))
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
@@ -138,11 +145,11 @@ def _extra(level: Level, hat: Level) -> float:
 @register(label="Euler a", aliases=("euler_ancestral", "eulerancestraldiscrete"))
 def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """Euler ancestral: step below the next level, then add noise up to it.  k-diffusion sample_euler_ancestral."""
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
-        down, up = _ancestral(now.sigma, after.sigma, eta)
+        down, up = ancestral(now.sigma, after.sigma, eta)
         y = X / now.a
-        y = y + _slope(y, H, now.sigma) * (down - now.sigma) + up * NOISE
+        y = y + slope(y, H, now.sigma) * (down - now.sigma) + up * NOISE
         rows.add(i, now, after.a * y)
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
@@ -153,25 +160,60 @@ def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
 
     Two calls a step, except for the last, which ends at sigma 0.
     """
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
-        y, h = X / now.a, after.sigma - now.sigma
-        ahead = y + _slope(y, H, now.sigma) * h
-        if after.sigma == 0:
-            rows.add(i, now, after.a * ahead)
-            continue
-        rows.add(i, now, after.a * ahead, aside=X)
-        y, ahead = ASIDE / now.a, X / after.a
-        y = y + (_slope(y, H1, now.sigma) + _slope(ahead, H, after.sigma)) / 2 * h
-        rows.add(i, after, hat.a * (y + _extra(after, hat) * NOISE))
+        _heun_step(rows, i, now, after, hat)
     return rows.plan(end=levels[-1], initial=hats[0].s)
+
+
+@register(label="Restart")
+def restart(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -> Plan:
+    """Heun's method that goes back from sigma 0.1 to 2, by adding noise, and down again.  Xu et al. 2023, alg. 1.
+
+    As in A1111: below 20 steps it is Heun's method; from 20 on, 9 of the steps are the second descent; from 36 on, two
+    descents take a quarter each.  Levels are then those of "karras", between the spacing's first and last but one.
+    """
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    total, start, path = len(levels) - 1, levels[0].s, list(pairwise(levels))
+    if total >= 20:
+        again, times = (total // 4, 2) if total >= 36 else (9, 1)
+        low, high = levels[-2].sigma, levels[0].sigma
+        levels = karras(schedule, total - again * times, sigma_min=low, sigma_max=high)
+        sigmas = np.array([level.sigma for level in levels])
+        bottom, top = (int(np.argmin(abs(sigmas - sigma))) for sigma in (0.1, 2.0))
+        path = list(pairwise(levels))
+        if top < bottom:
+            roots = np.linspace(
+                sigmas[top] ** (1 / 7), sigmas[bottom] ** (1 / 7), again + 1
+            )  # karras, but perhaps to 0
+            back = [schedule.at_sigma(float(sigma)) if sigma > 0 else CLEAN for sigma in roots**7]
+            path[bottom:bottom] = [*pairwise(back)] * times
+    for i, (now, after) in enumerate(path):
+        hat = path[i + 1][0] if i + 1 < len(path) else after
+        _heun_step(rows, i, now, after, hat)
+    return rows.plan(end=path[-1][1], initial=start)
+
+
+def _heun_step(rows: Rows, step: int, now: Level, after: Level, hat: Level) -> None:
+    """Add the one or two calls of a step of Heun's method, and noise from `after` up to `hat`."""
+    y, h = X / now.a, after.sigma - now.sigma
+    ahead = y + slope(y, H, now.sigma) * h
+    if after.sigma == 0:
+        rows.add(step, now, hat.a * (ahead + hat.sigma * NOISE))
+        return
+    # The network reads variance-preserving latents; the last level may be of another scale.
+    mid = after if np.isclose(after.a**2 + after.s**2, 1) else rows.schedule.at_sigma(after.sigma)
+    rows.add(step, now, mid.a * ahead, aside=X)
+    y, ahead = ASIDE / now.a, X / mid.a
+    y = y + (slope(y, H1, now.sigma) + slope(ahead, H, after.sigma)) / 2 * h
+    rows.add(step, mid, hat.a * (y + _extra(after, hat) * NOISE))
 
 
 @register(label="DPM2", aliases=("dpm_2", "kdpm_2", "kdpm2discrete"))
 def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """DPM-Solver-2: steps with the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         y = X / now.a
@@ -179,8 +221,8 @@ def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
             rows.add(i, now, after.a * H)
             continue
         mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
-        rows.add(i, now, mid.a * (y + _slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
-        y = ASIDE / now.a + _slope(X / mid.a, H, mid.sigma) * (after.sigma - now.sigma)
+        rows.add(i, now, mid.a * (y + slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
+        y = ASIDE / now.a + slope(X / mid.a, H, mid.sigma) * (after.sigma - now.sigma)
         rows.add(i, mid, hat.a * (y + _extra(after, hat) * NOISE))
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
@@ -190,16 +232,16 @@ def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
 )
 def dpm2_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver-2: step below the next level, then add noise up to it.  k-diffusion sample_dpm_2_ancestral."""
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
-        down, up = _ancestral(now.sigma, after.sigma, eta)
+        down, up = ancestral(now.sigma, after.sigma, eta)
         y = X / now.a
         if down == 0:
             rows.add(i, now, after.a * (H + up * NOISE))
             continue
         mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
-        rows.add(i, now, mid.a * (y + _slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
-        y = ASIDE / now.a + _slope(X / mid.a, H, mid.sigma) * (down - now.sigma)
+        rows.add(i, now, mid.a * (y + slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
+        y = ASIDE / now.a + slope(X / mid.a, H, mid.sigma) * (down - now.sigma)
         rows.add(i, mid, after.a * (y + up * NOISE))
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
@@ -223,7 +265,7 @@ def _interpolation_integrals(points: Array, low: float, high: float, log: bool) 
 
 def _adams(schedule: Schedule, steps: int, spacing: str | Spacing, order: int, log: bool) -> Plan:
     """Adams-Bashforth, exact for uneven steps: the slope, eps, is interpolated in sigma or in log sigma."""
-    rows, levels = Rows(schedule, keep="eps"), _levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="eps"), finite_levels(schedule, steps, spacing)
     sigmas = np.array([level.sigma for level in levels])
     for i, (now, after) in enumerate(pairwise(levels)):
         past = 1 if log and after.sigma == 0 else min(order, i + 1)  # log 0 cannot be interpolated
@@ -246,153 +288,13 @@ def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") ->
     return _adams(schedule, steps, spacing, order=3, log=True)
 
 
-# ---- DPM-Solver++: x0, in lambda = -log sigma -----------------------------------------------------------------------
+# ---- with its own guidance ------------------------------------------------------------------------------------------
 
 
-@register(label="DPM++ 2M", aliases=("dpmsolver++", "dpmsolvermultistep", "dpm_solver"))
-def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
-    """DPM-Solver++ (2M): x0 is extrapolated in lambda.  Lu et al. 2022b, alg. 2.
+@register(label="DDIM CFG++")
+def ddim_cfgpp(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta: float = 0.0) -> Plan:
+    """DDIM whose step away from x0 is the unguided one: the plan is DDIM's, the guidance guidance.cfg_plus_plus's.
 
-    The first step is of first order, and so is one to sigma 0, where lambda is infinite.
+    Chung et al. 2024, alg. 2.  The tasks apply both.
     """
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
-    for i, (now, after) in enumerate(pairwise(levels)):
-        x0 = H
-        if i > 0 and after.sigma > 0:
-            r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
-            x0 = H + (H - H1) / (2 * r)
-        ratio = after.sigma / now.sigma  # exp(-h)
-        rows.add(i, now, after.a * (ratio * X / now.a + (1 - ratio) * x0))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
-
-
-@register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
-def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
-    for i, (now, after) in enumerate(pairwise(levels)):
-        down, up = _ancestral(now.sigma, after.sigma, eta)
-        if down == 0:
-            rows.add(i, now, after.a * (H + up * NOISE))
-            continue
-        mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
-        ratio = mid.sigma / now.sigma
-        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H), aside=X)
-        ratio = down / now.sigma
-        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * NOISE))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
-
-
-@register(label="DPM++ SDE", aliases=("dpmsolversde",))
-def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """DPM-Solver++ (SDE), two stages, r = 1/2.  Lu et al. 2022b, sec. 5; k-diffusion sample_dpmpp_sde.
-
-    As in k-diffusion, one Brownian motion in sigma drives both stages: the second stage's noise contains the first's.
-    """
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
-    for i, (now, after) in enumerate(pairwise(levels)):
-        if after.sigma == 0:
-            rows.add(i, now, after.a * H)
-            continue
-        mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
-        # To the middle.  The second stage starts at X / now.a again, so X is put aside.
-        down, up = _ancestral(now.sigma, mid.sigma, eta)
-        ratio = down / now.sigma
-        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H + up * NOISE), aside=X)
-        # The first stage's noise is its latent minus its mean.
-        first = (X / mid.a - ratio * ASIDE / now.a - (1 - ratio) * H1) / up if up > 0 else 0 * NOISE
-        shared = np.sqrt((now.sigma - mid.sigma) / (now.sigma - after.sigma))
-        noise = shared * first + np.sqrt(1 - shared**2) * NOISE
-        down, up = _ancestral(now.sigma, after.sigma, eta)
-        ratio = down / now.sigma
-        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * noise))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
-
-
-@register(label="DPM++ 2M SDE")
-def dpmpp_2m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """DPM-Solver++ (2M SDE), midpoint.  Lu et al. 2022b, eq. 18; k-diffusion sample_dpmpp_2m_sde."""
-    return _multistep_sde(schedule, steps, spacing, eta, order=2)
-
-
-@register(label="DPM++ 3M SDE")
-def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
-    """DPM-Solver++ (3M SDE).  k-diffusion sample_dpmpp_3m_sde."""
-    return _multistep_sde(schedule, steps, spacing, eta, order=3)
-
-
-def _multistep_sde(schedule: Schedule, steps: int, spacing: str | Spacing, eta: float, order: int) -> Plan:
-    """Extrapolate x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
-    hs = [np.log(now.sigma / after.sigma) for now, after in pairwise(levels) if after.sigma > 0]
-    for i, (now, after) in enumerate(pairwise(levels)):
-        if after.sigma == 0:
-            rows.add(i, now, after.a * H)
-            continue
-        h = hs[i] * (1 + eta)
-        decay, phi1 = np.exp(-h), -np.expm1(-h)
-        phi2 = 1 - phi1 / h
-        y = decay * X / now.a + phi1 * H
-        if order == 2 and i >= 1:
-            y = y + phi1 / 2 * (H - H1) * hs[i] / hs[i - 1]
-        elif order == 3 and i == 1:
-            y = y + phi2 * (H - H1) * hs[i] / hs[i - 1]
-        elif order == 3 and i >= 2:
-            r0, r1 = hs[i - 1] / hs[i], hs[i - 2] / hs[i]
-            d0, d1 = (H - H1) / r0, (H1 - H2) / r1
-            y = y + phi2 * (d0 + (d0 - d1) * r0 / (r0 + r1)) - (phi2 / h - 0.5) * (d0 - d1) / (r0 + r1)
-        noise = after.sigma * np.sqrt(-np.expm1(-2 * eta * hs[i]))
-        rows.add(i, now, after.a * (y + noise * NOISE))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
-
-
-@register(label="UniPC", aliases=("uni_pc", "uni_pc_bh2", "unipc_multistep", "unipcmultistep"))
-def unipc(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
-    """UniPC-2 (B2): DPM-Solver++ (2M) predicts; the next call first corrects that prediction.
-
-    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, lower at both ends.  ASIDE is the last corrected y.
-    """
-    rows, levels = Rows(schedule, keep="x0"), _levels(schedule, steps, spacing)
-    lambdas = [-np.log(level.sigma) if level.sigma > 0 else np.inf for level in levels]
-
-    y = X / levels[0].a
-    for i, (now, after) in enumerate(pairwise(levels)):
-        if i > 0:  # correct: from the last corrected y, with H at the predicted y
-            y = _unipc_correct(levels[i - 1], now, lambdas[i - 2] if i > 1 else None, lambdas[i - 1], lambdas[i])
-        ratio, x0 = after.sigma / now.sigma, H
-        if i > 0 and after.sigma > 0:
-            r = (lambdas[i] - lambdas[i - 1]) / (lambdas[i + 1] - lambdas[i])
-            x0 = H + (H - H1) / (2 * r)
-        rows.add(i, now, after.a * (ratio * y + (1 - ratio) * x0), aside=y)
-    return rows.plan(end=levels[-1], initial=levels[0].s)
-
-
-def _unipc_correct(before: Level, now: Level, oldest: float | None, last: float, this: float) -> Array:
-    """Return y at `now`, from y and x0 at `before` (ASIDE, H1), the x0 before that (H2), and x0 at the predicted y (H).
-
-    Solves Zhao et al. 2023, eq. 11 for the weights of (H2 - H1) / r and (H - H1): p = 2 nodes, or 1 at the start.
-    """
-    h = this - last
-    phi1 = -np.expm1(-h)  # 1 - e^-h
-    y = now.sigma / before.sigma * ASIDE + phi1 * H1
-    if oldest is None:
-        return y + phi1 / 2 * (H - H1)
-    r = (oldest - last) / h
-    b = np.expm1(-h)
-    phi = np.array([b / -h - 1, (b / -h - 1) / -h - 0.5])
-    weights = np.linalg.solve([[1.0, 1.0], [r, 1.0]], phi * [1, 2] / b)
-    return y + phi1 * (weights[0] * (H2 - H1) / r + weights[1] * (H - H1))
-
-
-# ---- for distilled checkpoints --------------------------------------------------------------------------------------
-
-
-@register(label="LCM")
-def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
-    """Latent consistency: jump to x0, then add noise up to the next level.  Luo et al. 2023, alg. 3."""
-    rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
-    for i, (now, after) in enumerate(pairwise(levels)):
-        scaled = 10.0 * now.t
-        x0 = 0.25 / (scaled**2 + 0.25) * X + scaled / np.sqrt(scaled**2 + 0.25) * H
-        rows.add(i, now, after.a * x0 + after.s * NOISE)
-    return rows.plan(end=levels[-1])
+    return ddim(schedule, steps, spacing, eta)

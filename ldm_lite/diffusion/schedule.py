@@ -5,6 +5,8 @@ A spacing is the list of levels that a sampler visits, the noisiest first.
 """
 
 import functools
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -165,15 +167,16 @@ def lcm(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def linspace(schedule: Schedule, steps: int) -> list[Level]:
-    """Fractional timesteps linspace(999, 0, steps), then clean: k-diffusion's default."""
-    ts = np.linspace(len(schedule.alpha_bar) - 1, 0, steps)
-    return [*(schedule.between(float(t)) for t in ts), CLEAN]
+    """Fractional timesteps linspace(999, 0, steps), then clean: k-diffusion's default, and "Uniform" in A1111."""
+    return at_timesteps(schedule, np.linspace(len(schedule.alpha_bar) - 1, 0, steps))
 
 
-def sgm_uniform(schedule: Schedule, steps: int) -> list[Level]:
+def sgm_uniform(
+    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
+) -> list[Level]:
     """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability AI's sgm."""
-    ts = np.linspace(len(schedule.alpha_bar) - 1, 0, steps + 1)[:-1]
-    return [*(schedule.between(float(t)) for t in ts), CLEAN]
+    low, high = (schedule.at_sigma(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
+    return at_timesteps(schedule, np.linspace(high, low, steps + 1)[:-1])
 
 
 def beta(schedule: Schedule, steps: int) -> list[Level]:
@@ -181,26 +184,89 @@ def beta(schedule: Schedule, steps: int) -> list[Level]:
 
     Not rounded, unlike in ComfyUI, so that no two are equal.
     """
-    # The cumulative distribution by the trapezoid rule over u = x^0.6, in which the density is smooth up to 1/2.
-    u = np.linspace(0, 0.5**0.6, 20001)
-    x = u ** (1 / 0.6)
-    density = (1 - x) ** -0.4
-    mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    x, mass = np.concatenate([x, 1 - x[-2::-1]]), np.concatenate([mass, 2 * mass[-1] - mass[-2::-1]]) / (2 * mass[-1])
-    quantiles = np.interp(1 - np.linspace(0, 1, steps, endpoint=False), mass, x)
-    return [*(schedule.between(float(q * (len(schedule.alpha_bar) - 1))) for q in quantiles), CLEAN]
+    quantiles = beta_quantiles(1 - np.linspace(0, 1, steps, endpoint=False), 0.6, 0.6)
+    return at_timesteps(schedule, quantiles * (len(schedule.alpha_bar) - 1))
 
 
-def karras(schedule: Schedule, steps: int, rho: float = 7.0) -> list[Level]:
+def beta_quantiles(shares: Array, alpha: float, beta: float) -> Array:
+    """The quantiles of the Beta(alpha, beta) distribution, for shares (N,) in [0,1].  Raises ValueError."""
+    if not 0 < min(alpha, beta) <= max(alpha, beta) <= 100:
+        raise ValueError(f"got alpha {alpha:g} and beta {beta:g}, wanted above 0 to 100")
+    total = math.gamma(alpha) * math.gamma(beta) / math.gamma(alpha + beta)
+
+    def below(u: Array, a: float, b: float) -> Array:
+        """The distribution function at x = u^(1/a), x up to 1/2: x^a times a hypergeometric series."""
+        x, term = u ** (1 / a), u / total
+        result = term / a
+        for n in range(60):
+            term = term * x * (n + 1 - b) / (n + 1)
+            result = result + term / (a + n + 1)
+        return result
+
+    def inverse(share: Array, a: float, b: float) -> Array:
+        """By Newton's method in u, in which the function is nearly linear."""
+        grid = np.linspace(0, 0.5**a, 513)
+        u = np.interp(share, below(grid, a, b), grid)
+        for _ in range(4):
+            u = u - (below(u, a, b) - share) * a * total / (1 - u ** (1 / a)) ** (b - 1)
+            u = np.clip(u, 0, 0.5**a)
+        return u ** (1 / a)
+
+    half = below(np.array(0.5**alpha), alpha, beta)
+    lower, upper = (
+        inverse(np.minimum(shares, half), alpha, beta),
+        inverse(np.minimum(1 - shares, 1 - half), beta, alpha),
+    )
+    return np.where(shares <= half, lower, 1 - upper)
+
+
+def karras(
+    schedule: Schedule,
+    steps: int,
+    sigma_min: float | None = None,
+    sigma_max: float | None = None,
+    rho: float = 7.0,
+) -> list[Level]:
     """Sigmas evenly spaced in sigma^(1/rho) over the schedule's range, then clean.  Karras et al. 2022, eq. 5."""
-    low, high = schedule.sigmas[0] ** (1 / rho), schedule.sigmas[-1] ** (1 / rho)
-    sigmas = np.linspace(high, low, steps) ** rho
-    return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
+    low, high = (sigma ** (1 / rho) for sigma in sigma_range(schedule, sigma_min, sigma_max))
+    return at_sigmas(schedule, np.linspace(high, low, steps) ** rho)
 
 
-def exponential(schedule: Schedule, steps: int) -> list[Level]:
+def exponential(
+    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
+) -> list[Level]:
     """Sigmas evenly spaced in log sigma over the schedule's range, then clean.  k-diffusion."""
-    sigmas = np.exp(np.linspace(np.log(schedule.sigmas[-1]), np.log(schedule.sigmas[0]), steps))
+    return polyexponential(schedule, steps, sigma_min, sigma_max)
+
+
+def polyexponential(
+    schedule: Schedule,
+    steps: int,
+    sigma_min: float | None = None,
+    sigma_max: float | None = None,
+    rho: float = 1.0,
+) -> list[Level]:
+    """Log sigmas fall like a power of the steps left; rho 1 is exponential.  k-diffusion."""
+    low, high = np.log(sigma_range(schedule, sigma_min, sigma_max))
+    return at_sigmas(schedule, np.exp(np.linspace(1, 0, steps) ** rho * (high - low) + low))
+
+
+def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | None) -> tuple[float, float]:
+    """The least and the largest sigma: the schedule's where none is given.  Raises ValueError if they are no range."""
+    low = float(schedule.sigmas[0] if sigma_min is None else sigma_min)
+    high = float(schedule.sigmas[-1] if sigma_max is None else sigma_max)
+    if not 0 < low < high < 1e6:
+        raise ValueError(f"got sigmas from {low:g} to {high:g}, wanted a range above 0")
+    return low, high
+
+
+def at_timesteps(schedule: Schedule, ts: Array) -> list[Level]:
+    """The levels of fractional timesteps, then clean."""
+    return [*(schedule.between(float(t)) for t in ts), CLEAN]
+
+
+def at_sigmas(schedule: Schedule, sigmas: Array) -> list[Level]:
+    """The levels of sigmas, then clean."""
     return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
 
 
@@ -247,19 +313,62 @@ def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
 
 
 Spacing = Callable[[Schedule, int], list[Level]]
-# By name; SPACINGS["mine"] = f adds your own, for every sampler, flag and name ("Euler mine").
+# By name; spacings.py adds those of other programs, SPACINGS["mine"] = f your own, for every sampler and flag.
 SPACINGS: dict[str, Spacing] = {
     each.__name__: each
-    for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original, respaced)
+    for each in (
+        leading,
+        trailing,
+        linspace,
+        karras,
+        exponential,
+        polyexponential,
+        sgm_uniform,
+        beta,
+        lcm,
+        original,
+        respaced,
+    )
 }
 SPACINGS |= {"leading_clean": leading_clean, "trailing_to_0": trailing_to_0}
 SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
 
 
 def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Level]:
-    """The levels of a spacing, given by name or as a function.  Raises ValueError for an unknown name."""
+    """The levels of a spacing, given by name or as a function.
+
+    A name may have settings: "karras:discard" makes one level more and leaves out the last but one, as A1111 does for
+    some samplers; "karras:rho=5:sigma_min=0.1" passes numbers to the function.  Raises ValueError for an unknown name
+    or setting.
+    """
     if not isinstance(spacing, str):
         return spacing(schedule, steps)
-    if spacing not in SPACINGS:
-        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
-    return SPACINGS[spacing](schedule, steps)
+    name, *settings = spacing.split(":")
+    if name not in SPACINGS:
+        raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
+    function, discard = SPACINGS[name], "discard" in settings
+    numbers = {key: number(text) for key, _, text in (each.partition("=") for each in settings if each != "discard")}
+    try:
+        inspect.signature(function).bind(schedule, steps, **numbers)
+    except TypeError as error:
+        raise ValueError(f"spacing {spacing!r}: {error}; settings are discard, rho=, sigma_min=, sigma_max=") from error
+    try:
+        with np.errstate(all="ignore"):
+            levels = function(schedule, steps + discard, **numbers)
+            sigmas = np.array([level.sigma for level in levels if level.a > 0])
+    except (ZeroDivisionError, OverflowError):
+        sigmas = np.array([np.nan])
+    if numbers and not (np.isfinite(sigmas).all() and (np.diff(sigmas) <= 0).all()):
+        raise ValueError(f"spacing {spacing!r}: these settings give no descending noise levels")
+    return [*levels[:-2], levels[-1]] if discard else levels
+
+
+def number(text: str) -> float:
+    """The number that a text states.  Raises ValueError for anything else, infinity included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"got {text[:50]!r}, wanted a finite number")
+    return value

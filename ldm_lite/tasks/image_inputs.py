@@ -125,7 +125,8 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     if strength == 0:
         log.info("strength 0: no UNet call, only the autoencoder")
         return Start(None, CLEAN, 0)
-    log.info("strength %g: the last %d of %d steps, %d UNet calls", strength, last, whole, len(plan.t))
+    calls = f"{len(plan.t)} UNet calls" if plan.adaptive is None else "as many UNet calls as it takes"
+    log.info("strength %g: the last %d of %d steps, %s", strength, last, whole, calls)
     if strength == 1:
         return Start(plan, None, 0)
     return Start(plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1])), whole - last)

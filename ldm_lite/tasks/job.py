@@ -25,8 +25,8 @@ from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statis
 from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
 from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
-from ldm_lite.diffusion.guidance import Conditioning, as_conditioning
-from ldm_lite.diffusion.names import label, make_plan
+from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
+from ldm_lite.diffusion.names import make_plan, written
 from ldm_lite.diffusion.names import resolve as resolve_sampler
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
@@ -110,7 +110,8 @@ class Job:
         _, height, width = pixels.shape
         known = dict(self.settings)
         version = known.pop("Version")
-        head = {name: known.pop(name) for name in ("Steps", "Sampler", "CFG scale")}
+        first = ("Steps", "Sampler", "Schedule type", "CFG scale")
+        head = {name: known.pop(name) for name in first if name in known}
         place = {"Seed": self.seeds.first if self.compat else seed, "Size": f"{width}x{height}"}
         text: dict[str, object] = {**head, **place, "Model": known.pop("Model"), **settings, **known}
         if self.compat:
@@ -125,6 +126,8 @@ class Job:
 
 def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
+    if options.from_png is not None:
+        raise ValueError("`from_png` is an option of txt2img: give the settings of the picture one by one")
     controls_of(options)
     _check_arguments(options)
     if options.noise_level and options.image_embedding is None:
@@ -220,8 +223,16 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
     sampler, eta = sampler_of(model, options), options.eta
     if options.compat:
         return original_plan(sampler, model.schedule, steps, eta=eta, last=last)
-    spacing = options.spacing
+    spacing = _spacing_of(model, options)
     return make_plan(sampler, model.schedule, steps, eta=eta, churn=options.churn, spacing=spacing, last=last)
+
+
+def _spacing_of(model: Model, options: Txt2imgOptions) -> Any:
+    """Return the spacing of the options; "ays" is the table for the model."""
+    spacing = resolve_sampler(sampler_of(model, options))[1] if options.spacing is None else options.spacing
+    if isinstance(spacing, str) and spacing.split(":")[0] == "ays" and model.family.conditioner == "sdxl":
+        return spacing.replace("ays", "ays_sdxl", 1)
+    return spacing
 
 
 def sampler_of(model: Model, options: Txt2imgOptions) -> str:
@@ -266,7 +277,7 @@ def resolve(
         batch_size=options.images_at_a_time,
         repeats=options.repeats,
         plan=plan,
-        guidance=scale if options.guidance is None else options.guidance,
+        guidance=_guidance(model, options, plan, scale, image_scale),
         image_scale=image_scale,
         rescale=options.guidance_rescale,
         threshold=options.dynamic_threshold,
@@ -277,6 +288,17 @@ def resolve(
         compat=options.compat,
         settings=_settings(model, options, plan, refiner, image_scale),
     )
+
+
+def _guidance(
+    model: Model, options: Txt2imgOptions, plan: Plan | None, scale: float, image_scale: float | None
+) -> float | Callable[..., Any]:
+    """Return the guidance of the options; the sampler DDIM CFG++ has its own."""
+    if plan is None or options.plan is not None or resolve_sampler(sampler_of(model, options))[0] != "ddim_cfgpp":
+        return scale if options.guidance is None else options.guidance
+    if options.guidance is not None or image_scale is not None:
+        raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or take another sampler")
+    return cfg_plus_plus(plan, scale)
 
 
 def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
@@ -347,8 +369,8 @@ def _settings(
     scale = model.family.scale if options.scale is None else options.scale
     scale = scale if options.guidance is None else options.guidance
     settings: dict[str, object] = {
-        "Steps": 0 if plan is None else plan.num_steps,
-        "Sampler": label(sampler_of(model, options)) if options.plan is None else "custom plan",
+        "Steps": _steps_written(model, options, plan),
+        "Sampler": "custom plan",
         "CFG scale": "a function" if callable(options.guidance) else scale,
         "Model": model.name,
         "Image CFG scale": image_scale,
@@ -358,13 +380,24 @@ def _settings(
         value = getattr(options, each.name)
         if (name := each.metadata["png"]) is not None and value != each.default:
             settings[name] = _as_text(each.name, value)
+    if options.plan is None:
+        settings |= written(sampler_of(model, options), "original" if options.compat else options.spacing)
+        if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
+            settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
     if refiner is not None:
         settings |= {"Refiner": refiner[0].name, "Refiner from step": refiner[1] + 1}
     return settings | {"Version": f"ldm_lite {__version__}"}
 
 
+def _steps_written(model: Model, options: Txt2imgOptions, plan: Plan | None) -> int:
+    """The steps that were asked for, which some of A1111's timesteps do not have; of an image's, those that ran."""
+    if plan is None or options.plan is not None or type(options) is not Txt2imgOptions:
+        return 0 if plan is None else plan.num_steps
+    return model.family.steps if options.steps is None else options.steps
+
+
 def _as_text(name: str, value: Any) -> object:
-    """Format an option's value for a PNG's text, where a comma would end it."""
+    """Format an option's value for a PNG's text."""
     if not isinstance(value, tuple):
         return value
-    return f'"{value[0]},{value[1]}"' if name == "crop_top_left" else f"{value[0]}x{value[1]}"
+    return f"{value[0]},{value[1]}" if name == "crop_top_left" else f"{value[0]}x{value[1]}"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ldm_lite.diffusion.names import ALIASES, LABELS, has, label, make_plan, resolve
+from ldm_lite.diffusion.names import ALIASES, LABELS, OURS, has, label, make_plan, resolve
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Schedule, linear_betas
 
@@ -71,6 +71,7 @@ def test_every_alias_and_label_names_a_sampler() -> None:
             assert resolve(label(key + suffix)) == (key, spacing)
             assert resolve(LABELS[key] + suffix.replace("_", " ")) == (key, spacing)
             assert resolve("k_" + key + suffix) == resolve("sample_" + key + suffix) == (key, spacing)
+            assert resolve(label(key + suffix) + OURS) == (key, spacing)
     for alias, key in ALIASES.items():
         assert resolve(alias) == resolve(alias.upper()) == (key, None)
         assert resolve(alias + " Karras") == (key, "karras")

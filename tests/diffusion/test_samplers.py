@@ -1,18 +1,20 @@
 """Plans, run in float64: against trajectories of the originals, k-diffusion and diffusers, and closed forms."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import toy
+from plan_runner import Model, run, toy_model
 
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Array, Level, Prediction, Schedule, linear_betas, original
+from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = linear_betas(0.00085, 0.012)
@@ -38,30 +40,19 @@ STOCHASTIC = {  # and the order that its variance converges with
     "dpmpp_2s_a": 2,
     "dpmpp_sde": 2,
     "dpmpp_2m_sde": 2,
+    "dpmpp_2m_sde_heun": 2,
     "dpmpp_3m_sde": 2,
 }
 ANY_COUNT = {name: make for name, make in SPACINGS.items() if name not in SECTIONS}  # spacings of any number of steps
+for other in ("webui_ddim", "webui_unipc", "ddim_uniform"):  # of A1111's number, and not all strictly descending
+    del ANY_COUNT[other]
+OWN_ENDS = ("restart", "dpm_fast", "dpm_adaptive", "tcd")  # and sometimes levels of their own
+OWN_STEPS = ("restart", "dpm_fast", "dpm_adaptive")
 TWO_CALLS = ["heun", "dpm2", "dpm2_a", "dpmpp_2s_a", "dpmpp_sde"]
-
-Model = Callable[[Array, float], Array]  # (x, t) -> the raw output
-
-
-def run(plan: Plan, model: Model, x: Array, noises: Iterator[Array]) -> list[Array]:
-    """The latent at the start and after every step: each row is registers' = mix @ [registers, H, noise]."""
-    registers = np.zeros((NUM_REGISTERS, *x.shape))
-    registers[0] = x
-    trajectory = [x]
-    for i, (t, (p, q), mix) in enumerate(zip(plan.t, plan.to_prediction, plan.mix, strict=True)):
-        prediction = p * registers[0] + q * model(registers[0], t)
-        noise = next(noises) if plan.draws[i] else np.zeros_like(x)
-        registers = np.einsum("rk,k...->r...", mix, np.stack([*registers, prediction, noise]))
-        if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
-            trajectory.append(registers[0])
-    return trajectory
 
 
 def own_spacing(sampler: str) -> str:
-    return {"ddim": "leading", "ddpm": "leading", "plms": "leading", "lcm": "lcm"}.get(sampler, "linspace")
+    return str(inspect.signature(SAMPLERS[sampler]).parameters["spacing"].default)
 
 
 def schedule_of(case: toy.Run) -> Schedule:
@@ -70,20 +61,6 @@ def schedule_of(case: toy.Run) -> Schedule:
 
 
 # ---- goldens --------------------------------------------------------------------------------------------------------
-
-
-def toy_model(scale: float | None) -> Model:
-    """toy.denoiser, guided if there is a scale."""
-    uncond, cond = map(torch.from_numpy, toy.contexts())
-
-    def model(x: Array, t: float) -> Array:
-        ts = torch.full((len(x),), t, dtype=torch.float64)
-        if scale is None:
-            return toy.denoiser(torch.from_numpy(x), ts).numpy()
-        before, after = (toy.denoiser(torch.from_numpy(x), ts, context).numpy() for context in (uncond, cond))
-        return before + scale * (after - before)
-
-    return model
 
 
 @pytest.mark.parametrize("name", toy.RUNS)
@@ -109,7 +86,8 @@ def test_trajectories_are_those_of_the_originals(name: str) -> None:
 
 
 def test_every_sampler_has_a_golden() -> None:
-    assert {case.sampler for case in toy.RUNS.values()} == set(SAMPLERS)
+    offered = {each.key for each in OFFERED.values()} - {"ddim_cfgpp"}  # these, CFG++ and TCD are in test_webui.py
+    assert {case.sampler for case in toy.RUNS.values()} | offered | {"ddim_cfgpp", "tcd"} == set(SAMPLERS)
 
 
 def test_the_goldens_tell_samplers_apart() -> None:
@@ -251,26 +229,28 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
         for k, sampler in enumerate(SAMPLERS):
             if steps > 100 and steps not in COUNTS and (steps + i + k) % 3:
                 continue
+            if sampler.startswith("dpm_") and spacing == "original":  # makes the number of calls that it is asked for
+                continue
             plan = make_plan(sampler, SD, steps, spacing=lambda schedule, steps, levels=levels: levels)
             case = f"{sampler} {spacing}"
             assert plan.num_steps == count == len(levels) - 1, case
-            assert plan.end == levels[-1], case
+            assert plan.end == levels[-1] or sampler in OWN_ENDS or spacing == "kl_optimal", case
             assert (plan.step[0], plan.step[-1]) == (0, count - 1), case
             assert set(np.diff(plan.step)) <= {0, 1}, case
             clean = plan.end.s == 0
             calls = (
                 count * 2 - clean if sampler in TWO_CALLS else count + (sampler == "plms" and (count > 1 or not clean))
             )
-            assert len(plan.t) == calls, case
+            assert len(plan.t) == calls or (sampler == "restart" and count <= len(plan.t) <= 2 * count), case
             for name in ("t", "level", "to_prediction", "to_x0", "mix"):
                 assert np.isfinite(getattr(plan, name)).all(), f"{case}: {name}"
             assert (plan.t >= 0).all(), case
             assert (plan.t <= 999).all(), case
             assert not (clean and plan.draws[-1]), case
-            if sampler != "lcm":
+            if sampler not in ("lcm", "lcm_webui"):
                 cases.append(case)
                 plans.append(plan)
-                starts.append(levels[0])
+                starts.append(Level(plan.t[0], *plan.level[0]))
     means, variances = moments_of_one_image(plans, starts)
     for case, plan, mean, variance in zip(cases, plans, means, variances, strict=True):
         assert mean == pytest.approx(plan.end.a * MEAN, abs=1e-9), case
@@ -302,9 +282,9 @@ def test_deterministic_samplers_keep_the_image_and_the_noise_if_both_are_constan
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_where_sampling_starts(sampler: str) -> None:
-    """DDIM, DDPM, PLMS and LCM take unit noise for x; k-diffusion's samplers take y = sigma noise, so x = s noise."""
+    """k-diffusion's samplers take y = sigma noise, so x = s noise; others unit noise for x."""
     initial = make_plan(sampler, SD, 10).initial
-    unit = sampler in ("ddim", "ddpm", "plms", "lcm")
+    unit = sampler in ("ddim", "ddim_cfgpp", "ddpm", "plms", "lcm", "tcd", "unipc_bh1")
     assert initial == (1 if unit else pytest.approx(np.sqrt(1 - SD.alpha_bar[-1]), rel=1e-12))
 
 
@@ -321,7 +301,10 @@ def test_original_spacing_takes_the_originals_number_of_steps() -> None:
 
 @pytest.mark.parametrize("steps", [2, 10, 50])
 @pytest.mark.parametrize("prediction", ["v", "x0"])
-@pytest.mark.parametrize("name", [*SAMPLERS, "dpmpp_2m karras"])
+# The model below knows the levels of schedule.between alone; other samplers have others.
+@pytest.mark.parametrize(
+    "name", [*sorted(set(SAMPLERS) - {"unipc_bh1", "lcm_webui"}), "dpmpp_2m karras", "unipc_bh1 karras"]
+)
 def test_the_same_denoiser_gives_the_same_trajectory_whatever_it_predicts(
     name: str, prediction: Prediction, steps: int
 ) -> None:
@@ -430,7 +413,7 @@ def test_one_step_of_plms_to_clean_is_ddim(prediction: Prediction) -> None:
 
 
 @pytest.mark.parametrize("spacing", [None, "karras"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in (*OWN_STEPS, "lcm_webui")])
 def test_the_last_steps_begin_where_the_whole_would_be(sampler: str, spacing: str | None) -> None:
     whole = make_plan(sampler, SD, 20, spacing=spacing)
     for last in (1, 2, 7, 20):
@@ -452,7 +435,9 @@ def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sampler:
     assert np.array_equal(part.to_prediction, whole.to_prediction[-len(part.t) :])
 
 
-@pytest.mark.parametrize("sampler", ["plms", "lms", "deis", "dpmpp_2m", "unipc", "dpmpp_2m_sde", "dpmpp_3m_sde"])
+@pytest.mark.parametrize(
+    "sampler", ["plms", "lms", "deis", "dpmpp_2m", "unipc", "unipc_bh1", "dpmpp_2m_sde", "dpmpp_3m_sde"]
+)
 def test_multistep_samplers_begin_the_last_steps_without_a_history(sampler: str) -> None:
     """No row may weight a prediction that was never made; and a table cut in the middle would do just that."""
     whole, part = make_plan(sampler, SD, 12), make_plan(sampler, SD, 12, last=5)

@@ -1,0 +1,249 @@
+"""Samplers of the DPM-Solver family, in lambda = -log sigma.  Conventions are those of samplers.py."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from ldm_lite.diffusion.names import register
+from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
+from ldm_lite.diffusion.samplers import ancestral, finite_levels
+from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing
+
+# ---- DPM-Solver++: x0 -----------------------------------------------------------------------------------------------
+
+
+@register(label="DPM++ 2M", aliases=("dpmsolver++", "dpmsolvermultistep", "dpm_solver"))
+def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    """DPM-Solver++ (2M): x0 is extrapolated in lambda.  Lu et al. 2022b, alg. 2.
+
+    The first step is of first order, and so is one to sigma 0, where lambda is infinite.
+    """
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        x0 = H
+        if i > 0 and after.sigma > 0:
+            r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
+            x0 = H + (H - H1) / (2 * r)
+        ratio = after.sigma / now.sigma  # exp(-h)
+        rows.add(i, now, after.a * (ratio * X / now.a + (1 - ratio) * x0))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+@register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
+def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        down, up = ancestral(now.sigma, after.sigma, eta)
+        if down == 0:
+            rows.add(i, now, after.a * (H + up * NOISE))
+            continue
+        mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
+        ratio = mid.sigma / now.sigma
+        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H), aside=X)
+        ratio = down / now.sigma
+        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * NOISE))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+@register(label="DPM++ SDE", aliases=("dpmsolversde",))
+def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (SDE), two stages, r = 1/2.  Lu et al. 2022b, sec. 5; k-diffusion sample_dpmpp_sde.
+
+    As in k-diffusion, one Brownian motion in sigma drives both stages: the second stage's noise contains the first's.
+    """
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if after.sigma == 0:
+            rows.add(i, now, after.a * H)
+            continue
+        mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
+        # To the middle.  The second stage starts at X / now.a again, so X is put aside.
+        down, up = ancestral(now.sigma, mid.sigma, eta)
+        ratio = down / now.sigma
+        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H + up * NOISE), aside=X)
+        # The first stage's noise is its latent minus its mean.
+        first = (X / mid.a - ratio * ASIDE / now.a - (1 - ratio) * H1) / up if up > 0 else 0 * NOISE
+        shared = np.sqrt((now.sigma - mid.sigma) / (now.sigma - after.sigma))
+        noise = shared * first + np.sqrt(1 - shared**2) * NOISE
+        down, up = ancestral(now.sigma, after.sigma, eta)
+        ratio = down / now.sigma
+        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * noise))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+@register(label="DPM++ 2M SDE")
+def dpmpp_2m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (2M SDE), midpoint.  Lu et al. 2022b, eq. 18; k-diffusion sample_dpmpp_2m_sde."""
+    return _multistep_sde(schedule, steps, spacing, eta, order=2)
+
+
+@register(label="DPM++ 2M SDE Heun")
+def dpmpp_2m_sde_heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (2M SDE) with the other weight of the difference.  k-diffusion, solver_type "heun"."""
+    return _multistep_sde(schedule, steps, spacing, eta, order=2, heun=True)
+
+
+@register(label="DPM++ 3M SDE")
+def dpmpp_3m_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver++ (3M SDE).  k-diffusion sample_dpmpp_3m_sde."""
+    return _multistep_sde(schedule, steps, spacing, eta, order=3)
+
+
+def _multistep_sde(
+    schedule: Schedule, steps: int, spacing: str | Spacing, eta: float, order: int, heun: bool = False
+) -> Plan:
+    """Extrapolate x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
+    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    hs = [np.log(now.sigma / after.sigma) for now, after in pairwise(levels) if after.sigma > 0]
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if after.sigma == 0:
+            rows.add(i, now, after.a * H)
+            continue
+        h = hs[i] * (1 + eta)
+        decay, phi1 = np.exp(-h), -np.expm1(-h)
+        phi2 = 1 - phi1 / h
+        y = decay * X / now.a + phi1 * H
+        if order == 2 and i >= 1:
+            y = y + (phi2 if heun else phi1 / 2) * (H - H1) * hs[i] / hs[i - 1]
+        elif order == 3 and i == 1:
+            y = y + phi2 * (H - H1) * hs[i] / hs[i - 1]
+        elif order == 3 and i >= 2:
+            r0, r1 = hs[i - 1] / hs[i], hs[i - 2] / hs[i]
+            d0, d1 = (H - H1) / r0, (H1 - H2) / r1
+            y = y + phi2 * (d0 + (d0 - d1) * r0 / (r0 + r1)) - (phi2 / h - 0.5) * (d0 - d1) / (r0 + r1)
+        noise = after.sigma * np.sqrt(-np.expm1(-2 * eta * hs[i]))
+        rows.add(i, now, after.a * (y + noise * NOISE))
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+@register(label="UniPC", aliases=("uni_pc", "uni_pc_bh2", "unipc_multistep", "unipcmultistep"))
+def unipc(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    """UniPC-2 (B2): DPM-Solver++ (2M) predicts; the next call first corrects that prediction.
+
+    Zhao et al. 2023, algs. 5 and 6 with B(h) = e^h - 1, order 2, lower at both ends.
+    """
+    return _unipc(schedule, finite_levels(schedule, steps, spacing), order=2, exponential=True)
+
+
+@register(label="UniPC bh1", aliases=("uni_pc_bh1",))
+def unipc_bh1(schedule: Schedule, steps: int, spacing: str | Spacing = "time_uniform") -> Plan:
+    """UniPC-3 (B1), B(h) = h, as the authors' code and A1111 run it, from unit noise.  Zhao et al. 2023."""
+    levels = finite_levels(schedule, steps, spacing)
+    # The authors' variant takes three of the orders for granted; fewer steps have no third.
+    return replace(_unipc(schedule, levels, order=min(3, len(levels) - 1), exponential=False), initial=1.0)
+
+
+def _unipc(schedule: Schedule, levels: list[Level], order: int, exponential: bool) -> Plan:
+    """The predictor and the corrector of an order, in x0.  ASIDE is the last corrected y.
+
+    Both are y + phi1 (x0 + weights of the differences of x0 to those at other levels), lower at both ends.
+    """
+    rows = Rows(schedule, keep="x0")
+    lambdas = [-np.log(level.sigma) if level.sigma > 0 else np.inf for level in levels]
+    y, before = X / levels[0].a, 0
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if i > 0:  # correct: from the last corrected y, with H at the predicted y
+            past = [lambdas[i - 1 - k] for k in range(before)]
+            change = _unipc_change(lambdas[i], past, (H, H1, H2, H3), exponential)
+            y = now.sigma / levels[i - 1].sigma * ASIDE + change
+        before = min(order, i + 1, len(levels) - 1 - i) if order > 2 or after.sigma == 0 else min(order, i + 1)
+        if after.sigma == 0:
+            rows.add(i, now, after.a * H, aside=y)
+            continue
+        past = [lambdas[i - k] for k in range(before)]
+        change = _unipc_change(lambdas[i + 1], past, (None, H, H1, H2), exponential)
+        rows.add(i, now, after.a * (after.sigma / now.sigma * y + change), aside=y)
+    return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def _unipc_change(
+    to: float, past: list[float], known: tuple[Array | None, Array, Array, Array], exponential: bool
+) -> Array:
+    """What a step adds to the scaled y: `past` are the lambdas of x0, the latest first; `known` x0 at `to`, and there.
+
+    With x0 at `to` it corrects, without it predicts.  Weights solve Zhao et al. 2023, eq. 11; of a single difference
+    they are 1/2, as in the authors' code.
+    """
+    ahead, latest, *earlier = known
+    h = to - past[0]
+    phi1 = -np.expm1(-h)  # 1 - e^-h
+    ratios = [(each - past[0]) / h for each in past[1:]]
+    differences = [(each - latest) / r for each, r in zip(earlier, ratios, strict=False)]
+    if ahead is not None:
+        ratios, differences = [*ratios, 1.0], [*differences, ahead - latest]
+    if not differences:
+        return phi1 * latest
+    scale = phi1 if exponential else h
+    if len(differences) == 1:
+        weights = np.array([0.5])
+    else:
+        phi, moments = np.expm1(-h) / -h - 1, []
+        for k in range(1, len(ratios) + 1):
+            moments.append(phi * math.factorial(k) / -scale)
+            phi = phi / -h - 1 / math.factorial(k + 1)
+        weights = np.linalg.solve(np.vander(ratios, increasing=True).T, moments)
+    return phi1 * latest + scale * sum(w * d for w, d in zip(weights, differences, strict=True))
+
+
+# ---- DPM-Solver: eps, in lambda -------------------------------------------------------------------------------------
+
+
+@register(label="DPM fast", aliases=("dpm_fast",))
+def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """DPM-Solver-3, then one step of order 1 or 2: `steps` calls, evenly in log sigma, to the least sigma.
+
+    Lu et al. 2022a, sec. 3.4; k-diffusion sample_dpm_fast.  A part of the steps runs between its spacing's levels, all
+    of them over the schedule's range; the spacing only sets the sigma that the first latent is scaled by, as in A1111.
+    The result is y = x0 + sigma eps.
+    """
+    rows, levels = Rows(schedule, keep="eps"), finite_levels(schedule, steps, spacing)
+    high, low = solver_span(schedule, steps, spacing)
+    calls = min(steps, len(levels) - 1)
+    orders = [3] * (calls // 3 - (calls % 3 == 0)) + ([2, 1] if calls % 3 == 0 else [calls % 3])
+    ts = np.linspace(-np.log(high), -np.log(low), len(orders) + 1)
+    end = schedule.at_sigma(low)
+    for i, (order, t) in enumerate(zip(orders, ts, strict=False)):
+        after = schedule.at_sigma(float(np.exp(-ts[i + 1])))
+        after = after if i + 1 < len(orders) else Level(end.t, 1.0, after.sigma)
+        down, _ = ancestral(float(np.exp(-t)), after.sigma, eta)
+        t_down = min(ts[-1], -np.log(down))
+        up = np.sqrt(max(0.0, after.sigma**2 - np.exp(-2 * t_down)))
+        solver_rows(rows, order, (float(t), float(t_down)), after, up * NOISE)
+    return rows.plan(end=after, initial=levels[0].sigma * schedule.at_sigma(high).a)
+
+
+def solver_span(schedule: Schedule, steps: int, spacing: str | Spacing) -> tuple[float, float]:
+    """The sigmas to solve between: the schedule's range, or of a part of the steps, the spacing's."""
+    levels = finite_levels(schedule, steps, spacing)
+    low = float(schedule.sigmas[0])
+    if len(levels) - 1 >= steps:
+        return float(schedule.sigmas[-1]), low
+    return levels[0].sigma, levels[-2].sigma if len(levels) > 2 else low
+
+
+def solver_rows(rows: Rows, order: int, span: tuple[float, float], after: Level, noise: Array) -> None:
+    """Add the calls of a step of DPM-Solver over a span of lambda; y at its end plus noise is of the level `after`.
+
+    Every call counts as a step.  Lu et al. 2022a, algs. 1 and 2; H, H1 and H2 are eps.
+    """
+    t, h = span[0], span[1] - span[0]
+    nodes = [rows.schedule.at_sigma(float(np.exp(-t - k * h / order))) for k in range(order)]
+    end = np.exp(-span[1])
+    y = X / nodes[0].a
+    for k, node in enumerate(nodes):
+        step, then = len(rows.rows), nodes[k + 1] if k + 1 < order else None
+        share = (k + 1) / order
+        sigma, grown = (end if then is None else then.sigma), np.expm1(share * h)
+        first = (H, H1, H2)[k]
+        new = y - sigma * grown * first
+        if k == 1 and order == 2:
+            new = new - sigma * grown * (H - first)
+        elif k == 1:
+            new = new - sigma * 2 * (grown / (share * h) - 1) * (H - first)
+        elif k == 2:
+            new = new - sigma * 1.5 * (grown / h - 1) * (H - first)
+        rows.add(step, node, after.a * (new + noise) if then is None else then.a * new, aside=X if k == 0 else ASIDE)
+        y = ASIDE / nodes[0].a

@@ -1,0 +1,133 @@
+"""from_png: options from the text of a picture, of AUTOMATIC1111's web UI ("A1111") or ldm_lite."""
+
+import dataclasses
+import logging
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.options import given
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.diffusion.names import OURS, has, resolve
+from ldm_lite.diffusion.schedule import number
+from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
+from ldm_lite.image import Parameters, read_parameters
+
+log = logging.getLogger("ldm_lite")
+
+PLAIN = {"Steps": "steps", "CFG scale": "scale", "Seed": "seed", "Eta DDIM": "eta"}  # besides the options' `png`
+LINES = ("Version", "Model", "Model hash")  # not settings
+_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,200}>")  # which A1111 takes out of the prompt
+
+
+def with_picture(options: Txt2imgOptions, model: Model | None = None) -> Txt2imgOptions:
+    """Return options with what their `from_png` says in place of those that were not given.
+
+    One warning names what is not heeded; with a model, another one names the picture's if it differs.  Raises
+    ValueError, with the key, for a picture without a text or with a wrong value; OSError.
+    """
+    if options.from_png is None:
+        return options
+    text, name = read_parameters(options.from_png), f"{options.from_png}"[:300]
+    ours = text.settings.get("Version", "").startswith("ldm_lite")
+    explicit = given(options) - {"from_png"}
+    try:
+        values, left = _values(text, ours, explicit)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    about = ["its " + ", ".join(each[:60] for each in left[:40]) + " are not heeded"] if left else []
+    about += [] if ours else ["noise is ldm_lite's: the steps are A1111's, the image differs"]
+    if about:
+        log.warning("%s: %s", name, "; ".join(about))
+    if model is not None and (theirs := text.settings.get("Model")) not in (None, model.name):
+        hashed = text.settings.get("Model hash")
+        log.warning("%s: was made with %s, not %s", name, f"{theirs} ({hashed})" if hashed else theirs, model.name)
+    return dataclasses.replace(
+        options, **{key: value for key, value in values.items() if key not in explicit}, from_png=None
+    )
+
+
+def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options that a text names, and the keys of the text that none of them heeds."""
+    values: dict[str, Any] = {}
+    settings, heeded = text.settings, {*LINES}
+    if not explicit & {"prompt", "from_file", "cond"}:
+        values["prompt"] = text.prompt if ours else _NETWORK.sub("", text.prompt)
+    values["negative_prompt"] = text.negative_prompt
+    if not ours:
+        values["prompt_syntax"] = "a1111"
+    networks = [] if ours or "prompt" in explicit else _NETWORK.findall(text.prompt)
+    if not explicit & {"sampler", "plan"} and "Sampler" in settings:
+        values["sampler"], values["spacing"], used = _sampler(settings, ours)
+        heeded |= used
+    if "sampler" in explicit or "plan" in explicit:
+        heeded |= {"Sampler", "Schedule type", DISCARD, *SETTINGS}
+    if "Size" in settings:
+        values["width"], values["height"] = _sides(settings["Size"])
+        heeded.add("Size")
+    fields = {each.metadata["png"]: each.name for each in dataclasses.fields(Txt2imgOptions) if each.metadata["png"]}
+    for key, name in (fields | PLAIN).items():
+        if key not in settings or not _is_heeded(name, values, explicit):
+            continue
+        heeded.add(key)
+        if name not in explicit:
+            values[name] = _converted(key, name, settings[key])
+    if "control" in explicit:
+        heeded.add("Control")
+    if "refiner" in explicit:
+        heeded |= {"Refiner", "Refiner from step", "Refiner switch at"}
+        if "Refiner switch at" in settings:
+            values["refiner_start"] = _converted("Refiner switch at", "refiner_start", settings["Refiner switch at"])
+        elif "Refiner from step" in settings and {"steps"} & set(values):
+            first = _converted("Refiner from step", "steps", settings["Refiner from step"]) - 1
+            values["refiner_start"] = min(1.0, first / values["steps"])
+    if explicit & {"plan"}:
+        values = {name: value for name, value in values.items() if name not in ("steps", "eta", "churn")}
+    return values, [key for key in settings if key not in heeded] + networks
+
+
+def _is_heeded(name: str, values: Mapping[str, Any], explicit: set[str]) -> bool:
+    """Whether an option has a meaning beside the others."""
+    if name in ("eta", "churn") and "sampler" in values:
+        return has(resolve(values["sampler"])[0], name)
+    return name != "preprocess" or "control" in explicit
+
+
+def _sampler(settings: Mapping[str, str], ours: bool) -> tuple[str, str | None, set[str]]:
+    """Return the sampler and the spacing of a text, and the keys that they heed."""
+    name, kind = settings["Sampler"], settings.get("Schedule type")
+    used = {"Sampler", "Schedule type"}
+    try:
+        key, spacing = from_webui(name, settings)
+    except ValueError as error:
+        if not ours:
+            raise ValueError(f"{error}; or give `sampler=NAME`") from error
+        key, named = resolve(name.removesuffix(OURS))
+        return key, kind or named, used
+    used |= {each for each, (setting, _) in SETTINGS.items() if f":{setting}=" in spacing or settings.get(each) == "0"}
+    return key, spacing, used | ({DISCARD} if spacing.endswith(":discard") else set())
+
+
+def _sides(size: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", size)
+    if match is None:
+        raise ValueError(f"Size: got {size[:60]!r}, wanted WIDTHxHEIGHT")
+    return int(match[1]), int(match[2])
+
+
+def _converted(key: str, name: str, text: str) -> Any:
+    """The value of an option that a text states.  Raises ValueError, with the key, for a wrong one."""
+    kinds = typing.get_args(typing.get_type_hints(Txt2imgOptions)[name])
+    kinds = kinds or (typing.get_type_hints(Txt2imgOptions)[name],)
+    try:
+        value: Any = text
+        if int in kinds:
+            value = int(text) if re.fullmatch(r"-?[0-9]{1,20}", text) else number("")
+        elif float in kinds:
+            value = number(text)
+        return getattr(Txt2imgOptions(**{name: value}), name)
+    except ValueError as error:
+        why = f"got {text[:60]!r}, wanted a whole number" if str(error).startswith("got ''") else str(error)
+        raise ValueError(f"{key}: {why}") from error

@@ -1,0 +1,216 @@
+"""from_png: options from the text of a picture."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import ldm_lite
+from ldm_lite.cli.options import SaveOptions
+from ldm_lite.cli.output import Saver
+from ldm_lite.cli.task_options import ImageOptions, Txt2imgOptions
+from ldm_lite.image import parameters, parse_parameters, read_parameters
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.from_png import with_picture
+from ldm_lite.txt2img import main
+
+WEBUI = """a (red:1.2) apple <lora:fruit:0.8>,
+on a table
+Negative prompt: blue, "green"
+sky
+Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 6.5, Seed: 4294967295, Size: 64x96, \
+Model hash: 45dee52b12, Model: fruit, Denoising strength: 0.4, Clip skip: 2, ENSD: 31337, RNG: CPU, Hires upscale: 2, \
+ADetailer prompt: "a, \\"b\\": c", Lora hashes: "fruit: 123", Version: v1.10.1"""
+
+
+@pytest.fixture(scope="module")
+def pipe(small_path: Path) -> Pipeline:
+    return ldm_lite.load(small_path, device="cpu")
+
+
+def picture(path: Path, text: str, **more: Any) -> Path:
+    """A small picture with a text."""
+    path.parent.mkdir(exist_ok=True)
+    Saver(SaveOptions(out=str(path)), "txt2img").sample(Image.new("RGB", (8, 8)), text)
+    return path
+
+
+def test_the_grammar() -> None:
+    made = parse_parameters(WEBUI)
+    assert made.prompt == "a (red:1.2) apple <lora:fruit:0.8>,\non a table"
+    assert made.negative_prompt == 'blue, "green"\nsky'
+    assert made.settings["Sampler"] == "DPM++ 2M"
+    assert made.settings["ADetailer prompt"] == 'a, "b": c'
+    assert made.settings["Size"] == "64x96"
+    assert made.settings["Version"] == "v1.10.1"
+    assert parse_parameters("Steps: 1, Seed: 2").prompt == ""
+    assert parse_parameters("\nSteps: 1, Seed: 2").negative_prompt is None
+    for text in ("", "a cat", "a cat\nSteps: 3", "x" * 200_000):
+        with pytest.raises(ValueError, match=r"settings|characters"):
+            parse_parameters(text)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["plain", "a, b", 'say "hi"', '"quoted"', "two\nlines", "back\\slash", "a: b, c: d", "", " é🍎", "C:\\a,b.png"],
+)
+def test_every_value_comes_back(value: str) -> None:
+    made = parse_parameters(parameters("p\nq", "n", {"Steps": 3, "Key": value, "Last": "x"}))
+    assert made == ("p\nq", "n", {"Steps": "3", "Key": value.strip() if "\n" not in value else value, "Last": "x"})
+
+
+def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    path = picture(tmp_path / "a.png", WEBUI)
+    options = with_picture(Txt2imgOptions(from_png=path, seed=42), pipe)
+    assert options.prompt == "a (red:1.2) apple ,\non a table"
+    assert (options.steps, options.scale, options.seed, options.width, options.height) == (20, 6.5, 42, 64, 96)
+    assert (options.sampler, options.spacing, options.clip_skip) == ("dpmpp_2m", "karras", 2)
+    assert (options.prompt_syntax, options.from_png) == ("a1111", None)
+    first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    wanted = "its Denoising strength, ENSD, RNG, Hires upscale, ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
+    assert first == f"{path}: {wanted} are not heeded; noise is ldm_lite's: the steps are A1111's, the image differs"
+    assert second == f"{path}: was made with fruit (45dee52b12), not {pipe.name}"
+    # all that was given overrides it, also with the value that is the default
+    given = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 128}
+    options = with_picture(Txt2imgOptions(from_png=path, prompt_syntax="plain", clip_skip=1, **given), pipe)
+    assert {name: getattr(options, name) for name in given} == given
+    assert (options.spacing, options.prompt_syntax, options.clip_skip, options.height) == (None, "plain", 1, 96)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eta": {"eta": 0.5, "sampler": "euler_a"},
+    "churn": {"churn": 2.0, "sampler": "heun karras"},
+    "guidance_rescale": {"guidance_rescale": 0.7},
+    "dynamic_threshold": {"dynamic_threshold": 0.9},
+    "prompt_syntax": {"prompt_syntax": "a1111", "prompt": "a (red:1.5) apple"},
+    "clip_skip": {"clip_skip": 2},
+    "defaults": {},
+    "webui": {"sampler": "webui DDIM CFG++", "scale": 5.0, "steps": 2},
+    "restart": {"sampler": "restart"},
+    "settings": {"sampler": "dpmpp_2m", "spacing": "karras:rho=5:sigma_min=0.1:discard"},
+    "ours": {"sampler": "dpm2 beta"},
+    "compatible": {"sampler": "webui UniPC"},
+    "tcd": {"sampler": "tcd", "eta": 0.6},
+    "lines": {"prompt": "two\n lines, and: more ", "negative_prompt": "", "seed": 2**40, "width": 72, "scale": 2.25},
+}
+ELSEWHERE = {  # options that the text writes of other networks, or beside others
+    "original_size": (48, 64),
+    "crop_top_left": (3, 5),
+    "target_size": (64, 48),
+    "aesthetic_score": 5.5,
+    "negative_aesthetic_score": 2.25,
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_our_own_pictures_make_the_same_image(
+    case: str, pipe: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"prompt": "a cat", "steps": 3, **OPTIONS[case]}
+    [image] = pipe.txt2img(**options)
+    path = picture(tmp_path / "a.png", image.info["parameters"])
+    caplog.clear()
+    [again] = pipe.txt2img(from_png=path)
+    assert np.array_equal(image, again)
+    assert again.info["parameters"] == image.info["parameters"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
+    named = {each.name: each.metadata["png"] for each in dataclasses.fields(Txt2imgOptions) if each.metadata["png"]}
+    assert set(named) == {*ELSEWHERE, "eta", "churn", "guidance_rescale", "dynamic_threshold"} | {
+        "prompt_syntax",
+        "clip_skip",
+        "preprocess",
+    }
+    for name, value in {**ELSEWHERE, "preprocess": "canny,none"}.items():
+        text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)
+        entries = {"Steps": 3, "Sampler": "Euler", named[name]: text, "Version": "ldm_lite 1"}
+        path = picture(tmp_path / f"{name}.png", parameters("a", None, entries))
+        extra = {"control": ("a.png:b.png",)} if name == "preprocess" else {}
+        assert getattr(with_picture(Txt2imgOptions(from_png=path, **extra)), name) == value
+    # a refiner and controls are files of the user's: the text alone opens none
+    entries = {"Steps": 20, "Control": "/etc/passwd:b.png", "Refiner": "r", "Refiner from step": 17}
+    path = picture(tmp_path / "refiner.png", parameters("a", None, entries | {"Version": "ldm_lite 1"}))
+    assert with_picture(Txt2imgOptions(from_png=path)).refiner is None
+    assert with_picture(Txt2imgOptions(from_png=path, refiner="x.ckpt")).refiner_start == 0.8
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("Steps: 1001, Seed: 1", "Steps: got `steps` 1001, wanted 1 to 1000"),
+        ("Steps: many, Seed: 1", "Steps: got 'many', wanted a whole number"),
+        ("Steps: 2, Seed: -1", "Seed: got `seed` -1, wanted 0"),
+        ("Steps: 2, CFG scale: inf", "CFG scale: got 'inf', wanted a finite number"),
+        ("Steps: 2, Size: 64", "Size: got '64', wanted WIDTHxHEIGHT"),
+        ("Steps: 2, Sampler: Magic", "unknown sampler 'Magic': wanted one of .*; or give `sampler=NAME`"),
+        ("Steps: 2, Sampler: Euler, Schedule type: Magic", "unknown schedule type 'magic'"),
+        ("no settings", "has no settings in its last line"),
+    ],
+)
+def test_wrong_values_are_one_line(entries: str, message: str, tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", f"a cat\n{entries}")
+    with pytest.raises(ValueError, match=f"a.png: {message}"):
+        with_picture(Txt2imgOptions(from_png=path))
+
+
+def test_files_that_hold_no_text(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
+    (tmp_path / "text.png").write_text("Steps: 1, Seed: 2")
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.bmp")
+    for name, message in (
+        ("plain.png", "holds no text"),
+        ("text.png", "is not a PNG, JPEG or WebP"),
+        ("photo.bmp", "is not a PNG, JPEG or WebP"),
+        (".", "is a folder, wanted a regular file"),
+        ("missing.png", "No such file"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            read_parameters(tmp_path / name)
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "é\nSteps: 4, Seed: 2".encode("utf-16-be")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg", exif=exif)
+    assert read_parameters(tmp_path / "a.jpg") == ("é", None, {"Steps": "4", "Seed": "2"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 99_000,
+        'b:"' * 30_000,
+        "c: " * 30_000,
+        '\\"' * 40_000,
+        'k:"' + "\\" * 90_000,
+        "\n" * 99_999,
+        '"a: ,' * 19_000,
+    ],
+)
+def test_hostile_texts_take_no_time(text: str) -> None:
+    start = time.perf_counter()
+    with contextlib.suppress(ValueError):
+        parse_parameters(f"x\n{text}, Steps: 1, Seed: 2")
+    assert time.perf_counter() - start < 1
+
+
+def test_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = picture(
+        tmp_path / "in" / "a.png", "a cat\nSteps: 2, Sampler: UniPC, Seed: 5, Size: 64x64, ENSD: 1, Version: v1.6.0"
+    )
+    assert (
+        main(["--from-png", str(path), "--steps", "4", "--ckpt", str(small_path), "--out", str(tmp_path / "b.png")])
+        == 0
+    )
+    with Image.open(tmp_path / "b.png") as image:
+        assert "a cat\nSteps: 4, Sampler: UniPC, Schedule type: Automatic" in image.info["parameters"]
+        assert "Seed: 5" in image.info["parameters"]
+    assert capsys.readouterr().err.count("ENSD") == 1
+    with pytest.raises(ValueError, match="`from_png` is an option of txt2img"):
+        ldm_lite.load(small_path, device="cpu").img2img("a", Image.new("RGB", (64, 64)), from_png=path)
+    assert issubclass(ImageOptions, Txt2imgOptions)
