@@ -99,8 +99,9 @@ def join(parts: Sequence[Checkpoint]) -> Checkpoint:
 def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
     """Convert a file of one network in the format of diffusers to the original layout; return any other file as is."""
     act = checkpoint.metadata.get("hidden_act")  # from transformers' config.json: OpenCLIP's is gelu
+    told = checkpoint.metadata.get("open_clip", None if act is None else str(act == "gelu"))
     with errors_of(checkpoint.path):
-        tensors = original_layout(checkpoint.shapes, open_clip=None if act is None else act == "gelu")
+        tensors = original_layout(checkpoint.shapes, open_clip=None if told is None else told == "True")
     if tensors is None:
         return checkpoint
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
@@ -108,7 +109,7 @@ def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _read_stored(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], pages: MappedPages, key: str) -> Tensor:
-    return tensors[key].read(checkpoint.read, pages)
+    return tensors[key].read(partial(read_weight, checkpoint), pages)
 
 
 MOST_HEADER = 64 * 2**20  # bytes; most of a large one is metadata
@@ -292,6 +293,19 @@ def on_meta() -> Iterator[None]:
         yield
 
 
+WEIGHTS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+WEIGHTS |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+
+
+def read_weight(checkpoint: Checkpoint, key: str) -> Tensor:
+    """Read one tensor.  Raises ValueError, naming it, if it holds no plain floating-point numbers."""
+    value = checkpoint.read(key)
+    if value.dtype not in WEIGHTS:
+        name = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{checkpoint.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
+    return value
+
+
 def load_weights(
     network: nn.Module, component: Component, title: str, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -313,7 +327,7 @@ def load_weights(
         raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
     weights, pages = {}, MappedPages()
     for key in wanted:
-        value = component.checkpoint.read(component.keys[key])
+        value = read_weight(component.checkpoint, component.keys[key])
         weights[key] = value.to(device=device, dtype=dtype)
         if weights[key] is not value:
             pages.release(value)

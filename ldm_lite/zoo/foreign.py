@@ -8,6 +8,8 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for `embedding`)",
     r"^(image_proj|ip_adapter)\.": "an IP-Adapter",
+    r"^scaled_fp8$|\.(scale_weight|weight_scale|scale_input|input_scale|comfy_quant)$": "a file of scaled fp8",
+    r"\.weight\.(absmax|quant_map|quant_state\.\w+)$|\.(SCB|qweight|qzeros)$": "a quantised file (bitsandbytes, GPTQ)",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
     r"^lora_controlnet$": "a Control-LoRA",
