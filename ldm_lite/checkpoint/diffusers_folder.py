@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.diffusers_config import (
+    check_pipeline,
+    check_tokenizer,
+    metadata_of,
+    read_network,
+    read_scheduler,
+)
 from ldm_lite.checkpoint.reader import Checkpoint, combine, join, open_checkpoint, prefix, split
 from ldm_lite.cli.files import read_json
 
@@ -16,9 +23,11 @@ log = logging.getLogger("ldm_lite")
 
 MOST_SHARDS = 1000
 ROLES = ("unet", "vae", "text_encoder", "text_encoder_2")
+# Of a pipeline beside its networks.  Anything else in model_index.json is ignored, and a message says so.
+BESIDE = ("scheduler", "low_res_scheduler", "image_noising_scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
+TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
-CONFIG_KEYS = ("hidden_act", "global_pool_conditions")  # read from config.json because weights do not tell them
 ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that exists is read
 
 
@@ -46,6 +55,7 @@ def _download(repository: str) -> Path:
     names = hub.files(repository)
     folders = [f"{role}/" for role in ROLES if any(name.startswith(f"{role}/") for name in names)] or [""]
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
+    about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
@@ -67,23 +77,47 @@ def _download(repository: str) -> Path:
 
 
 def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
-    if ignored := [name for name in IGNORED if (folder / name).is_dir()]:
-        log.info("%s: ignored %s", hub.title(folder), ", ".join(ignored))
+    title, index = hub.title(folder), _read_json(folder / "model_index.json")
+    listed = [name for name, kind in index.items() if isinstance(kind, list) and kind[:1] not in ([None], [])]
+    present = {*listed, *(path.name for path in folder.iterdir() if path.is_dir() and path.name in IGNORED)}
+    if ignored := sorted(present - {*roles, *BESIDE}):
+        log.info("%s: ignored %s", title, ", ".join(ignored))
+    check_pipeline(title, index, roles)
+    name = str(index.get("_class_name"))
+    metadata = read_scheduler(f"{title}/scheduler", _read_json(folder / "scheduler" / "scheduler_config.json"), name)
     tensors: dict[str, tuple[Checkpoint, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2"))  # SDXL's refiner has only the base's second one
+    linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears
     for name in roles:
-        role = next(texts) if name.startswith("text_encoder") else name
-        found = split(_open_network(folder / name))
+        role, network = next(texts) if name.startswith("text_encoder") else name, _open_network(folder / name)
+        if name == "unet":
+            linear = any(key.endswith(".proj_in.weight") and len(s) == 2 for key, s in network.shapes.items())
+        if name.startswith("text_encoder"):
+            open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
+            network = _text_encoder(folder, name, network, open_clip)
+        found = split(network)
         component = found.get("text_encoder" if name == "text_encoder_2" else name)
         if component is None:
             raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(found)}")
         before = prefix(role, component.keys, sgm="text_encoder_2" in roles)
         tensors |= {before + key: (component.checkpoint, stored) for key, stored in component.keys.items()}
-    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
-    metadata = {"prediction": scheduler["prediction_type"]} if "prediction_type" in scheduler else {}
-    if scheduler:
-        metadata["scheduler"] = f"{scheduler.get('_class_name')}, {scheduler.get('timestep_spacing')}"
+        own = {key.replace("text_", "text_2_"): value for key, value in network.metadata.items()}
+        metadata |= metadata_of(role, own if role == "text_encoder_2" else network.metadata)
     return combine(folder, tensors, metadata)
+
+
+def _text_encoder(folder: Path, name: str, network: Checkpoint, open_clip: bool) -> Checkpoint:
+    """Return a pipeline's text encoder, marked as OpenCLIP or not.  Raises ValueError for another tokenizer."""
+    act, beside = network.metadata.get("hidden_act"), folder / name.replace("text_encoder", "tokenizer")
+    if open_clip and act not in (None, "gelu"):
+        raise ValueError(f"{network.path}: its hidden_act {act!r} is not supported in OpenCLIP: wanted 'gelu'")
+    files = [_read_json(beside / file) for file in TOKENIZER]
+    positions = (shape[0] for key, shape in network.shapes.items() if key.endswith("position_embedding.weight"))
+    check_tokenizer(f"{hub.title(folder)}/{beside.name}", files, open_clip, next(positions, None))
+    metadata = {**network.metadata, "open_clip": str(open_clip)}
+    if open_clip and name == "text_encoder":  # Stable Diffusion 2's: diffusers stores only the layers that it uses
+        metadata["text_skip"] = "0"
+    return replace(network, metadata=metadata)
 
 
 def _open_network(folder: Path) -> Checkpoint:
@@ -98,8 +132,7 @@ def _open_network(folder: Path) -> Checkpoint:
             f"{folder}: is a folder without weights, wanted a checkpoint, or a diffusers folder with weights in "
             f"{STEMS[0]}.safetensors or the like"
         )
-    config = _read_json(folder / "config.json")
-    metadata = {name: str(config[name]) for name in CONFIG_KEYS if config.get(name) is not None}
+    metadata = read_network(hub.title(folder), _read_json(folder / "config.json"), checkpoint.shapes)
     return replace(checkpoint, path=folder, metadata=metadata)
 
 

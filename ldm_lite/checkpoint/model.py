@@ -13,9 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint import hub, lora
+from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
+from ldm_lite.checkpoint.diffusers_config import metadata_of
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
-from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, errors_of, load_weights, on_meta, split
+from ldm_lite.checkpoint.reader import (
+    SGM,
+    Checkpoint,
+    Component,
+    ema_copy,
+    errors_of,
+    load_weights,
+    on_meta,
+    read_weight,
+    split,
+)
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
@@ -131,7 +143,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     dtypes = pick_dtypes(options.dtype, device, family.networks, ("vae",) if family.vae_overflows else ())
     networks = _networks(family, components, load_device(options, device), dtypes)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
-    schedule = _schedule(family, _main(components), options.zero_snr)
+    schedule = _schedule(family, _main(components), metadata, options.zero_snr)
     if loras:
         lora.merge_lora(networks, [(lora.open_lora(file), weight) for file, weight in loras], removable=False)
     step, offloader = prepare(networks, options, device)
@@ -168,7 +180,10 @@ def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[
     components = own | _others(options.parts)
     main = _main(components)
     marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
-    metadata = {**marked, **main.metadata, **check_metadata(options.added_metadata)}
+    metadata = {**marked, **main.metadata}
+    for role, component in components.items():
+        metadata |= metadata_of(role, component.checkpoint.metadata)
+    metadata |= check_metadata(options.added_metadata)
     with errors_of(main.path):
         # Detected with its own autoencoder; a replacement must fit that.
         known_by = components | {role: own[role] for role in ("vae",) if role in own}
@@ -176,7 +191,7 @@ def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[
         family = detect_family({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
         check_complete(components, family.networks)
         _check_latents(own, options.parts, family)
-    family = _scaled(family, main, metadata)
+    family = family if "scale_factor" in options.added_metadata else _scaled(family, main)
     if options.vae is not None:
         family = with_vae(family, autoencoder_spec(components["vae"]), name=options.vae)
     return family, components, metadata
@@ -247,38 +262,49 @@ def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], fa
         )
 
 
-def _scaled(family: Family, checkpoint: Checkpoint, about: Mapping[str, str]) -> Family:
-    """Return the family with the scale factor from its file, if it has one: training measured it."""
+def _scaled(family: Family, checkpoint: Checkpoint) -> Family:
+    """Return the family with the scale factor in its file, if it has one: training measured it."""
+    path, known = checkpoint.path, family.scale_factor
     if "scale_factor" in checkpoint.shapes:
-        return replace(family, scale_factor=float(checkpoint.read("scale_factor")))
-    if not math.isnan(family.scale_factor):
-        return family
-    if "scale_factor" not in about:
-        raise ValueError(
-            f"{checkpoint.path}: lacks scale_factor, which differs between files of {family.title}: take the original "
-            "file, or give `metadata=scale_factor=X`"
-        )
-    return replace(family, scale_factor=float(about["scale_factor"]))
-
-
-def _schedule(family: Family, checkpoint: Checkpoint, zero_snr: bool) -> Schedule:
-    """Return the family's noise schedule, or the file's own, with a warning, if its betas differ."""
-    betas = family.noise.betas
-    if "betas" in checkpoint.shapes:
-        stored = checkpoint.read("betas").double().numpy()
-        # Merging in half precision rounds this buffer too.
-        if stored.shape != betas.shape or not np.allclose(stored, betas, rtol=2e-3, atol=0):
-            log.warning(
-                "%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title
+        stored = read_weight(checkpoint, "scale_factor")
+        value = float(stored) if stored.numel() == 1 else math.nan
+        if not 0 < value < math.inf:
+            raise ValueError(f"{path}: its scale_factor cannot be {value}: wanted one number above 0")
+        if is_rounded(stored, np.full(stored.shape, known), stored.dtype):
+            return family
+        if stored.dtype in COARSE:
+            raise ValueError(
+                f"{path}: its scale_factor is stored in {short_name(stored.dtype)}, too coarse to be used: take the "
+                "original file, or give `metadata=scale_factor=X`"
             )
-            betas = stored
-    schedule = Schedule.from_betas(betas, family.prediction)
+        return replace(family, scale_factor=value)
+    if math.isnan(known):
+        raise ValueError(
+            f"{path}: lacks scale_factor, which differs between files of {family.title}: take the original file, or "
+            "give `metadata=scale_factor=X`"
+        )
+    return family
+
+
+def _schedule(family: Family, checkpoint: Checkpoint, about: Mapping[str, str], zero_snr: bool) -> Schedule:
+    """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
+    spacing = about.get("spacing")
+    schedule = replace(Schedule.from_betas(family.noise.betas, family.prediction), spacing=spacing)
+    own = stored_schedule(checkpoint, schedule)
+    if own is not None:
+        log.warning("%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title)
+        schedule = replace(schedule, alpha_bar=own)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
         raise ValueError(f'{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
-    if "ztsnr" in checkpoint.shapes:
+    if "ztsnr" in checkpoint.shapes or "zero_snr" in about:
         log.info("%s: the file asks for zero terminal SNR", checkpoint.path.name)
         zero_snr = True
-    return schedule.zero_terminal_snr() if zero_snr else schedule
+    if not zero_snr or schedule.alpha_bar[-1] == 0:
+        return schedule
+    try:
+        return schedule.zero_terminal_snr()
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error
 
 
 def _with_ema(unet: Component, ema: str, family: Family) -> tuple[Component, str]:

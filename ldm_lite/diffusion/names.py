@@ -141,6 +141,8 @@ def make_plan(
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
+        if named_spacing is None and schedule.spacing is not None and spacing in ("leading", "linspace"):
+            spacing = schedule.spacing
     arguments: dict[str, object] = {"spacing": spacing}
     if last is not None:
         arguments["spacing"] = functools.partial(_last_levels, spacing, last)

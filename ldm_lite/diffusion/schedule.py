@@ -6,7 +6,7 @@ A spacing is the list of levels that a sampler visits, the noisiest first.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -35,14 +35,25 @@ CLEAN = Level(0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The noise schedule a network was trained with: alpha_bar (1000,), descending in [0,1), and what it predicts."""
+    """The noise schedule a network was trained with: alpha_bar (1000,), descending in [0,1), and what it predicts.
+
+    spacing, if given, takes the place of the general ones, `leading` and `linspace`, as the default of samplers.
+    Raises ValueError for an alpha_bar that is not of this kind.
+    """
 
     alpha_bar: Array
     prediction: Prediction
+    spacing: str | None = None
+
+    def __post_init__(self) -> None:
+        with np.errstate(invalid="ignore"):
+            falls = self.alpha_bar.ndim == 1 and self.alpha_bar[0] < 1 and (np.diff(self.alpha_bar) < 0).all()
+        if not falls or not self.alpha_bar[-1] >= 0:
+            raise ValueError("this is no noise schedule: alpha_bar must fall at every timestep, from below 1 to 0")
 
     @staticmethod
     def from_betas(betas: Array, prediction: Prediction) -> "Schedule":
-        """The schedule of betas (1000,): alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
+        """The schedule of betas (1000,) in (0,1]: alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
         return Schedule(np.cumprod(1.0 - betas, dtype=np.float64), prediction)
 
     @property
@@ -63,7 +74,7 @@ class Schedule:
         if self.prediction == "eps":
             raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
         a = np.sqrt(self.alpha_bar)
-        return Schedule(((a - a[-1]) * a[0] / (a[0] - a[-1])) ** 2, self.prediction)
+        return replace(self, alpha_bar=((a - a[-1]) * a[0] / (a[0] - a[-1])) ** 2)
 
     def at(self, t: int) -> Level:
         """The level of the integer timestep t in [0,1000)."""
@@ -111,6 +122,11 @@ def leading(schedule: Schedule, steps: int) -> list[Level]:
     return [*(schedule.at(t) for t in ts), schedule.at(0) if offset else CLEAN]
 
 
+def leading_clean(schedule: Schedule, steps: int) -> list[Level]:
+    """The timesteps of `leading`, then clean: diffusers' DDIM with set_alpha_to_one."""
+    return [*leading(schedule, steps)[:-1], CLEAN]
+
+
 def original(schedule: Schedule, steps: int) -> list[Level]:
     """The original scripts' timesteps, range(0, 1000, 1000 // steps) + 1, which can be more than steps.
 
@@ -131,6 +147,12 @@ def trailing(schedule: Schedule, steps: int) -> list[Level]:
     num = len(schedule.alpha_bar)
     ts = np.round(np.arange(num, 0, -num / steps)[:steps]).astype(int) - 1
     return [*(schedule.at(int(t)) for t in ts), CLEAN]
+
+
+def trailing_to_0(schedule: Schedule, steps: int) -> list[Level]:
+    """The timesteps of `trailing`, ending at timestep 0: diffusers' DDIM without set_alpha_to_one."""
+    levels = trailing(schedule, steps)[:-1]
+    return [*levels, schedule.at(0) if levels[-1].t > 0 else CLEAN]
 
 
 def lcm(schedule: Schedule, steps: int) -> list[Level]:
@@ -230,6 +252,7 @@ SPACINGS: dict[str, Spacing] = {
     each.__name__: each
     for each in (leading, trailing, linspace, karras, exponential, sgm_uniform, beta, lcm, original, respaced)
 }
+SPACINGS |= {"leading_clean": leading_clean, "trailing_to_0": trailing_to_0}
 SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
 
 

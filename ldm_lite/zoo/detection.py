@@ -4,6 +4,7 @@ The specs in models/ read the architecture from the shapes; families.py has one 
 (head counts, prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,14 +12,25 @@ from dataclasses import replace
 
 import torch
 
-from ldm_lite.diffusion.schedule import Prediction
+from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.families import FAMILIES, IN_THE_FILE, SD1, Cosine, Family, ScaledLinear, text_roles
+from ldm_lite.zoo.families import (
+    FAMILIES,
+    IN_THE_FILE,
+    SD1,
+    Betas,
+    Cosine,
+    Family,
+    Linear,
+    Noise,
+    ScaledLinear,
+    text_roles,
+)
 from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
 
 # Scheduler and timestep spacing of the Turbo models' diffusers folders: shapes do not tell them apart.
@@ -44,7 +56,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
     if rows:
         row = next((row for row in rows if row.sgm == sgm), rows[0])
-        family = _fit_text(named if named in rows else row, shapes)
+        family = _heeding(_fit_text(named if named in rows else row, shapes), metadata)
     elif spec.context_dim is not None and spec.middle_depth == 0:
         raise ValueError(
             "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
@@ -53,7 +65,30 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     else:
         family = _from_metadata(spec, shapes, metadata)
     prediction = metadata_prediction(metadata)
-    return family if prediction is None else with_prediction(family, prediction)
+    family = family if prediction is None else with_prediction(family, prediction)
+    if "sample_size" in metadata and "resolution" not in metadata:
+        size = int(metadata["sample_size"]) * family.vae.factor
+        family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
+    if metadata.get("sampler", family.sampler) != family.sampler:  # distilled, and merged into another's weights
+        family = replace(family, sampler=metadata["sampler"], steps=FAMILIES["lcm"].steps, scale=1.5)
+    return family
+
+
+def _heeding(row: Family, metadata: Mapping[str, str]) -> Family:
+    """Return a row with what the metadata say of its networks and noise process.  Raises ValueError for nonsense."""
+    try:
+        texts = tuple(_with_text(spec, metadata, name) for name, spec in _texts(row))
+        family = replace(
+            row,
+            unet=_with_heads(row.unet, row.unet, metadata),
+            text_encoders=texts,
+            noise=_noise(row, metadata),
+            scale_factor=_scale_factor(row, metadata),
+        )
+        _check(family)
+    except ValueError as error:
+        raise ValueError(f"the metadata does not describe a model: {error}") from error
+    return family
 
 
 def _fit_text(family: Family, shapes: Mapping[str, Shapes]) -> Family:
@@ -148,13 +183,18 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return metadata
 
 
+BETA_SCHEDULES = {"scaled_linear": ScaledLinear, "linear": Linear}
 TEXT_KEYS = ("text_num_heads", "text_activation")
 REQUIRED = ("unet_num_heads", *TEXT_KEYS, "scale_factor", "beta_start", "beta_end", "resolution")
 METADATA_KEYS = (
     *REQUIRED,
     *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
-    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation"),
+    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
 )
+# What a diffusers folder tells in place of a required key.
+CURVES = {"trained_betas"}
+INSTEAD = {"unet_num_heads": {"unet_head_dim"}, "scale_factor": {"scaling_factor"}, "resolution": {"sample_size"}}
+INSTEAD |= {"beta_start": CURVES, "beta_end": CURVES}
 
 
 def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
@@ -162,16 +202,14 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
 
     If the metadata name a row as "family", it supplies the missing values.
     """
-    missing = [key for key in (*REQUIRED, "prediction") if key not in metadata]
+    told = metadata.keys() | {key for key, others in INSTEAD.items() if others & metadata.keys()}
+    missing = [key for key in (*REQUIRED, "prediction") if key not in told]
     if missing and "family" not in metadata:
         name, key = nearest_unet(unet, shapes["unet"])
         raise ValueError(
             f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it, its metadata (or "
             f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
         )
-    betas = metadata.get("beta_schedule", "scaled_linear"), metadata.get("num_timesteps", "1000")
-    if betas != ("scaled_linear", "1000"):
-        raise ValueError(f"the metadata give beta_schedule and num_timesteps {betas}: wanted scaled_linear and 1000")
     row = FAMILIES[metadata.get("family", "sd1")]
     check_complete(shapes, row.networks)
     try:
@@ -182,7 +220,7 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
             vae=infer_vae(shapes["vae"]),
             text_encoders=tuple(_infer_text(shapes, metadata, name, like) for name, like in _texts(row)),
             noise=_noise(row, metadata),
-            scale_factor=float(metadata.get("scale_factor", row.scale_factor)),
+            scale_factor=_scale_factor(row, metadata),
             resolution=int(metadata.get("resolution", row.resolution)),
             steps=int(metadata.get("steps", row.steps)),
             scale=float(metadata.get("guidance", row.scale)),
@@ -193,11 +231,30 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
     return family
 
 
-def _noise(row: Family, metadata: Mapping[str, str]) -> ScaledLinear | Cosine:
-    if isinstance(row.noise, Cosine):
-        return row.noise
-    start, end = metadata.get("beta_start", row.noise.start), metadata.get("beta_end", row.noise.end)
-    return ScaledLinear(float(start), float(end))
+def _scale_factor(row: Family, metadata: Mapping[str, str]) -> float:
+    return float(metadata.get("scale_factor", metadata.get("scaling_factor", row.scale_factor)))
+
+
+def _noise(row: Family, metadata: Mapping[str, str]) -> Noise:
+    """Return the noise process of a row, as far as the metadata do not give another."""
+    if (steps := metadata.get("num_timesteps", "1000")) != "1000":
+        raise ValueError(f"its num_timesteps cannot be {steps}: wanted 1000")
+    if "trained_betas" in metadata:
+        values = json.loads(metadata["trained_betas"])
+        numbers = isinstance(values, list) and all(type(each) in (int, float) for each in values)
+        if not numbers or len(values) != 1000:
+            raise ValueError("its trained_betas are not 1000 numbers")
+        return Betas(tuple(map(float, values)))
+    own = {Cosine: "squaredcos_cap_v2", Linear: "linear"}.get(type(row.noise), "scaled_linear")
+    kind = metadata.get("beta_schedule", own)
+    if kind == "squaredcos_cap_v2":
+        return Cosine()
+    if kind not in BETA_SCHEDULES:
+        raise ValueError(f"its beta_schedule cannot be {kind}: wanted {', '.join(BETA_SCHEDULES)} or squaredcos_cap_v2")
+    like = row.noise if isinstance(row.noise, ScaledLinear) else SD1.noise
+    assert isinstance(like, ScaledLinear)
+    start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
+    return BETA_SCHEDULES[kind](float(start), float(end))
 
 
 def _check(family: Family) -> None:
@@ -211,16 +268,22 @@ def _check(family: Family) -> None:
         ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
         ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
     ]
+    if isinstance(family.noise, Betas):
+        Schedule.from_betas(family.noise.betas, family.prediction)
     if isinstance(family.noise, ScaledLinear):
         increasing = 0 < family.noise.start <= family.noise.end < 1
         checks.append(("beta_start", family.noise.start, increasing, "0 < beta_start <= beta_end < 1"))
+    depths = (*unet.transformer_depth, unet.middle_depth)
+    widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
     for name, size in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
-        width = unet.model_channels * unet.channel_mult[-1]  # the width of attention, if any level has it
-        checks.append((name, size, size is None or (size > 0 and width % size == 0), f"a divisor of {width}"))
+        for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
+            checks.append((name, size, size is None or (size > 0 and width % size == 0), f"a divisor of {width}"))
     for name, text in _texts(family):
-        if isinstance(text, CLIPTextSpec):
+        if isinstance(text, (CLIPTextSpec, OpenCLIPTextSpec)):
             divides = text.heads > 0 and text.width % text.heads == 0
             checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
+            checks.append((f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"))
+        if isinstance(text, CLIPTextSpec):
             wanted, found = f"one of {', '.join(ACTIVATIONS)}", text.activation
             checks.append((f"{name}_activation", found, found in ACTIVATIONS, wanted))
     for name, value, is_valid, wanted in checks:
@@ -244,8 +307,15 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
 
 def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
-    heads = int(metadata[f"{name}_num_heads"]) if f"{name}_num_heads" in metadata else None
-    spec = like.fitted(shapes[name.replace("text", "text_encoder")], heads)
+    return _with_text(like.fitted(shapes[name.replace("text", "text_encoder")]), metadata, name)
+
+
+def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> EncoderSpec:
+    """Return the spec of a text encoder, "text" or "text_2", with its heads and activation from the metadata."""
+    if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)) and f"{name}_num_heads" in metadata:
+        spec = replace(spec, heads=int(metadata[f"{name}_num_heads"]))
+    if isinstance(spec, OpenCLIPTextSpec) and f"{name}_skip" in metadata:
+        return replace(spec, skip=int(metadata[f"{name}_skip"]))
     if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
         return replace(spec, activation=metadata[f"{name}_activation"])
     return spec
@@ -268,12 +338,19 @@ def describe(family: Family) -> dict[str, str]:
     }
     if isinstance(family.noise, ScaledLinear):
         about |= {"beta_start": family.noise.start, "beta_end": family.noise.end}
-        about |= {"beta_schedule": "scaled_linear", "num_timesteps": 1000}
+        about |= {"beta_schedule": "linear" if isinstance(family.noise, Linear) else "scaled_linear"}
+    elif isinstance(family.noise, Betas):
+        about["trained_betas"] = json.dumps(family.noise.values)
+    else:
+        about["beta_schedule"] = "squaredcos_cap_v2"
+    about["num_timesteps"] = 1000
     for name, spec in _texts(family):
         if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)):
             about[f"{name}_num_heads"] = spec.heads
         if isinstance(spec, CLIPTextSpec):
             about[f"{name}_activation"] = spec.activation
+        if isinstance(spec, OpenCLIPTextSpec) and spec.skip == 0:  # otherwise the number of layers tells
+            about[f"{name}_skip"] = 0
     return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 
 

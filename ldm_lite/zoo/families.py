@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ldm_lite.diffusion.schedule import Array, Prediction, cosine_betas, linear_betas
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
@@ -46,6 +48,28 @@ class ScaledLinear:
 
 
 @dataclass(frozen=True)
+class Linear(ScaledLinear):
+    """The same with 1000 betas linear themselves: "linear" in diffusers."""
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return np.linspace(self.start, self.end, 1000)
+
+
+@dataclass(frozen=True)
+class Betas:
+    """A variance-preserving noise process given by its betas, (1000,)."""
+
+    values: tuple[float, ...]
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return np.array(self.values, dtype=np.float64)
+
+
+@dataclass(frozen=True)
 class Cosine:
     """A variance-preserving noise process with the cosine schedule of Nichol and Dhariwal 2021."""
 
@@ -53,6 +77,9 @@ class Cosine:
     def betas(self) -> Array:
         """The betas, (1000,)."""
         return cosine_betas()
+
+
+Noise = ScaledLinear | Cosine | Betas
 
 
 @dataclass(frozen=True)
@@ -67,7 +94,7 @@ class Family:
     task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
     sgm: bool  # text encoders have the key names of generative-models
     prediction: Prediction
-    noise: ScaledLinear | Cosine
+    noise: Noise
     scale_factor: float  # UNet latents = scale_factor * autoencoder latents; may be IN_THE_FILE
     sampler: str  # any name of a sampler, with its timestep spacing
     resolution: int  # pixels per side

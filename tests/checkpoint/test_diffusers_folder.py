@@ -31,10 +31,6 @@ def save(path: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
             continue
         (path / role).mkdir(parents=True)
         values = {key: value.to(dtype) for key, value in weights_of(f"{name}.{role}").items()}
-        if (name, role) == ("sd2", "text_encoder"):  # the layer that is not read: 23 without one are known, not 2
-            values |= {
-                key.replace(".1.", ".2."): torch.zeros_like(v) for key, v in values.items() if "layers.1." in key
-            }
         save_file(values, path / role / f"{FILES.get(role, 'model')}.safetensors", {"format": "pt"})
         act = "quick_gelu" if role == "text_encoder" and name != "sd2" else "gelu"
         (path / role / "config.json").write_text(json.dumps({"hidden_act": act} if "text" in role else {}))
@@ -53,7 +49,8 @@ def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) ->
         '{"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "timestep_spacing": "leading"}'
     )
     pipe = ldm_lite.load(tmp_path, metadata=told(small("sd2"), "prediction"), device="cpu")
-    assert open_source(tmp_path).metadata == {"prediction": "v_prediction", "scheduler": "DDIMScheduler, leading"}
+    metadata = {"prediction": "v_prediction", "scheduler": "DDIMScheduler, leading"}
+    assert open_source(tmp_path).metadata.items() >= metadata.items()
     assert pipe.family.prediction == "v"
     assert pipe.name == tmp_path.name
     assert toy.relative_error(run(pipe, NEGATIVE, 5.0, PromptOptions()), GOLDEN["folder.sd2"]) < 1e-5

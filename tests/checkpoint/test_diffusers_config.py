@@ -1,0 +1,214 @@
+"""What the configuration files of a diffusers folder say is heeded, as diffusers heeds it (the goldens), or refused."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite.checkpoint.diffusers_config import IMPLEMENTED, KINDS, read_network, read_scheduler
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
+from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.generate import SharedNoise, decode, denoise
+from tests.checkpoint.test_diffusers_keys import DATA, weights_of
+from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
+
+GOLDEN = np.load(DATA / "configs.npz")
+FILES: dict[str, dict[str, Any]] = json.loads(str(GOLDEN["made_with"]))["files"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's folder with weights alone."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    for role, stem in (
+        ("unet", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+    ):
+        (folder / role).mkdir()
+        values = {key: value for key, value in weights_of(f"lcm.{role}").items() if "cond_proj" not in key}
+        save_file(values, folder / role / f"{stem}.safetensors", {"format": "pt"})
+    return folder
+
+
+def configure(folder: Path, name: str, file: str = "", **changed: object) -> Path:
+    """The folder with the configuration of a case, and further settings of one file."""
+    files = {**FILES["plain"], **FILES[name]}
+    for path, config in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(json.dumps({**config, **changed} if path == file else config))
+    return folder
+
+
+QUICK = ("zero_snr", "clean", "linear", "lcm", "euler", "networks")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in toy.CONFIGS]
+)
+def test_a_folder_makes_the_image_that_diffusers_makes(
+    weights: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With no setting told but the folder's own; Euler, which is not the family's sampler, is asked for."""
+    pipe = ldm_lite.load(configure(weights, name), device="cpu")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert pipe.family.resolution == 128
+    cond = encode_prompts(pipe, [PROMPT])
+    uncond = encode_prompts(pipe, [NEGATIVE], PromptOptions(negative=True))
+    draw = SharedNoise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
+    plan = make_plan("euler" if name == "euler" else pipe.family.sampler, pipe.schedule, 4)
+    latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 5.0), plan, draw=draw)
+    assert toy.relative_error(latents, GOLDEN[f"{name}.latents"]) < 5e-5
+    [pixels] = decode(pipe, latents)
+    assert toy.relative_error(pixels[None, :, ::4, ::4], GOLDEN[f"{name}.pixels"].clip(-1, 1)) < 5e-5
+
+
+def test_the_cases_differ() -> None:
+    plain = GOLDEN["plain.latents"]
+    errors = {name: toy.relative_error(GOLDEN[f"{name}.latents"], plain) for name in toy.CONFIGS if name != "plain"}
+    assert min(errors.values()) > 1e-3
+
+
+WRONG: dict[str, dict[str, object]] = {  # values that real configurations have, and that are computed otherwise here
+    "unet/config.json": {
+        "_class_name": "UNet3DConditionModel",
+        "act_fn": "gelu",
+        "norm_num_groups": 16,
+        "norm_eps": 1e-6,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+        "mid_block_scale_factor": 1.41421,
+        "downsample_padding": 0,
+        "resnet_time_scale_shift": "scale_shift",
+        "class_embed_type": "timestep",
+        "addition_embed_type": "text",
+        "dual_cross_attention": True,
+        "only_cross_attention": True,
+        "center_input_sample": True,
+        "conv_in_kernel": 1,
+        "attention_head_dim": [1, 4],
+        "down_block_types": ["CrossAttnDownBlock2D", "SkipDownBlock2D"],
+        "sample_size": -8,
+        "time_embedding_type": "fourier",
+        "timestep_post_act": "silu",
+        "encoder_hid_dim_type": "text_proj",
+    },
+    "vae/config.json": {
+        "_class_name": "AsymmetricAutoencoderKL",
+        "act_fn": "relu",
+        "norm_num_groups": 16,
+        "shift_factor": 0.1159,
+        "latents_mean": [0.0, 0.1, 0.2, 0.3],
+        "scaling_factor": -1,
+    },
+    "text_encoder/config.json": {
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-12,
+        "model_type": "roberta_series",
+        "use_attention_mask": True,
+        "num_attention_heads": "4",
+        "eos_token_id": 7,
+    },
+    "tokenizer/tokenizer_config.json": {
+        "pad_token": "!",
+        "model_max_length": 64,
+        "tokenizer_class": "BertTokenizer",
+    },
+    "scheduler/scheduler_config.json": {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "num_train_timesteps": 500,
+        "beta_schedule": "sigmoid",
+        "beta_start": -0.1,
+        "trained_betas": [0.1, 0.2],
+        "prediction_type": "flow_prediction",
+        "thresholding": True,
+        "timestep_spacing": "log",
+        "timestep_type": "continuous",
+        "sigma_max": 700.0,
+        "use_flow_sigmas": True,
+    },
+}
+
+
+@pytest.mark.parametrize("file", WRONG)
+def test_another_value_is_refused_by_name(weights: Path, file: str) -> None:
+    for key, value in WRONG[file].items():
+        with pytest.raises(ValueError, match=r"wanted|not 1000 numbers|not what") as caught:
+            ldm_lite.load(configure(weights, "plain", file, **{key: value}), device="cpu")
+        said = str(caught.value)
+        assert "\n" not in said
+        named = str(value) if key in ("_class_name", "beta_schedule") else key
+        assert named in said, said
+
+
+def test_every_value_of_every_table_is_checked() -> None:
+    for kind, table in IMPLEMENTED.items():
+        shapes: dict[str, tuple[int, ...]] = {key: (1,) for key, each in KINDS.items() if each == kind}
+        for key, values in table.items():
+            for value in (*values, "another"):
+                if kind == "scheduler":
+                    config = {"_class_name": "DDIMScheduler", key: value}
+                    read = lambda config=config: read_scheduler("s", config, "")  # noqa: E731
+                else:
+                    read = lambda key=key, value=value, shapes=shapes: read_network("n", {key: value}, shapes)  # noqa: E731
+                if value == "another":
+                    with pytest.raises(ValueError, match=f"its {key} "):
+                        read()
+                elif key not in ("num_attention_heads", "sample_size"):
+                    read()
+
+
+def test_unknown_settings_are_named_in_one_warning(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(weights, "plain", "unet/config.json", mystery="x", another=[1, 2], off=False, none=None, _private=3)
+    ldm_lite.load(weights, device="cpu")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ['unet: ignored unknown settings: mystery "x", another [1, 2]']
+
+
+def test_a_pipeline_for_another_task_is_named(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = {"_class_name": "AnimateDiffPipeline", "motion_adapter": ["diffusers", "MotionAdapter"]}
+    ldm_lite.load(configure(weights, "plain", "model_index.json", **wanted), device="cpu")
+    assert 'is of "AnimateDiffPipeline", which ldm_lite does not know: only its networks are used' in caplog.text
+
+
+def test_solvers_are_named_and_the_family_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for name, wanted in (("PNDM", "plms"), ("DPMSolverMultistep", "dpmpp_2m karras"), ("UniPCMultistep", "unipc")):
+        found = read_scheduler("s", {"_class_name": f"{name}Scheduler", "use_karras_sigmas": "karras" in wanted}, "")
+        assert found == {"scheduler": f"{name}Scheduler, None"}
+        assert f's: its {name}Scheduler is `sampler="{wanted}"`' in caplog.text
+    read_scheduler("s", {"_class_name": "DDIMScheduler", "timestep_spacing": "linspace"}, "")
+    assert 's: ignored timestep_spacing "linspace"' in caplog.text
+
+
+def test_a_spacing_of_the_checkpoint_yields_to_one_in_a_name(weights: Path) -> None:
+    schedule = ldm_lite.load(configure(weights, "zero_snr"), device="cpu").schedule
+    assert schedule.spacing == "trailing_to_0"
+    for name in ("ddim", "dpmpp_2m"):
+        assert make_plan(name, schedule, 4).t[0] == 999
+    plain = replace(schedule, spacing=None)
+    for name in ("ddim leading", "euler karras", "lcm"):
+        assert np.array_equal(make_plan(name, schedule, 4).t, make_plan(name, plain, 4).t)
+    assert make_plan("ddim", schedule, 4, spacing="leading").t[0] == 751
+
+
+def test_what_the_user_tells_comes_first(weights: Path) -> None:
+    told = {"scale_factor": "0.5", "resolution": "64", "beta_end": "0.02", "prediction": "v"}
+    pipe = ldm_lite.load(configure(weights, "networks"), device="cpu", metadata=told)
+    assert (pipe.family.scale_factor, pipe.family.resolution, pipe.family.prediction) == (0.5, 64, "v")
+    assert pipe.schedule.betas[-1] == pytest.approx(0.02)
+
+
+def test_another_autoencoder_brings_its_scaling_factor(weights: Path) -> None:
+    configure(weights, "networks")
+    part = ldm_lite.load(weights, device="cpu", vae=weights / "vae").family
+    assert part.scale_factor == 0.3
