@@ -103,6 +103,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
     found = components[role]
     with errors_of(source), on_meta():
         network = _build(model, role, found.shapes)
+        _check_heads(model.family.unet, found.checkpoint.metadata)
     # A style adapter runs now and is freed.
     by_block = role != "style" and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
@@ -159,6 +160,18 @@ def _check_fit(model: Model, numbers: Mapping[str, object]) -> None:
         if wanted not in (None, own[name]):
             about = f"with {name} {wanted}{KNOWN.get(name, '')}, but that of {model.family.title} has {own[name]}"
             raise ValueError(f"is for UNets {about}")
+
+
+def _check_heads(unet: UNetSpec, about: Mapping[str, str]) -> None:
+    """Raises ValueError if a diffusers folder's configuration gives a control other heads than its UNet has."""
+    for width in {
+        unet.model_channels * m for m, depth in zip(unet.channel_mult, unet.transformer_depth, strict=True) if depth
+    }:
+        own = {"unet_num_heads": unet.heads(width), "unet_head_dim": width // unet.heads(width)}
+        if wrong := [key for key in own.keys() & about.keys() if int(about[key]) != own[key]]:
+            raise ValueError(
+                f"its attention_head_dim gives {wrong[0][5:]} {about[wrong[0]]}, but its UNet has {own[wrong[0]]}"
+            )
 
 
 def _add_base(network: nn.Module, model: Model) -> None:

@@ -113,6 +113,18 @@ def test_the_configuration_of_a_folder_says_that_a_net_pools(pipe: Pipeline, fol
     assert not control.control.pool
 
 
+def test_a_net_with_other_heads_than_its_unet_is_refused(pipe: Pipeline, folder: Path) -> None:
+    config = folder / "sdxl" / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({"attention_head_dim": 4}))
+    load_controls(pipe, parse([spec(folder, "sdxl")]))
+    for wrong in ({"attention_head_dim": 8}, {"norm_num_groups": 16}):
+        config.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=f"sdxl: its {next(iter(wrong))} .*(but its UNet has 4|wanted 32)"):
+            load_controls(pipe, parse([spec(folder, "sdxl")]))
+    config.write_text(before)
+
+
 def test_half_precision_is_read(pipe: Pipeline, folder: Path) -> None:
     [control] = load_controls(pipe, parse([spec(folder, "fp16.safetensors")]))
     weights = original(weights_of("steers.sdxl"))
