@@ -6,6 +6,7 @@ Each method takes its task's options by name: the same ones as the command's fla
 import contextlib
 import dataclasses
 import difflib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -36,6 +37,8 @@ from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.batching import results, run
 from ldm_lite.tasks.image_inputs import open_source
 from ldm_lite.tasks.job import Job, read_extra
+
+log = logging.getLogger("ldm_lite")
 
 Options = TypeVar("Options")
 
@@ -203,12 +206,14 @@ class Pipeline(Model):
         return generate.encode(self, torch.stack(pixels))[0]
 
     def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
-        """Merge a LoRA (a file, or the result of open_lora) into the weights: `with pipe.lora(FILE, 0.8): ...`.
+        """Merge a LoRA into the weights: `with pipe.lora(FILE, 0.8): ...`; of a file, PEFT's folder or open_lora.
 
         The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
         all threads.
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
+        if names := ", ".join(repr(each.name) for each in opened.embeddings):
+            log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)
         return lora.merge_lora(self.networks, [(opened, float(weight))], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:

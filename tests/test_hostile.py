@@ -26,7 +26,7 @@ from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.lora import open_lora
 from ldm_lite.checkpoint.reader import open_checkpoint, split
-from ldm_lite.conditioning.textual_inversion import open_embedding
+from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.models.clip_vision import CLIPVisionSpec
 from ldm_lite.models.controlnet import infer_spec
 from ldm_lite.models.shapes import MOST_BLOCKS
@@ -41,7 +41,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "load": ldm_lite.load,
     "open_checkpoint": open_checkpoint,
     "open_lora": open_lora,
-    "open_embedding": open_embedding,
+    "open_embeddings": open_embeddings,
 }
 
 

@@ -26,7 +26,7 @@ def write_files(folder: Path) -> None:
     known = file_names("unet", unet)
     for number, (module, target) in enumerate(targets(unet).items()):
         if module.endswith(("to_q", "to_v")):
-            rows, columns = target.shape
+            rows, columns = target["weight"].shape
             name = known[module][0]
             values[f"{name}.lora_down.weight"] = toy.normal(number, 4, columns) / columns**0.5
             values[f"{name}.lora_up.weight"] = toy.normal(1000 + number, rows, 4) / 2

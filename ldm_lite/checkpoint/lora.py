@@ -1,28 +1,31 @@
 """LoRA files: read, merged into the weights of networks in place, and removed again bit for bit.
 
-A merged network runs with W + scale * alpha / rank * up @ down (Hu et al. 2021, eq. 3), written into the memory of W,
-so that compiled code and captured graphs stay valid.  Modules are found by building every spelling that files use
-(kohya, PEFT, older diffusers; names of diffusers or of the original) from our own names: names with dots replaced
-by underscores cannot be split again.
+A merged network runs with changed weights (adapters.py), written into the memory of the old ones, so that compiled code
+and captured graphs stay valid.  Modules are found by building every spelling that files use (kohya, LyCORIS, PEFT,
+ComfyUI, older diffusers; names of diffusers or of the original) from our own names: names with dots replaced by
+underscores cannot be split again.
 
 Source: kohya-ss/sd-scripts networks/lora.py for names and formulas of kohya's files.
 """
 
-import json
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint import adapters, peft
+from ldm_lite.checkpoint.adapters import Change, Changes
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
-from ldm_lite.checkpoint.reader import Checkpoint, open_checkpoint
+from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
+from ldm_lite.cli.files import read_text
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.offload import Offloader
@@ -32,37 +35,53 @@ log = logging.getLogger("ldm_lite")
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
-# Prefixes of module names by role, kohya's first.  Files for a single network may have none.
+# Prefixes of module names by role, kohya's first; those of ComfyUI and the original name the encoder itself.  Files for
+# a single network may have none: shapes then tell the text encoders apart.
 PREFIXES = {
-    "unet": ("lora_unet_", "unet_", ""),
-    "text_encoder": ("lora_te_", "lora_te1_", "text_encoder_", ""),
-    "text_encoder_2": ("lora_te2_", "text_encoder_2_"),
+    "unet": ("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
+    "text_encoder": (
+        *("lora_te_", "lora_te1_", "text_encoder_", "text_encoders_clip_l_transformer_", ""),
+        *("text_encoders_clip_h_transformer_", "cond_stage_model_transformer_", "cond_stage_model_model_"),
+        *("conditioner_embedders_0_transformer_", "conditioner_embedders_0_model_"),
+    ),
+    "text_encoder_2": (
+        *("lora_te2_", "text_encoder_2_", "text_encoders_clip_g_transformer_", "conditioner_embedders_1_model_", ""),
+    ),
 }
 
 
 class Target(NamedTuple):
-    """The weight of a module: rows of a parameter."""
+    """The weight or bias of a module: rows of a parameter, which may be the transposed weight."""
 
     parameter: nn.Parameter
-    rows: slice
+    rows: slice = slice(None)
+    transposed: bool = False
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the weight, on any device."""
-        return torch.Size((len(range(*self.rows.indices(len(self.parameter)))), *self.parameter.shape[1:]))
+        """The shape of the weight or bias, on any device."""
+        rest = torch.Size((len(range(*self.rows.indices(len(self.parameter)))), *self.parameter.shape[1:]))
+        return rest[::-1] if self.transposed else rest
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the weight or bias as a view of the parameter's value."""
+        return whole.T if self.transposed else whole[self.rows]
 
 
-def targets(network: nn.Module) -> dict[str, Target]:
-    """Return the modules of a network that have a weight, by name; OpenCLIP's q, k and v share one parameter."""
-    found: dict[str, Target] = {}
+def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
+    """Return the "weight" and "bias" of a network's modules, by name; OpenCLIP's q, k and v share parameters."""
+    found: dict[str, dict[str, Target]] = {}
     for key, parameter in network.named_parameters(remove_duplicate=False):
         module, _, last = key.rpartition(".")
-        if last == "weight":
-            found[module] = Target(parameter, slice(None))
-        elif last == "in_proj_weight":
+        if last in ("weight", "bias"):
+            found.setdefault(module, {})[last] = Target(parameter)
+        elif last in ("in_proj_weight", "in_proj_bias"):
             third = len(parameter) // 3
             for i, part in enumerate("qkv"):
-                found[f"{module}.{part}_proj"] = Target(parameter, slice(i * third, (i + 1) * third))
+                rows = slice(i * third, (i + 1) * third)
+                found.setdefault(f"{module}.{part}_proj", {})[last.removeprefix("in_proj_")] = Target(parameter, rows)
+        elif key in ("positional_embedding", "text_projection"):
+            found[key] = {"weight": Target(parameter, transposed=key == "text_projection")}
     return found
 
 
@@ -75,117 +94,89 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     found = {}
     for module in targets(network):
         other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
-        names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other]
+        names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other, module]
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
-        found[module] = [prefix + name.replace(".", "_") for prefix in PREFIXES[role] for name in names]
+        flat = [name.replace(".", "_") for name in dict.fromkeys(names)]
+        found[module] = [prefix + name for prefix in PREFIXES[role] for name in flat]
     return found
-
-
-# The end of a key -> which part of its module the tensor is; the first pattern that fits.
-PARTS = (
-    (r"\.lora_(down|up|mid)\.weight$", r"\1"),  # kohya
-    (r"\.lora_A(?:\.\w+)?\.weight$", "down"),  # PEFT, with or without an adapter's name
-    (r"\.lora_B(?:\.\w+)?\.weight$", "up"),
-    (r"(?:_lora|\.lora|\.lora_linear_layer)\.(down|up)\.weight$", r"\1"),  # diffusers before PEFT
-    (r"\.(alpha)$", r"\1"),
-)
-NOT_SUPPORTED = {
-    r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
-    r"\.hada_": "LoHa",
-    r"\.lokr_": "LoKr",
-    r"\.oft_|\.boft_": "OFT",
-    r"\.diff(_b)?$": "full differences",
-    r"^bundle_emb\.": "a bundled textual inversion",
-}
-
-
-def _part(key: str) -> tuple[str, str] | None:
-    for pattern, part in PARTS:
-        if match := re.search(pattern, key):
-            module = re.sub(r"base_model\.model\.|\.processor(?=\.|$)", "", key[: match.start()])
-            return module.replace(".", "_"), match.expand(part)
-    return None
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LoraWeights:
-    """The LoRA weights of one module: they add alpha / rank * up @ down, or up * mid * down, to its weight."""
-
-    up: Tensor  # (out,r) or (out,r,1,1)
-    down: Tensor  # (r,in) or (r,in,k,k); (r,in,1,1) with mid
-    mid: Tensor | None  # (r,r,k,k)
-    alpha: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the module's weight; linears may be stored as 1x1 convolutions."""
-        return (len(self.up), self.down.shape[1], *(self.down if self.mid is None else self.mid).shape[2:])
-
-    def change(self) -> Tensor:
-        """Return the change of the weight at scale 1, in float32, of `shape`."""
-        up, down = self.up.float().flatten(1), self.down.float().flatten(1)
-        if self.mid is None:
-            change = (up @ down).reshape(self.shape)
-        else:
-            change = torch.einsum("om,mnkl,ni->oikl", up, self.mid.float(), down)
-        return change * (self.alpha / len(down))
-
-
-@dataclass(frozen=True)
 class Lora:
-    """A LoRA file, which can be merged repeatedly: weights by the file's module names, dots as underscores."""
+    """A LoRA, which can be merged repeatedly: changes by the file's module names, dots as underscores."""
 
     name: str
-    modules: Mapping[str, LoraWeights]
+    modules: Mapping[str, Changes]
+    embeddings: tuple[Embedding, ...] = ()  # bundled textual inversions; merging does not use them
 
 
 def open_lora(source: str | os.PathLike[str]) -> Lora:
-    """Read a LoRA file in the format of kohya, PEFT or diffusers: a path, or owner/repository/file on the hub.
+    """Read a LoRA in the format of kohya, LyCORIS, PEFT, ComfyUI or diffusers.
 
-    An alpha that is missing, 0 or NaN means the rank.  Raises FileNotFoundError, or ValueError if the file is not a
-    LoRA of a supported kind.
+    source is a file, a folder of PEFT (with adapter_config.json), or either on the hub: owner/repository[/file].  An
+    alpha that is missing or 0 means the rank, unless a configuration of PEFT tells it.  Raises FileNotFoundError, or
+    ValueError if it is damaged, not a LoRA, or of a kind that is not supported.
     """
-    file = open_checkpoint(hub.resolve(source))
-    for pattern, what in NOT_SUPPORTED.items():
-        if any(re.search(pattern, key) for key in file.shapes):
-            raise ValueError(f"{file.path}: holds {what}, which is not supported: only LoRA is")
+    title, files = peft.find(os.fspath(source))
+    modules: dict[str, Changes] = {}
+    embeddings: list[Embedding] = []
+    for role, weights, config in files:
+        own = _read(weights, role, config)
+        if twice := own.modules.keys() & modules.keys():
+            raise ValueError(f"{title}: {min(twice)} is in two of its files")
+        modules |= own.modules
+        embeddings += own.embeddings
+    return Lora(title, modules, tuple(embeddings))
+
+
+def _read(path: Path, role: str, config: Path | None) -> Lora:
+    """Read one file.  role is a network's if the file does not name it, else ""."""
+    file = open_checkpoint(path)
+    most, configs = len(file.shapes), dict[str, peft.PeftConfig]()
+    if config is not None:
+        configs[""] = peft.read_config(peft.parse_json(read_text(config), str(config)), str(config), most)
+    elif about := file.metadata.get("lora_adapter_metadata"):
+        where = f"{path}: its lora_adapter_metadata"
+        configs = peft.by_role(peft.parse_json(about, where), where, most)
+    keys = [key for key in file.shapes if not key.startswith("bundle_emb.")]
     parts: dict[str, dict[str, str]] = {}
-    unknown = []
-    for key in file.shapes:
-        if (part := _part(key)) is None:
-            unknown.append(key)
-        else:
-            parts.setdefault(part[0], {})[part[1]] = key
-    if not parts:
-        raise ValueError(f"{file.path}: is not a LoRA (has {unknown[0]}): give a whole checkpoint as `ckpt`")
+    dotted: dict[str, str] = {}
+    try:
+        unknown = adapters.check_keys(keys)
+        for key in keys:
+            if (found := adapters.part_of(key)) is None:
+                continue
+            module = (f"{role}_" if role else "") + found[0].replace(".", "_")
+            dotted[module] = found[0]
+            if (other := parts.setdefault(module, {}).setdefault(found[1], key)) != key:
+                raise ValueError(f"holds the same weights twice, as {other} and {key}")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if unknown:
-        log.warning("%s: ignored %d tensors that belong to no LoRA: %s, ...", file.path.name, len(unknown), unknown[0])
-    modules, alphas = {}, _peft_alphas(file)
-    for module, keys in parts.items():
-        if not {"up", "down"} <= set(keys):
-            raise ValueError(f"{file.path}: {module} lacks its up or down weight: the file is damaged")
-        tensors = {part: file.read(key) for part, key in keys.items()}
-        up, down, mid = tensors["up"], tensors["down"], tensors.get("mid")
-        alpha = next((alpha for prefix, alpha in alphas.items() if module.startswith(prefix)), 0.0)
-        alpha = float(tensors["alpha"]) if "alpha" in tensors else alpha
-        modules[module] = LoraWeights(up, down, mid, alpha if alpha and math.isfinite(alpha) else float(len(down)))
-    return Lora(file.path.name, modules)
+        some = ", ".join(unknown[:8]) + ", ..." * (len(unknown) > 8)
+        log.warning("%s: ignored %d tensors that belong to no LoRA: %s", path.name, len(unknown), some)
+    if not configs and path.name in peft.WEIGHTS:
+        log.warning("%s: %s is missing beside it: alpha is taken to be the rank", path, peft.CONFIG)
+    modules = {}
+    for module, each in parts.items():
+        try:
+            alpha = partial(_alpha, configs, dotted[module])
+            modules[module] = adapters.read_changes(each, file.shapes, file.read, alpha)
+        except ValueError as error:
+            raise ValueError(f"{path}: {dotted[module]} {error}") from error
+    return Lora(path.name, modules, tuple(bundled(file)))
 
 
-def _peft_alphas(file: Checkpoint) -> dict[str, float]:
-    """Return the alphas of PEFT's configuration in a file's metadata, by the prefix of module names, longest first."""
-    about = json.loads(file.metadata.get("lora_adapter_metadata", "{}"))
-    for name, value in about.items():
-        if value and name.endswith((".use_rslora", ".alpha_pattern", ".use_dora")):
-            raise ValueError(f"{file.path}: its {name} is {value}, which is not supported")
-    suffix = ".lora_alpha"
-    alphas = {name.removesuffix(suffix) + "_": float(value) for name, value in about.items() if name.endswith(suffix)}
-    # Longest first, since modules of "text_encoder_2_" begin with "text_encoder_" too.
-    return dict(sorted(alphas.items(), key=lambda item: -len(item[0])))
+def _alpha(configs: Mapping[str, peft.PeftConfig], module: str, rank: int) -> float:
+    """Return the alpha of a module from PEFT's configurations by role; without one, the rank."""
+    role, _, inside = module.partition(".")
+    if role in configs:
+        return configs[role].alpha_of(inside, rank)
+    return configs[""].alpha_of(module, rank) if "" in configs else float(rank)
 
 
 def parse(text: str) -> tuple[str, float]:
@@ -234,31 +225,29 @@ def merge_lora(
     the networks, or one has another shape.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
-    places = {(role, name): target for role, network in networks.items() for name, target in targets(network).items()}
-    table = {
-        name: (role, module)
-        for role, network in networks.items()
-        for module, names in file_names(role, network).items()
-        for name in names
-    }
-    changes: dict[nn.Parameter, list[tuple[slice, LoraWeights, float]]] = {}
+    places = {(role, name): found for role, network in networks.items() for name, found in targets(network).items()}
+    table: dict[str, list[Place]] = {}
+    for role, network in networks.items():
+        for module, names in file_names(role, network).items():
+            for name in names:
+                table.setdefault(name, []).append((role, module))
+    changes: dict[nn.Parameter, list[tuple[Target, Change, float]]] = {}
     for lora, scale in loras:
-        matched = _matched(lora, table)
-        for place, weights in matched.items():
-            target = places[place]
-            _check(lora, place[1], weights, target.shape)
+        for target, change in _matched(lora, table, places):
             if offloader is None and target.parameter.element_size() == 1:
                 raise ValueError(f"{lora.name}: the weights are quantised: merging needs the offloader of the model")
-            changes.setdefault(target.parameter, []).append((target.rows, weights, scale))
-        log.info("%s: %d of %d modules merged, at %g", lora.name, len(matched), len(lora.modules), scale)
+            changes.setdefault(target.parameter, []).append((target, change, scale))
+        count = sum(name in table for name in lora.modules)
+        log.info("%s: %d of %d modules merged, at %g", lora.name, count, len(lora.modules), scale)
     offloader = offloader or Offloader({}, torch.device("cpu"))  # of no networks: reads and writes weights in place
     before = []
     for parameter, parts in changes.items():
         if removable:
             before.append((parameter, offloader.save(parameter)))
         total = offloader.read(parameter, parameter.device, torch.float32).clone()
-        for rows, weights, scale in parts:
-            total[rows] += scale * weights.change().reshape(total[rows].shape).to(total.device)
+        for target, change, scale in parts:
+            now = target.of(total)
+            now += scale * change.change(now).reshape(now.shape).to(total.device)
         offloader.write(parameter, total)
     return MergedLora(offloader, before)
 
@@ -266,22 +255,49 @@ def merge_lora(
 Place = tuple[str, str]  # the role of a network, and one of its modules
 
 
-def _matched(lora: Lora, table: Mapping[str, Place]) -> dict[Place, LoraWeights]:
-    """Return the file's weights by place.  Logs modules that are not in the networks; raises ValueError if none is."""
+def _matched(
+    lora: Lora, table: Mapping[str, Sequence[Place]], places: Mapping[Place, Mapping[str, Target]]
+) -> list[tuple[Target, Change]]:
+    """Return the changes of a file with their targets.  Logs what is not in the networks.
+
+    Raises ValueError if nothing is, if a shape differs, or if two modules of the file are one in a network.
+    """
     left = [module for module in lora.modules if module not in table]
     if len(left) == len(lora.modules):
         raise ValueError(f"{lora.name}: none of its {len(left)} modules is in this model (has {left[0]})")
-    if left:
-        some = ", ".join(left[:3])
-        log.warning("%s: %d modules are not in this model and have no effect: %s", lora.name, len(left), some)
-    return {table[module]: weights for module, weights in lora.modules.items() if module in table}
+    missing: list[str] = []
+    found: list[tuple[Target, Change]] = []
+    taken: dict[Place, str] = {}
+    for name, changes in lora.modules.items():
+        if name not in table:
+            continue
+        # A name without a prefix may be that of either text encoder.
+        place = next((place for place in table[name] if _fits(changes, places[place])), table[name][0])
+        if (other := taken.setdefault(place, name)) != name:
+            raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {other} and {name}")
+        for parameter, change in changes.items():
+            target = places[place].get(parameter)
+            if target is None:
+                missing.append(f"the {parameter} of {name}")
+            elif _plain(target.shape) != _plain(change.shape):
+                raise ValueError(
+                    f"{lora.name}: is for another model: its {place[1]}.{parameter} is "
+                    f"{' x '.join(map(str, change.shape))}, here it is {' x '.join(map(str, target.shape))}"
+                )
+            else:
+                found.append((target, change))
+    for what, names in (("modules", left), ("weights or biases", missing)):
+        if names:
+            some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            log.warning("%s: %d %s are not in this model and have no effect: %s", lora.name, len(names), what, some)
+    return found
 
 
-def _check(lora: Lora, module: str, weights: LoraWeights, shape: torch.Size) -> None:
-    """Raise ValueError if the LoRA weights are not for a weight of that shape."""
-    ours, theirs = (wanted[:2] if set(wanted[2:]) <= {1} else wanted for wanted in (tuple(shape), weights.shape))
-    if ours != theirs:
-        raise ValueError(
-            f"{lora.name}: is for another model: its {module}.weight is {' x '.join(map(str, weights.shape))}, "
-            f"here it is {' x '.join(map(str, shape))}"
-        )
+def _fits(changes: Changes, target: Mapping[str, Target]) -> bool:
+    """Whether all changes have the shapes of a module."""
+    return all(name in target and _plain(target[name].shape) == _plain(each.shape) for name, each in changes.items())
+
+
+def _plain(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without the kernel of a 1x1 convolution, which files of linears have, and the reverse."""
+    return tuple(shape[:2] if set(shape[2:]) <= {1} else shape)

@@ -2,20 +2,22 @@
 
 import logging
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, Component, ema_copy, errors_of, load_weights, on_meta, split
+from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, learn, open_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
@@ -66,7 +68,7 @@ class Model:
     description: str  # what was loaded, from where, in one line
     offloader: Offloader | None = None  # None: the networks are on the device all the time, in their own dtype
     step: Step = denoise_step  # runs a row of a plan: as written, or compiled
-    learned: Mapping[int, Tensor] = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
+    learned: Learned = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
     ema: bool = False  # the UNet is the EMA copy of a file that has both
 
     @property
@@ -122,7 +124,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
-    loras = [lora.parse(text) for text in options.lora]
+    loras = [(lora.open_lora(file), weight) for file, weight in map(lora.parse, options.lora)]
     checkpoint = options.ckpt if isinstance(options.ckpt, Checkpoint) else open_source(options.ckpt)
     path, title = checkpoint.path, hub.title(checkpoint.path)
     device = pick_device(options.device)
@@ -133,7 +135,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
     schedule = _schedule(family, _main(components), options.zero_snr)
     if loras:
-        lora.merge_lora(networks, [(lora.open_lora(file), weight) for file, weight in loras], removable=False)
+        lora.merge_lora(networks, loras, removable=False)
     step, offloader = prepare(networks, options, device)
     parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
     description = (
@@ -144,7 +146,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     turbo = turbo_variant(family)
     if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
-    return kind(
+    model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,
         schedule=schedule,
@@ -155,6 +157,28 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         ema=weights.startswith("EMA"),
         **_absent(family, device, dtypes["unet"]) | networks,
     )
+    return _learning(model, [embedding for each, _ in loras for embedding in each.embeddings])
+
+
+def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
+    """Return the model with textual inversions loaded, FILE or NAME=FILE; prompts use them by name.
+
+    The networks are shared.  The log lists each name with its number of vectors.  Raises FileNotFoundError, and
+    ValueError, one line, for other files, vectors of another width than the text encoders', and two of one name.
+    """
+    return _learning(model, [embedding for source in sources for embedding in open_embeddings(source)], "`embedding`")
+
+
+def _learning(model: M, embeddings: Sequence[Embedding], option: str = "`lora`") -> M:
+    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, CLIP)]
+    if not embeddings:
+        return model
+    if model.tokenizer is None or not encoders:
+        raise ValueError(
+            f"{model.family.title} reads no text with CLIP, which embeddings are made for: leave out {option}"
+        )
+    tokenizer, learned = learn(embeddings, encoders, model.tokenizer, model.learned)
+    return replace(model, tokenizer=tokenizer, learned=learned)
 
 
 def _main(components: Mapping[str, Component]) -> Checkpoint:

@@ -169,7 +169,9 @@ class LoadOptions(RuntimeOptions):
     vae: str | None = option(None, "take the autoencoder from this file", common=True)
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: str | None = option(None, "take the text encoder from this file")
-    lora: tuple[str, ...] = option((), "merge a LoRA file; repeatable", metavar="FILE[:WEIGHT]", common=True)
+    lora: tuple[str, ...] = option(
+        (), "merge a LoRA, a file or PEFT's folder; repeatable", metavar="FILE[:WEIGHT]", common=True
+    )
     ema: str = option(
         "auto",
         "use the UNet's EMA weights, if the file has them; original: where the original code does",

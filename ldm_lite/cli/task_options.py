@@ -125,7 +125,7 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
     )
     embedding: tuple[str, ...] = option(
-        (), "textual inversion file, used in prompts by name; repeatable", metavar="FILE"
+        (), "textual inversion file, used in prompts by name; repeatable", metavar="[NAME=]FILE"
     )
     clip_skip: int = option(
         1, "layer of the text encoder, counted from the last; 1 is usual", within=(1, 100), png="Clip skip"

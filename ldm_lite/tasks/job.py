@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.model import Model, load_model, with_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statistics
 from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
-from ldm_lite.conditioning.textual_inversion import with_embeddings
 from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning

@@ -153,7 +153,7 @@ def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
         networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_encoders[1])}
     weights = {role: targets(network) for role, network in networks.items()}
     table = {
-        name: weights[role][module]
+        name: weights[role][module]["weight"]
         for role, network in networks.items()
         for module, names in file_names(role, network).items()
         for name in names
@@ -175,10 +175,7 @@ def test_alpha_of_pefts_metadata(tmp_path: Path, small: Pipeline) -> None:
     assert torch.allclose(weight - before, 0.5 * 6 / 2 * up @ down, atol=1e-5)
     second = {key.replace("text_encoder", "text_encoder_2"): value for key, value in tensors.items()}
     lora = write(tmp_path / "a.safetensors", second, lora_adapter_metadata=json.dumps(about))
-    assert [weights.alpha for weights in lora.modules.values()] == [9]
-    about["text_encoder.use_rslora"] = True
-    with pytest.raises(ValueError, match=r"its text_encoder\.use_rslora is True, which is not supported"):
-        write(tmp_path / "b.safetensors", tensors, lora_adapter_metadata=json.dumps(about))
+    assert [changes["weight"].alpha for changes in lora.modules.values()] == [9]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +251,7 @@ def test_alphas_that_mean_the_rank(tmp_path: Path, small: Pipeline) -> None:
     tensors = {f"{name}.lora_down.weight": toy.normal(0, 2, 64), f"{name}.lora_up.weight": toy.normal(1, 256, 2)}
     weight = small.text_encoder.encoder.layers[0].mlp.fc1.weight
     before, changes = weight.clone(), []
-    for alpha in (None, 0.0, float("nan"), 2.0):
+    for alpha in (None, 0.0, 2.0):
         extra = {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha)}
         merged = merge_lora(networks(small), [(write(tmp_path / f"{alpha}.safetensors", tensors | extra), 1.0)])
         changes.append(weight - before)
@@ -268,7 +265,7 @@ def test_half_precision_is_computed_in_float32(tmp_path: Path, small_path: Path)
     before = weight.float()
     lora = write(tmp_path / "a.safetensors", kohya())
     merge_lora(networks(pipe), [(lora, 1.0)])
-    change = lora.modules["lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"].change()
+    change = lora.modules["lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"]["weight"].change(before)
     assert torch.equal(weight, (before + change).bfloat16())
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import txt2img
+from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.checkpoint.reader import open_checkpoint, split
+from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.conditioning.textual_inversion import open_embedding, with_embeddings
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.text.prompt import chunks
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer
@@ -68,7 +69,7 @@ def diffusers(path: Path, vectors: Tensor) -> Path:
 
 
 def test_prompts_of_sd2_with_a_name_are_read_as_by_diffusers(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
-    pipe = with_embeddings(load("sd2"), [a1111(tmp_path / "learned.pt", toy.embedding(64))])
+    pipe = with_embeddings(load("sd2"), [f"{toy.NAME}={a1111(tmp_path / 'learned.pt', toy.embedding(64))}"])
     context = encode_prompts(pipe, [toy.NAMING]).context
     assert toy.relative_error(context[:, ::5], GOLDEN["learned.sd2.context"]) < 1e-5
     plain = encode_prompts(load("sd2"), [toy.NAMING]).context
@@ -93,30 +94,89 @@ def test_prompts_of_sdxl_with_a_name_are_read_as_by_diffusers(load: Callable[[st
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "names"),
+    ("make", "file", "name", "stored"),
     [
-        (a1111, "easy.pt", ("easy", toy.NAME)),
-        (original, "easy.pt", ("easy",)),
-        (kohya, "easy.safetensors", ("easy",)),
-        (diffusers, "learned_embeds.bin", ("learned_embeds", toy.NAME)),
+        (a1111, "easy.pt", "easy", toy.NAME),
+        (original, "easy.pt", "easy", None),
+        (kohya, "easy.safetensors", "easy", None),
+        (diffusers, "learned_embeds.bin", "learned_embeds", toy.NAME),
     ],
 )
 def test_files_of_every_kind(
-    tmp_path: Path, make: Callable[[Path, Tensor], Path], name: str, names: tuple[str, ...]
+    tmp_path: Path, make: Callable[[Path, Tensor], Path], file: str, name: str, stored: str | None
 ) -> None:
     vectors = toy.embedding(64).half().float()
-    embedding = open_embedding(make(tmp_path / name, vectors.clone()))
-    assert embedding.names == names
+    [embedding] = open_embeddings(make(tmp_path / file, vectors.clone()))
+    assert (embedding.name, embedding.stored) == (name, stored)
     assert list(embedding.vectors) == [64]
     assert torch.equal(embedding.vectors[64], vectors)
 
 
 def test_one_vector_may_have_one_dimension(tmp_path: Path) -> None:
-    assert open_embedding(diffusers(tmp_path / "a.bin", torch.ones(64))).vectors[64].shape == (1, 64)
+    [embedding] = open_embeddings(diffusers(tmp_path / "a.bin", torch.ones(64)))
+    assert embedding.vectors[64].shape == (1, 64)
 
 
-def test_the_name_of_a_file_counts_once(tmp_path: Path) -> None:
-    assert open_embedding(a1111(tmp_path / "Easy.pt", toy.embedding(64), "easy")).names == ("easy",)
+# ---- whose name counts ----------------------------------------------------------------------------------------------
+
+
+def test_the_name_stored_in_a_file_is_not_active(
+    load: Callable[[str], Pipeline], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two files with one stored name do not collide, and the message names what to write."""
+    caplog.set_level("INFO", "ldm_lite")
+    files = [a1111(tmp_path / f"{name}.pt", toy.normal(i, 2, 64), "<s>") for i, name in enumerate(("one", "Two cats"))]
+    pipe = with_embeddings(load("sd2"), files)
+    assert [name for name, _ in pipe.tokenizer.added] == ["one", "Two cats"]
+    plain = encode_prompts(load("sd2"), ["a <s>"]).context
+    assert torch.equal(encode_prompts(pipe, ["a <s>"]).context, plain)
+    assert not torch.equal(encode_prompts(pipe, ["a two CATS"]).context, encode_prompts(pipe, ["a one"]).context)
+    stored = "; the name stored in it, '<s>', is not used"
+    assert f"one.pt: in a prompt, 'one' stands for 2 vectors, no longer for the word{stored}" in caplog.text
+    assert f"Two cats.pt: in a prompt, 'Two cats' stands for 2 vectors{stored}" in caplog.text
+    easy = open_embeddings(a1111(tmp_path / "Easy.pt", toy.embedding(64), "easy"))
+    assert (easy[0].name, easy[0].stored) == ("Easy", None)
+
+
+def test_a_name_of_the_users(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+    """For files of one name, and names as diffusers has them; a file whose name has the sign is a file."""
+    (tmp_path / "other").mkdir()
+    files = [kohya(tmp_path / part / "a.safetensors", toy.normal(i, 1, 64)) for i, part in enumerate(("", "other"))]
+    pipe = with_embeddings(load("sd2"), [files[0], f"<cat toy>={files[1]}", files[0]])
+    assert [name for name, _ in pipe.tokenizer.added] == ["a", "<cat toy>"], "a file twice is there once"
+    alone = with_embeddings(load("sd2"), [files[1]])
+    assert torch.equal(encode_prompts(pipe, ["my <Cat toy>"]).context, encode_prompts(alone, ["my a"]).context)
+    sign = kohya(tmp_path / "x=y.safetensors", toy.normal(2, 1, 64))
+    assert open_embeddings(sign)[0].name == "x=y"
+    accent = kohya(tmp_path / "cafe\u0301.safetensors", toy.normal(2, 1, 64))  # as macOS stores names
+    assert open_embeddings(accent)[0].name == "caf\u00e9"
+    with pytest.raises(ValueError, match="got ' ' as the name of an embedding"):
+        open_embeddings(f" ={sign}")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"emb_params": torch.tensor(1.0)}, "emb_params is a single number, which are not a textual inversion"),
+        ({"emb_params": torch.ones(0, 64)}, "emb_params is 0 x 64"),
+        ({"emb_params": torch.ones(2, 0)}, "emb_params is 2 x 0"),
+        ({"emb_params": torch.ones(2, 64) / 0}, "holds NaN, infinity or no floating point"),
+        ({"emb_params": torch.ones(2, 64, dtype=torch.int64)}, "holds NaN, infinity or no floating point"),
+        ({"clip_l": torch.ones(2, 64), "clip_g": torch.ones(2, 64)}, "two of its tensors are 64 wide"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_embeddings(tmp_path / "a.safetensors")
+
+
+def test_pictures_and_folders(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png: is a picture: .* take its \.pt"):
+        open_embeddings(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="is a folder, wanted a textual inversion: name its files"):
+        open_embeddings(tmp_path)
 
 
 class Evil:
@@ -127,7 +187,7 @@ class Evil:
 def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
     torch.save({"string_to_param": {"*": torch.ones(1, 64)}, "name": Evil()}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match=r"refused, nothing in it was run: its pickle names .*eval"):
-        open_embedding(tmp_path / "a.pt")
+        open_embeddings(tmp_path / "a.pt")
 
 
 def test_what_does_not_fit_is_one_line(
@@ -150,9 +210,9 @@ def test_what_does_not_fit_is_one_line(
         (
             [
                 kohya(tmp_path / "a.safetensors", torch.ones(1, 64)),
-                kohya(tmp_path / "other" / "A.pt", torch.ones(1, 64)),
+                kohya(tmp_path / "other" / "A.pt", 2 * torch.ones(1, 64)),
             ],
-            "A.pt: another embedding has the name 'A': rename the file",
+            "A.pt: another embedding has the name 'A': give one of them another, `embedding=",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,225 @@
+"""What the keys of an adapter file mean: the kinds of change of a module's weight or bias, and their parts.
+
+A key is the name of a module and one of PARTS.  read_changes() checks the parts of a module and makes its changes.
+Shape letters: r rank, k kernel size.
+Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, norms.py and full.py; PEFT tuners/lora/layer.py.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ldm_lite.models.shapes import Shapes
+
+# The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
+PARTS = (
+    (r"\.lora_(down|up|mid)\.weight$", r"\1"),  # kohya
+    (r"\.lora_A(?:\.\w+)?\.weight$", "down"),  # PEFT, with or without an adapter's name
+    (r"\.lora_B(?:\.\w+)?\.weight$", "up"),
+    (r"\.(?:lora_B(?:\.\w+)?|lora_up)\.bias$", "up_b"),
+    (r"\.lora_embedding_(A|B)(?:\.\w+)?$", r"table_\1"),
+    (r"(?:_lora|\.lora|\.lora_linear_layer)\.(down|up)\.weight$", r"\1"),  # diffusers before PEFT
+    (r"\.(alpha)$", r"\1"),
+    (r"\.(?:diff|w_norm)$", "diff"),  # LyCORIS: full differences and norms
+    (r"\.(?:diff_b|b_norm)$", "diff_b"),
+    (r"\.set_weight$", "value"),  # ComfyUI
+    (r"^(?=.*\bbase_model\.model\.)(?!.*\blora_).*\.weight$", "value"),  # PEFT: modules_to_save
+    (r"^(?=.*\bbase_model\.model\.)(?!.*\blora_).*\.bias$", "value_b"),
+)
+# Inside a module's name: not a part of it.
+WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
+NOT_SUPPORTED = {
+    r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
+    r"\.hada_": "LoHa",
+    r"\.lokr_": "LoKr",
+    r"\.oft_|\.boft_": "OFT",
+    r"\.[ab][12]\.weight$": "GLoRA",
+    r"\.(ia3_l|on_input)\b": "IA3",
+    r"\.lora_E\b|\.ranknum\b": "AdaLoRA",
+    r"\bvera_(lambda|A|B)\b": "VeRA",
+    r"\.trainable_tokens_": "trained tokens",
+    r"\.bias_(indices|values|size)$": "a sparse bias",
+    r"\.reshape_weight$": "weights of another shape (reshape_weight)",
+    r"^lora_controlnet$": "a Control-LoRA",
+}
+SUPPORTED = "LoRA, full differences, norms and biases are"
+# A key that names a module: what it would change must not be left out.
+OF_A_MODULE = (
+    r"^(lora|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model|conditioner"
+    r"|text_model|encoder|(down|up|mid|input|output|middle)_blocks?)[_.\d]"
+)
+
+
+class Change(Protocol):
+    """How a file changes one parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter; sizes of 1 at its end may be missing or in excess."""
+        ...
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a parameter, given in float32, at weight 1: float32, of `shape`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """Adds alpha / r * up @ down, or up * mid * down, to a weight.  Hu et al. 2021, eq. 3."""
+
+    up: Tensor  # (out,r) or (out,r,1,1)
+    down: Tensor  # (r,in) or (r,in,k,k); (r,in,1,1) with mid
+    mid: Tensor | None  # (r,r,k,k)
+    alpha: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight; linears may be stored as 1x1 convolutions."""
+        return (len(self.up), self.down.shape[1], *(self.down if self.mid is None else self.mid).shape[2:])
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change, which does not depend on the parameter."""
+        up, down = self.up.float().flatten(1), self.down.float().flatten(1)
+        if self.mid is None:
+            change = (up @ down).reshape(self.shape)
+        else:
+            change = torch.einsum("om,mnkl,ni->oikl", up, self.mid.float(), down)
+        return change * (self.alpha / len(down))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Adds a tensor, times a factor."""
+
+    tensor: Tensor
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        return tuple(self.tensor.shape)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change, which does not depend on the parameter."""
+        return self.tensor.float() * self.factor
+
+
+@dataclass(frozen=True)
+class Value:
+    """Replaces a parameter; a weight other than 1 mixes both."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        return tuple(self.tensor.shape)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the difference to the parameter."""
+        return self.tensor.float().to(parameter.device) - parameter.reshape(self.shape)
+
+
+WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that are a change alone
+    *(("diff", "weight", Difference), ("diff_b", "bias", Difference)),
+    *(("value", "weight", Value), ("value_b", "bias", Value)),
+)
+Changes = Mapping[str, Change]  # "weight" or "bias" -> its change
+Alpha = Callable[[int], float]  # rank -> alpha
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def part_of(key: str) -> tuple[str, str] | None:
+    """Split a key into the name of its module, without wrappers, and one of PARTS; None if it is neither."""
+    for pattern, part in PARTS:
+        if match := re.search(pattern, key):
+            module = key.rpartition(".")[0] if match.start() == 0 else key[: match.start()]
+            return re.sub(WRAPPERS, "", module), match.expand(part)
+    return None
+
+
+def check_keys(keys: Sequence[str]) -> list[str]:
+    """Return the keys that are no part of a change and name no module.
+
+    Raises ValueError for other unknown keys, and if there is no change.
+    """
+    for pattern, what in NOT_SUPPORTED.items():
+        if found := [key for key in keys if re.search(pattern, key)]:
+            raise ValueError(f"holds {what}, which is not supported: {SUPPORTED} ({len(found)} tensors: {found[0]})")
+    parts = {key: part_of(key) for key in keys}
+    if all(part is None or (part[1].startswith("value") and "set_weight" not in key) for key, part in parts.items()):
+        raise ValueError(f"is not a LoRA (has {min(keys, default='nothing')}): give a whole checkpoint as `ckpt`")
+    unknown = [key for key, part in parts.items() if part is None]
+    if lost := [key for key in unknown if re.match(OF_A_MODULE, key)]:
+        some = ", ".join(lost[:3]) + ", ..." * (len(lost) > 3)
+        raise ValueError(f"holds {len(lost)} tensors of a kind that is not known ({some}): {SUPPORTED}")
+    return unknown
+
+
+def read_changes(parts: Mapping[str, str], shapes: Shapes, read: Callable[[str], Tensor], alpha: Alpha) -> Changes:
+    """Make the changes of one module from the keys of its parts; alpha tells alpha from the rank if no tensor does.
+
+    Raises ValueError, before anything is read, if parts are missing or have shapes that do not fit together, and then
+    for tensors that are no numbers.
+    """
+    at = {part: shapes[key] for part, key in parts.items()}
+    _check_shapes(at)
+    tensors = {part: _numbers(part, read(key)) for part, key in parts.items()}
+    changes: dict[str, Change] = {}
+    if "table_A" in tensors:  # of an embedding, whose weight PEFT transposes
+        tensors |= {"up": tensors["table_A"].T, "down": tensors["table_B"].T}
+    if "up" in tensors:
+        rank = len(tensors["down"])
+        own = float(tensors["alpha"]) or float(rank) if "alpha" in tensors else alpha(rank)
+        changes["weight"] = LoraWeights(tensors["up"], tensors["down"], tensors.get("mid"), own)
+        if "up_b" in tensors:
+            changes["bias"] = Difference(tensors["up_b"], own / rank)
+    for part, parameter, kind in WHOLE:
+        if part in tensors:
+            if parameter in changes:
+                raise ValueError(f"changes its {parameter} twice: the file is damaged")
+            changes[parameter] = kind(tensors[part])
+    return changes
+
+
+def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if the parts of a module do not fit together."""
+    for part, shape in at.items():
+        if part != "alpha" and (not shape or 0 in shape):
+            size = " x ".join(map(str, shape)) or "a single number"
+            raise ValueError(f"its part {part} is {size}, wanted a tensor: the file is damaged")
+    if math.prod(at.get("alpha", ())) != 1:
+        raise ValueError(f"its alpha has {math.prod(at['alpha'])} elements, wanted one: the file is damaged")
+    of_pair = [pair for pair in (("up", "down"), ("table_A", "table_B")) if pair[0] in at or pair[1] in at]
+    if not of_pair and not at.keys() & {part for part, _, _ in WHOLE}:
+        raise ValueError("lacks its up and down weights: the file is damaged")
+    if (lacking := {"mid", "up_b"} & at.keys()) and "up" not in at:
+        raise ValueError(f"has the part {min(lacking)} without an up weight: the file is damaged")
+    for pair in of_pair:
+        if pair[0] not in at or pair[1] not in at:
+            raise ValueError("lacks its up or down weight: the file is damaged")
+        up, down = (at[part] if part in ("up", "down") else at[part][::-1] for part in pair)
+        mid = at.get("mid")
+        fits = {len(up), len(down)} <= {2, 4} and up[1] == down[0] and len(of_pair) == 1
+        if mid is not None:  # the only one with a kernel
+            fits = fits and len(mid) == 4 and mid[:2] == (up[1], down[0]) and set(down[2:]) <= {1}
+        if not fits or not set(up[2:]) <= {1}:
+            sizes = ", ".join(f"{part} {' x '.join(map(str, shape))}" for part, shape in at.items() if shape)
+            raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
+
+
+def _numbers(part: str, tensor: Tensor) -> Tensor:
+    """Return a tensor.  Raises ValueError if it holds no real numbers, or ones that are not finite."""
+    whole = part == "alpha" and tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if not whole and not tensor.is_floating_point():
+        raise ValueError(f"its part {part} is {str(tensor.dtype).removeprefix('torch.')}, wanted floating point")
+    if not torch.isfinite(tensor.float()).all():
+        raise ValueError(f"its part {part} holds NaN or infinity: the file is damaged")
+    return tensor

@@ -1,0 +1,206 @@
+"""PEFT's configuration of a LoRA, in adapter_config.json or in a file's metadata, and the folders that hold one.
+
+Source: PEFT's LoraConfig, LoraLayer.update_layer and get_pattern_key; diffusers' lora_adapter_metadata.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ldm_lite.checkpoint import hub
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
+ROLES = ("unet", "text_encoder", "text_encoder_2")  # names of subfolders, as training scripts write them
+# Settings that change nothing once a LoRA is trained.  Linears ignore fan_in_fan_out; the weights tell the layers.
+WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "lora_bias"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+)
+HEEDED = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "bias")
+# Initial values that leave the base model's weights as they are.
+INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The part of a configuration that tells alpha."""
+
+    where: str
+    rank: int | None
+    alpha: float
+    rslora: bool
+    ranks: Sequence[tuple[re.Pattern[str], float]]
+    alphas: Sequence[tuple[re.Pattern[str], float]]
+
+    def alpha_of(self, module: str, rank: int) -> float:
+        """Return the alpha of a module, for a scale of alpha / rank.  Raises ValueError if it has another rank."""
+        wanted = _first(self.ranks, module, self.rank)
+        if wanted is not None and wanted != rank:
+            raise ValueError(f"has rank {rank}, but {self.where} says {wanted:g}: they do not belong together")
+        alpha = _first(self.alphas, module, self.alpha)
+        assert alpha is not None
+        return alpha * math.sqrt(rank) if self.rslora else alpha
+
+
+def _first(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, default: float | None) -> float | None:
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
+
+
+def read_config(about: Any, where: str, most: int) -> PeftConfig:
+    """Check a configuration; `most` is the number of tensors, which its patterns cannot exceed.
+
+    Raises ValueError, one line, naming what is damaged, not understood or not supported.
+    """
+    if not isinstance(about, dict):
+        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object with r and lora_alpha")
+    kind, init, bias = about.get("peft_type", "LORA"), about.get("init_lora_weights"), about.get("bias", "none")
+    if kind != "LORA":
+        raise ValueError(f"{where}: its peft_type is {kind!r}, which is not supported: only LORA is")
+    if about.get("use_dora"):
+        raise ValueError(f"{where}: its use_dora is True, but DoRA is not supported")
+    if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
+        raise ValueError(
+            f"{where}: its init_lora_weights is {init!r}, which changes the base model too: convert the LoRA with "
+            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    if bias not in ("none", "all", "lora_only"):
+        raise ValueError(f"{where}: its bias is {bias!r}, wanted none, all or lora_only")
+    for name, value in about.items():
+        if value and name not in HEEDED and name not in WITHOUT_EFFECT:
+            raise ValueError(f"{where}: its {name} is {_short(value)}, which is not supported")
+    rank, alpha, rslora = about.get("r"), about.get("lora_alpha", 8), about.get("use_rslora") or False  # 8 as PEFT
+    if rank is not None and not (_is_number(rank) and rank >= 1 and rank == int(rank)):
+        raise ValueError(f"{where}: its r is {_short(rank)}, wanted a whole number from 1")
+    if not _is_number(alpha):
+        raise ValueError(f"{where}: its lora_alpha is {_short(alpha)}, wanted a number")
+    if not isinstance(rslora, bool):
+        raise ValueError(f"{where}: its use_rslora is {_short(rslora)}, wanted true or false")
+    ranks, alphas = (_patterns(about.get(name), f"{where}: its {name}", most) for name in HEEDED[3:5])
+    return PeftConfig(where, rank, float(alpha), rslora, ranks, alphas)
+
+
+def _patterns(values: Any, what: str, most: int) -> list[tuple[re.Pattern[str], float]]:
+    """Compile the patterns of module names, which are regular expressions, anchored at a dot."""
+    values = {} if values is None else values
+    if not isinstance(values, dict) or not all(map(_is_number, values.values())):
+        raise ValueError(f"{what} is {_short(values)}, wanted an object of numbers")
+    if len(values) > most:
+        raise ValueError(f"{what} has {len(values)} patterns for {most} tensors: it is damaged")
+    compiled = []
+    for pattern, value in values.items():
+        try:
+            # Two repetitions at most and none of a group: matching others can take years.
+            if len(pattern) > 500 or len(re.findall(r"[*+?{]", pattern)) > 2 or re.search(r"\)\s*[*+?{]", pattern):
+                raise re.error("too complex")
+            compiled.append((re.compile(rf"(?:.*\.)?(?:{pattern})$"), float(value)))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{what} has the pattern {_short(pattern)} ({error}), wanted the name of a module"
+            ) from error
+    return compiled
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Parse JSON.  Raises ValueError, one line, if it is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
+        raise ValueError(f"{where}: is not valid JSON ({reason}): download it again") from error
+
+
+def by_role(about: Any, where: str, most: int) -> dict[str, PeftConfig]:
+    """Return the configurations in diffusers' metadata, whose names begin with a network's: "unet.r", ..."""
+    if not isinstance(about, dict):
+        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object")
+    roles: dict[str, dict[str, Any]] = {}
+    for name, value in about.items():
+        role, _, setting = name.rpartition(".")
+        roles.setdefault(role, {})[setting] = value
+    return {role: read_config(each, f"{where} ({role})" if role else where, most) for role, each in roles.items()}
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def find(source: str) -> tuple[str, list[tuple[str, Path, Path | None]]]:
+    """Find a LoRA: a file, a folder, or either on the hub; return its title and its files.
+
+    They are (role, weights, configuration): the role is the name of a subfolder, or "".  Raises FileNotFoundError or
+    ValueError, one line.
+    """
+    repository, parts = hub.repository(source), source.split("/")
+    local = Path(source).expanduser() if source.startswith("~/") else Path(source)
+    below = len(parts) > 2 and not local.exists() and not local.suffix and hub.repository("/".join(parts[:2]))
+    if repository is not None or below:
+        repository, folder = "/".join(parts[:2]), "/".join(parts[2:])
+        names, before = hub.files(repository), f"{folder}/" if folder else ""
+        inside = [name.removeprefix(before) for name in names if name.startswith(before)]
+
+        def fetch(name: str) -> Path:
+            return hub.download(repository, before + name)
+
+        return source, [
+            (role or _role(folder), fetch(weights), fetch(config) if config else None)
+            for role, weights, config in _choose(inside, source)
+        ]
+    path = hub.resolve(source)
+    if path.name in WEIGHTS and not local.exists():
+        names = hub.files("/".join(parts[:2]))
+        if (beside := "/".join([*parts[2:-1], CONFIG])) in names:
+            return source, [(_role(parts[-2]), path, hub.download("/".join(parts[:2]), beside))]
+        return source, [("", path, None)]
+    path = path.parent if path.name == CONFIG else path
+    if not path.is_dir():
+        config = path.with_name(CONFIG)
+        return path.name, [("", path, None)] if not config.is_file() else [(_role(path.parent.name), path, config)]
+    inside = [file.relative_to(path).as_posix() for file in (*path.iterdir(), *path.glob("*/*")) if file.is_file()]
+    return hub.title(path), [
+        (role or _role(path.name), path / weights, None if config is None else path / config)
+        for role, weights, config in _choose(inside, str(path))
+    ]
+
+
+def _role(folder: str) -> str:
+    name = folder.rpartition("/")[2]
+    return name if name in ROLES else ""
+
+
+def _choose(names: Collection[str], where: str) -> list[tuple[str, str, str | None]]:
+    """Choose among the files of a folder: PEFT's, of one or several networks, or the only other file of weights."""
+    found: list[tuple[str, str, str | None]] = []
+    for role in ("", *ROLES):
+        before = f"{role}/" if role else ""
+        if before + CONFIG in names:
+            weights = next((before + name for name in WEIGHTS if before + name in names), None)
+            if weights is None:
+                raise ValueError(f"{where}: has {before}{CONFIG}, but not {before}{WEIGHTS[0]}: download it whole")
+            found.append((role, weights, before + CONFIG))
+    if found:
+        return found
+    files = sorted(name for name in names if "/" not in name and name.endswith(hub.ENDINGS))
+    chosen = [name for name in (*WEIGHTS, *DIFFUSERS) if name in files][:1] or files
+    if len(chosen) != 1:
+        some = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
+        raise ValueError(f"{where}: is no LoRA of PEFT ({CONFIG}); take one of its files: {some or 'it has none'}")
+    return [("", chosen[0], None)]
+
+
+Configs = Mapping[str, PeftConfig]  # the role of a network, or "" -> its configuration

@@ -1,0 +1,170 @@
+"""Textual inversion: learned vectors that a name in the prompt stands for.
+
+Gal et al. 2022.  Files are those of the original and of AUTOMATIC1111 (`string_to_param`), kohya's (`emb_params`, and
+for SDXL `clip_l` and `clip_g`) and diffusers' (one tensor by the name of its token), and LoRAs that bundle them.
+The name is the file's, without its extension, or the user's: NAME=FILE.  As in AUTOMATIC1111, the name stored in a file
+does not count: nobody sees it, and many files have the same.  Bundled vectors have no other name.
+Shape letters: n vectors of a name, D width of a text encoder.
+"""
+
+import logging
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.reader import Checkpoint, open_checkpoint
+from ldm_lite.checkpoint.unpickle import INVERSION
+from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+from ldm_lite.text.tokenizer import TextTokenizer
+
+log = logging.getLogger("ldm_lite")
+
+UNNAMED = ("emb_params", "clip_l", "clip_g", "*", "")  # keys that are no names of tokens
+BUNDLED = re.compile(rf"^bundle_emb\.(.+?)\.(emb_params|clip_[lg]|{INVERSION}\..*)$", re.DOTALL)
+PICTURES = (".png", ".webp", ".jxl", ".avif")
+
+CLIP = (CLIPTextEncoder, OpenCLIPTextEncoder)  # the text encoders that embeddings are made for
+Learned = Mapping[int, Tensor]  # width D of a text encoder -> all vectors (V,D)
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """The vectors of one file, and its name in a prompt."""
+
+    file: str
+    name: str
+    vectors: Mapping[int, Tensor]  # width D -> vectors (n,D), with the same n for all widths
+    stored: str | None = None  # the name in the file, if it is another
+
+
+def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
+    """Open a textual inversion, or all in a LoRA: a path, or owner/repository/file on the hub, or NAME=FILE of these.
+
+    Raises FileNotFoundError or ValueError, one line, for any other file.
+    """
+    text = os.fspath(source)
+    name, given, text = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
+    path = hub.resolve(text)
+    if path.suffix.lower() in PICTURES:
+        raise ValueError(f"{path}: is a picture: an embedding inside one is not read: take its .pt or .safetensors")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder, wanted a textual inversion: name its files, one by one")
+    file = open_checkpoint(path)
+    if found := bundled(file):
+        if given and len(found) > 1:
+            names = ", ".join(each.name for each in found)
+            raise ValueError(f"{path}: holds {len(found)} textual inversions ({names}), wanted one for NAME=FILE")
+        return [replace(each, name=_name(name)) if given else each for each in found]
+    several = file.shapes.keys() <= {"clip_l", "clip_g"}
+    if not several and len(file.shapes) > 1:
+        some = next(iter(file.shapes))
+        raise ValueError(
+            f"{path}: holds {len(file.shapes)} tensors (has {some}), which are not a textual inversion: wanted "
+            "string_to_param, emb_params, clip_l and clip_g, or one tensor by the name of its token"
+        )
+    vectors, stored = _vectors(file, list(file.shapes)), next(iter(file.shapes)).removeprefix(f"{INVERSION}.")
+    name = _name(name if given else path.stem)
+    other = stored not in UNNAMED and stored.lower() != name.lower()
+    return [Embedding(path.name, name, vectors, stored if other else None)]
+
+
+def bundled(file: Checkpoint) -> list[Embedding]:
+    """Return the textual inversions in a LoRA file.  Raises ValueError for a kind that is not known."""
+    keys: dict[str, list[str]] = {}
+    for key in file.shapes:
+        if match := BUNDLED.match(key):
+            keys.setdefault(match[1], []).append(key)
+        elif key.startswith("bundle_emb."):
+            raise ValueError(f"{file.path}: holds {key}, wanted emb_params, string_to_param, clip_l or clip_g in it")
+    return [Embedding(file.path.name, _name(name), _vectors(file, each)) for name, each in keys.items()]
+
+
+def _name(text: str) -> str:
+    """Return a name as prompts have it, composed (NFC).  Raises ValueError if it is empty."""
+    if not text.strip():
+        raise ValueError(f"got {text!r} as the name of an embedding, wanted one that a prompt can hold: NAME=FILE")
+    return unicodedata.normalize("NFC", text.strip())
+
+
+def _vectors(file: Checkpoint, keys: Sequence[str]) -> dict[int, Tensor]:
+    """Read the tensors of one textual inversion.  Raises ValueError if they are not vectors of numbers."""
+    for key in keys:
+        if len(file.shapes[key]) not in (1, 2) or 0 in file.shapes[key]:
+            size = " x ".join(map(str, file.shapes[key])) or "a single number"
+            raise ValueError(f"{file.path}: {key} is {size}, which are not a textual inversion: wanted n x D")
+    found: dict[int, Tensor] = {}
+    for key in keys:
+        tensor = file.read(key).detach()
+        if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
+            raise ValueError(f"{file.path}: {key} holds NaN, infinity or no floating point: the file is damaged")
+        if tensor.shape[-1] in found:
+            raise ValueError(f"{file.path}: two of its tensors are {tensor.shape[-1]} wide: the file is damaged")
+        found[tensor.shape[-1]] = tensor.float().reshape(-1, tensor.shape[-1])
+    if len({len(vectors) for vectors in found.values()}) > 1:
+        raise ValueError(f"{file.path}: clip_l and clip_g differ in their number of vectors: the file is damaged")
+    return found
+
+
+def learn(
+    embeddings: Iterable[Embedding],
+    encoders: Sequence[CLIPTextEncoder | OpenCLIPTextEncoder],
+    tokenizer: TextTokenizer,
+    learned: Learned,
+) -> tuple[TextTokenizer, Learned]:
+    """Return the tokenizer with the names of embeddings, and all vectors, for these text encoders.
+
+    The log lists each name with its number of vectors.  Raises ValueError, one line, for vectors of another width, and
+    for two embeddings of one name, unless they are equal.
+    """
+    specs = [net.spec for net in encoders]
+    widths, added, learned = [spec.width for spec in specs], dict(tokenizer.added), dict(learned)
+    known = max(spec.vocab_size for spec in specs)
+    for embedding in embeddings:
+        count = _check(embedding, widths, tokenizer.room)
+        first = known + len(next(iter(learned.values()), ()))
+        if same := next((name for name in added if name.lower() == embedding.name.lower()), None):
+            ids = torch.tensor(added[same]) - known
+            if all(torch.equal(learned[width][ids], embedding.vectors[width]) for width in widths):
+                continue
+            raise ValueError(
+                f"{embedding.file}: another embedding has the name {embedding.name!r}: give one of them another, "
+                '`embedding="NAME=FILE"`'
+            )
+        for width in widths:
+            learned[width] = torch.cat([*([learned[width]] if width in learned else []), embedding.vectors[width]])
+        word = len(replace(tokenizer, added=()).encode(embedding.name)) == 1
+        added[embedding.name] = tuple(range(first, first + count))
+        _report(embedding, count, word)
+    return replace(tokenizer, added=tuple(added.items())), learned
+
+
+def _report(embedding: Embedding, count: int, is_word: bool) -> None:
+    """Log what to write in a prompt."""
+    word = ", no longer for the word" * is_word
+    other = "" if embedding.stored is None else f"; the name stored in it, {embedding.stored!r}, is not used"
+    count_of = f"{count} vector{'s' * (count > 1)}"
+    log.info("%s: in a prompt, %r stands for %s%s%s", embedding.file, embedding.name, count_of, word, other)
+
+
+def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
+    """Return the number of an embedding's vectors.  Raises ValueError if they do not have these widths."""
+    count = len(next(iter(embedding.vectors.values())))
+    if missing := [width for width in widths if width not in embedding.vectors]:
+        got = " and ".join(map(str, embedding.vectors))
+        wanted = " and ".join(map(str, missing))
+        raise ValueError(
+            f"{embedding.file}: is for another model: its vectors are {got} wide, wanted {wanted} for its text encoder"
+        )
+    if not 1 <= count <= room:
+        raise ValueError(f"{embedding.file}: holds {count} vectors, wanted 1 to {room}, which fit into a prompt")
+    if unread := [width for width in embedding.vectors if width not in widths]:
+        log.warning("%s: this model does not use its vectors of width %d", embedding.file, unread[0])
+    return count
