@@ -226,7 +226,7 @@ KOHYA = {f"{NAME}.lora_down.weight": DOWN, f"{NAME}.lora_up.weight": UP}
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({}, "is not a LoRA .has nothing"),
+        ({}, "holds no tensors, wanted a checkpoint"),
         ({f"{NAME}.alpha": torch.tensor(1.0)}, "lacks its up and down weights"),
         (KOHYA | {f"{NAME}.alpha": torch.ones(2)}, "its alpha has 2 elements, wanted one"),
         (KOHYA | {f"{NAME}.alpha": torch.tensor(float("nan"))}, "its part alpha holds NaN"),
