@@ -6,16 +6,14 @@ An image is an RGB PIL image unless stated otherwise; a mask is a PIL image of m
 import contextlib
 import importlib
 import importlib.util
-import json
 import logging
 import math
 import os
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -357,104 +355,3 @@ def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     for i, image in enumerate(images):
         sheet.paste(image, (gap + i % columns * (width + gap), gap + i // columns * (height + gap)))
     return sheet
-
-
-def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, object]) -> str:
-    """Format the text that AUTOMATIC1111's web UI stores in a PNG under "parameters", so that its readers parse it."""
-    lines = [prompt]
-    if negative_prompt is not None:
-        lines.append(f"Negative prompt: {negative_prompt}")
-    lines.append(", ".join(f"{key}: {_quoted(str(value))}" for key, value in settings.items()))
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ',\n\r"') else text
-
-
-class Parameters(NamedTuple):
-    """What a picture's text says."""
-
-    prompt: str
-    negative_prompt: str | None
-    settings: Mapping[str, str]  # "Steps", "Sampler", ... in the text's order
-
-
-MOST_TEXT = 100_000  # characters of a picture's text
-# A key of the settings, and its value: a JSON string, or all up to the next comma.
-_SETTING = re.compile(r'\s*(\w[\w \-/+]{0,99}):\s*("(?:\\.|[^\\"])*"(?=\s*(?:,|$))|[^,]*)(?:,|$)')
-
-
-def parse_parameters(text: str) -> Parameters:
-    """Parse the text that AUTOMATIC1111's web UI, or parameters(), stored in a picture.
-
-    A prompt of some lines, "Negative prompt: " and more lines, and a last line of settings, "Steps: 20, ...".  Raises
-    ValueError for a text that is too long, and for one whose last line is no settings.
-    """
-    if len(text) > MOST_TEXT:
-        raise ValueError(f"got a text of {len(text)} characters, wanted at most {MOST_TEXT}")
-    *lines, last = text.rstrip("\r\n \0").split("\n")
-    settings, at = {}, 0
-    while 0 <= at < len(last):
-        if (match := _SETTING.match(last, at)) is not None:
-            settings[match[1].strip()], at = _unquoted(match[2].strip()), match.end()
-        else:
-            at = last.find(",", at) + 1 or -1
-    if len(settings) < 2:
-        raise ValueError("has no settings in its last line, wanted for instance 'Steps: 20, Sampler: Euler a, Seed: 1'")
-    start = next((i for i, line in enumerate(lines) if line.lstrip().startswith("Negative prompt:")), len(lines))
-    negative = None
-    if start < len(lines):
-        first = lines[start].lstrip().removeprefix("Negative prompt:")
-        negative = "\n".join([first.removeprefix(" "), *lines[start + 1 :]])
-    return Parameters("\n".join(lines[:start]), negative, settings)
-
-
-def _unquoted(text: str) -> str:
-    if not text.startswith('"'):
-        return text
-    try:
-        return str(json.loads(text))
-    except ValueError:
-        return text
-
-
-def read_parameters(source: Any) -> Parameters:
-    """Parse the text of a picture (a path, or PIL), without decoding its pixels.
-
-    PNG holds it under "parameters", JPEG and WebP in EXIF's user comment.  Raises ValueError, with the path, if there
-    is none; OSError.
-    """
-    if isinstance(source, Image.Image):
-        return _named("the picture", _text_of(source))
-    path = Path(source)
-    try:
-        with open_file(path, 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
-            text = _text_of(image)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, UnidentifiedImageError) and (isinstance(error, OSError) or "wanted" in str(error)):
-            raise
-        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
-    except (SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
-    return _named(str(path), text)
-
-
-def _named(name: str, text: str | None) -> Parameters:
-    if text is None:
-        raise ValueError(f"{name}: holds no text of AUTOMATIC1111's web UI or of ldm_lite")
-    try:
-        return parse_parameters(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _text_of(image: Image.Image) -> str | None:
-    text = image.info.get("parameters")
-    if text is None:
-        comment = image.getexif().get_ifd(0x8769).get(0x9286, b"")  # EXIF, UserComment
-        comment = comment if isinstance(comment, bytes) else b""
-        if comment.startswith(b"UNICODE\0"):
-            return comment[8:].decode("utf-16-be" if comment[8:9] == b"\0" else "utf-16-le", errors="replace")
-        return comment[8:].decode("utf-8", errors="replace") if comment.startswith(b"ASCII\0\0\0") else None
-    return text if isinstance(text, str) else None

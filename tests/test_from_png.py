@@ -15,9 +15,9 @@ import ldm_lite
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import ImageOptions, Txt2imgOptions
-from ldm_lite.image import parameters, parse_parameters, read_parameters
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.from_png import with_picture
+from ldm_lite.text.parameters import parameters, parse_parameters, read_parameters
 from ldm_lite.txt2img import main
 
 WEBUI = """a (red:1.2) apple <lora:fruit:0.8>,

@@ -13,7 +13,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.names import OURS, has, resolve
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
-from ldm_lite.image import Parameters, read_parameters
+from ldm_lite.text.parameters import Parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")
 

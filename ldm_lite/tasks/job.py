@@ -20,20 +20,21 @@ from ldm_lite.checkpoint.model import Model, load_model, with_embeddings
 from ldm_lite.cli.files import read_text
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
-from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statistics
 from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
 from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
-from ldm_lite.diffusion.names import make_plan, written
+from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.names import resolve as resolve_sampler
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.image import open_depth, parameters, to_array, to_image
+from ldm_lite.image import open_depth, to_array, to_image
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.original import check_original
+from ldm_lite.tasks.settings import sampler_of, settings_of
+from ldm_lite.text.parameters import parameters
 from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
@@ -235,11 +236,6 @@ def _spacing_of(model: Model, options: Txt2imgOptions) -> Any:
     return spacing
 
 
-def sampler_of(model: Model, options: Txt2imgOptions) -> str:
-    """Return the sampler of the options, or the family's."""
-    return model.family.sampler if options.sampler is None else options.sampler
-
-
 def resolve(
     model: Model,
     options: Txt2imgOptions,
@@ -286,7 +282,7 @@ def resolve(
         refiner=refiner,
         depth=None if options.depth is None else _depth(options.depth),
         compat=options.compat,
-        settings=_settings(model, options, plan, refiner, image_scale),
+        settings=settings_of(model, options, plan, refiner, image_scale),
     )
 
 
@@ -356,48 +352,3 @@ def read_extra(options: ConditioningOptions) -> ConditioningOptions:
 
 def _depth(source: Any) -> Image.Image:
     return open_depth(source) if isinstance(source, (str, os.PathLike)) else to_image(source)
-
-
-def _settings(
-    model: Model,
-    options: Txt2imgOptions,
-    plan: Plan | None,
-    refiner: tuple[Model, int] | None,
-    image_scale: float | None,
-) -> dict[str, object]:
-    """Return the settings of the whole job for the PNG's text."""
-    scale = model.family.scale if options.scale is None else options.scale
-    scale = scale if options.guidance is None else options.guidance
-    settings: dict[str, object] = {
-        "Steps": _steps_written(model, options, plan),
-        "Sampler": "custom plan",
-        "CFG scale": "a function" if callable(options.guidance) else scale,
-        "Model": model.name,
-        "Image CFG scale": image_scale,
-        "Control": " ".join(map(str, options.control)) or None,
-    }
-    for each in dataclasses.fields(options):
-        value = getattr(options, each.name)
-        if (name := each.metadata["png"]) is not None and value != each.default:
-            settings[name] = _as_text(each.name, value)
-    if options.plan is None:
-        settings |= written(sampler_of(model, options), "original" if options.compat else options.spacing)
-        if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
-            settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
-    if refiner is not None:
-        settings |= {"Refiner": refiner[0].name, "Refiner from step": refiner[1] + 1}
-    return settings | {"Version": f"ldm_lite {__version__}"}
-
-
-def _steps_written(model: Model, options: Txt2imgOptions, plan: Plan | None) -> int:
-    """The steps that were asked for, which some of A1111's timesteps do not have; of an image's, those that ran."""
-    if plan is None or options.plan is not None or type(options) is not Txt2imgOptions:
-        return 0 if plan is None else plan.num_steps
-    return model.family.steps if options.steps is None else options.steps
-
-
-def _as_text(name: str, value: Any) -> object:
-    """Format an option's value for a PNG's text."""
-    if not isinstance(value, tuple):
-        return value
-    return f"{value[0]},{value[1]}" if name == "crop_top_left" else f"{value[0]}x{value[1]}"

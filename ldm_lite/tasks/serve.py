@@ -19,11 +19,12 @@ from ldm_lite.cli.progress import Progress, memory
 from ldm_lite.cli.task_options import CascadeOptions, StageOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.generate import DenoisingState
-from ldm_lite.image import grid, parameters, to_pil
+from ldm_lite.image import grid, to_pil
 from ldm_lite.tasks.batching import Inputs, results
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.job import Job
+from ldm_lite.text.parameters import parameters
 from ldm_lite.zoo.detection import with_vae
 
 log = logging.getLogger("ldm_lite")

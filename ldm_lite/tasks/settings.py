@@ -1,0 +1,63 @@
+"""The settings of a job as a picture's text names them."""
+
+import dataclasses
+from typing import Any
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.version import __version__
+from ldm_lite.diffusion.names import written
+from ldm_lite.diffusion.plan import Plan
+
+
+def sampler_of(model: Model, options: Txt2imgOptions) -> str:
+    """Return the sampler of the options, or the family's."""
+    return model.family.sampler if options.sampler is None else options.sampler
+
+
+def settings_of(
+    model: Model,
+    options: Txt2imgOptions,
+    plan: Plan | None,
+    refiner: tuple[Model, int] | None,
+    image_scale: float | None,
+) -> dict[str, object]:
+    """Return the settings of a whole job for its pictures' text, by their names there.
+
+    refiner is the loaded one and its first step; image_scale is that of three-way guidance.
+    """
+    scale = model.family.scale if options.scale is None else options.scale
+    scale = scale if options.guidance is None else options.guidance
+    settings: dict[str, object] = {
+        "Steps": _steps_written(model, options, plan),
+        "Sampler": "custom plan",
+        "CFG scale": "a function" if callable(options.guidance) else scale,
+        "Model": model.name,
+        "Image CFG scale": image_scale,
+        "Control": " ".join(map(str, options.control)) or None,
+    }
+    for each in dataclasses.fields(options):
+        value = getattr(options, each.name)
+        if (name := each.metadata["png"]) is not None and value != each.default:
+            settings[name] = _as_text(each.name, value)
+    if options.plan is None:
+        settings |= written(sampler_of(model, options), "original" if options.compat else options.spacing)
+        if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
+            settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
+    if refiner is not None:
+        settings |= {"Refiner": refiner[0].name, "Refiner from step": refiner[1] + 1}
+    return settings | {"Version": f"ldm_lite {__version__}"}
+
+
+def _steps_written(model: Model, options: Txt2imgOptions, plan: Plan | None) -> int:
+    """The steps that were asked for, which some of A1111's timesteps do not have; of an image's, those that ran."""
+    if plan is None or options.plan is not None or type(options) is not Txt2imgOptions:
+        return 0 if plan is None else plan.num_steps
+    return model.family.steps if options.steps is None else options.steps
+
+
+def _as_text(name: str, value: Any) -> object:
+    """Format an option's value for a PNG's text."""
+    if not isinstance(value, tuple):
+        return value
+    return f"{value[0]},{value[1]}" if name == "crop_top_left" else f"{value[0]}x{value[1]}"
