@@ -47,7 +47,8 @@ def tcd(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm", eta: flo
     rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     levels = [*levels[:-1], schedule.at(0)] if levels[-1].s == 0 else levels
     for i, (now, after) in enumerate(pairwise(levels)):
-        down = _share_of(schedule, after, 1 - eta)
+        # A level may lie below timestep 0, as the last of "ays" does.
+        down = min(_share_of(schedule, after, 1 - eta), after, key=lambda level: level.s)
         x = down.a * H + down.s * (X - now.a * H) / now.s
         ratio = after.a / down.a
         rows.add(i, now, ratio * x + np.sqrt(max(0.0, 1 - ratio**2)) * NOISE)

@@ -34,7 +34,7 @@ def _dpm_solver(schedule: Schedule, steps: int) -> Plan:
     """
     num = len(schedule.alpha_bar)
     if not 2 <= steps <= num:
-        raise ValueError(f"got {steps} steps, wanted 2 to {num}: the original's --dpm_solver has no fewer")
+        raise ValueError(f"got {steps} steps, wanted 2 to {num}: the original's DPM-Solver has no fewer")
     ts = np.linspace(num - 1, 0, steps + 1)
     with np.errstate(divide="ignore", invalid="ignore"):  # at zero terminal SNR; Rows.plan reports it
         alpha_bar = np.exp(np.interp(ts, np.arange(num), np.log(schedule.alpha_bar)))

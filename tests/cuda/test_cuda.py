@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.checkpoint.lora import Lora, LoraWeights
+from ldm_lite.checkpoint.lora import Lora, open_lora
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import aot, attention
 from ldm_lite.runtime import compile as tiers
@@ -103,15 +103,16 @@ def pipe(small_path: Path, device: torch.device) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def lora(truth: Pipeline) -> Lora:
+def lora(truth: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Lora:
     """A LoRA of all cross-attentions."""
-    modules = {}
+    tensors, path = {}, tmp_path_factory.mktemp("lora") / "lora.safetensors"
     for name, layer in truth.unet.named_modules():
         if name.endswith(("attn2.to_q", "attn2.to_v")):
-            out, into = layer.weight.shape
-            file_name = "lora_unet_" + name.replace(".", "_")
-            modules[file_name] = LoraWeights(toy.normal(1, out, 2), toy.normal(2, 2, into), None, 2.0)
-    return Lora("random", modules)
+            (out, into), module = layer.weight.shape, "lora_unet_" + name.replace(".", "_")
+            tensors |= {f"{module}.lora_up.weight": toy.normal(1, out, 2)}
+            tensors |= {f"{module}.lora_down.weight": toy.normal(2, 2, into)}
+    save_file(tensors, path)
+    return open_lora(path)
 
 
 # ---- precision and attention ----------------------------------------------------------------------------------------
