@@ -70,6 +70,7 @@ def test_every_diff_is_short() -> None:
     assert all(len(diff.splitlines()) <= 40 for diff in DIFFS)
 
 
+@pytest.mark.slow
 def test_what_the_diffs_add_works(fork: Path) -> None:
     """One process for all, since it takes seconds to start."""
     environment = os.environ | {"PYTHONPATH": str(fork)}

@@ -353,6 +353,7 @@ def test_memory_stays_flat_over_many_prompts(
     assert sizes[1] - sizes[0] < 4096  # KiB
 
 
+@pytest.mark.slow
 def test_dpm_adaptive_has_steps_of_its_own_for_every_image(small_path: Path) -> None:
     """An image does not depend on its batch; the steps that are reported go up to the number asked for."""
     pipe = ldm_lite.load(small_path, device="cpu")

@@ -52,7 +52,11 @@ def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, ap
     assert min(red, green) > blue + 40
 
 
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])  # which takes no mask
+QUICK = ("ddim", "plms", "euler_a", "heun", "dpmpp_2m", "lcm")
+OTHERS = [name for name in SAMPLERS if name not in (*QUICK, "dpm_adaptive")]  # the last takes no mask
+
+
+@pytest.mark.parametrize("sampler", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_every_sampler_leads_to_what_is_kept(
     bundled: Pipeline, apple: Image.Image, sampler: str, strength: float

@@ -14,6 +14,7 @@ from ldm_lite.tasks.compare import compare, table
 FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=60)
 
 
+@pytest.mark.slow
 def test_more_steps_and_higher_order_come_nearer(bundled: Pipeline) -> None:
     rows = {row.name: row for row in compare(bundled, FEW)}
     for name in ("ddim", "dpmpp_2m", "heun"):

@@ -64,6 +64,7 @@ def test_a_red_heart_is_red_in_the_middle_on_white(bundled: Pipeline) -> None:
     assert sum(white) >= 3
 
 
+@pytest.mark.slow
 def test_20_steps_of_a_second_order_sampler_are_100_of_ddim(bundled: Pipeline) -> None:
     few, many = (
         next(txt2img(bundled, Options(prompt=APPLE, sampler=sampler, steps=steps))).array.astype(float)
@@ -72,7 +73,10 @@ def test_20_steps_of_a_second_order_sampler_are_100_of_ddim(bundled: Pipeline) -
     assert np.abs(few - many).mean() < 4  # of 255
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "plms", "euler", "euler_a", "dpmpp_2m karras"])
+@pytest.mark.parametrize(
+    "sampler",
+    ["plms", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddim", "euler", "euler_a", "dpmpp_2m karras"))],
+)
 def test_every_sampler_paints_the_background(bundled: Pipeline, sampler: str) -> None:
     [result] = txt2img(bundled, Options(prompt="a cat on a yellow background", sampler=sampler, steps=20))
     red, green, blue = border(result.array)

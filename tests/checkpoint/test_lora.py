@@ -362,8 +362,18 @@ def rounding(storage: str | None, weight: Tensor) -> Tensor:
     return 1.1 * step.expand_as(weight)
 
 
-@pytest.mark.parametrize("storage", [None, "int8", "fp8"])
-@pytest.mark.parametrize("offload", [None, "model", "sequential"])
+@pytest.mark.parametrize(
+    ("offload", "storage"),
+    [
+        *((None, None), ("sequential", "int8")),
+        *(
+            pytest.param(offload, storage, marks=pytest.mark.slow)
+            for offload in (None, "model", "sequential")
+            for storage in (None, "int8", "fp8")
+            if (offload, storage) not in ((None, None), ("sequential", "int8"))
+        ),
+    ],
+)
 def test_merging_into_a_loaded_pipeline(
     tmp_path: Path, small: Pipeline, small_path: Path, offload: str | None, storage: str | None
 ) -> None:

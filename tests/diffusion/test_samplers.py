@@ -20,7 +20,7 @@ GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = linear_betas(0.00085, 0.012)
 SD = Schedule.from_betas(BETAS, "eps")
 # By default; the slow tests take all others up to 1000.
-COUNTS = [*range(1, 13), 15, 20, 25, 27, 30, 40, 50, 63, 100]
+COUNTS = [1, 2, 3, 4, 5, 8, 10, 20, 27, 50]
 DETERMINISTIC = {  # and the order that it converges with, as measured
     "ddim": 1.0,
     "euler": 1.0,
@@ -215,7 +215,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
     """Exactly as many as asked for, and if the data is one image, the result is it, exactly.
 
     For such data every step from level to level is exact, in mean and in variance, but LCM's: its boundary condition
-    lets some of x pass.  Above 100 steps a slow test takes every sampler and every spacing, but of their pairs a third,
+    lets some of x pass.  Above 100 steps a slow test takes every sampler and every spacing, but of their pairs a tenth,
     another one for each count.
     """
     cases, plans, starts = [], [], []
@@ -227,7 +227,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
             continue
         count = len(range(0, 1000, 1000 // steps)) if spacing == "original" else steps
         for k, sampler in enumerate(SAMPLERS):
-            if steps > 100 and steps not in COUNTS and (steps + i + k) % 3:
+            if steps > 100 and steps not in COUNTS and (steps + i + k) % 10:
                 continue
             if sampler.startswith("dpm_") and spacing == "original":  # makes the number of calls that it is asked for
                 continue
@@ -345,6 +345,7 @@ def test_churn_raises_each_level_with_fresh_noise(sampler: str) -> None:
     assert np.array_equal(make_plan(sampler, SD, 10, spacing="karras", churn=0.0).mix, plain.mix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prediction", ["v", "x0"])
 def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefined(prediction: Prediction) -> None:
     """Undefined is PLMS, which keeps eps in the scale of x, where the first level is exactly a = 0."""

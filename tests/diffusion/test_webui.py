@@ -38,7 +38,10 @@ def check(sampler: str, spacing: str, key: str, prediction: Callable[[Array, flo
     assert end[:: len(end) // len(wanted)][: len(wanted)] == pytest.approx(wanted, rel=1e-9, abs=1e-9), key
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=map(": ".join, CASES))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*each, id=": ".join(each), marks=[pytest.mark.slow] * (i % 4 > 0)) for i, each in enumerate(CASES)],
+)
 def test_its_names_make_its_trajectory(name: str, kind: str) -> None:
     sampler, spacing = from_webui(name, {"Schedule type": kind})
     for key in (key for key in RUNS if key.startswith(f"{name}|{kind}|")):

@@ -131,6 +131,7 @@ def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
     assert len(clock.timed) == count, "what is known is not timed again"
 
 
+@pytest.mark.slow
 def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
     use(unet, "fastest")
