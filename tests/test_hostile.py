@@ -27,6 +27,7 @@ from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.lora import open_lora
 from ldm_lite.checkpoint.reader import open_checkpoint, split
 from ldm_lite.checkpoint.textual_inversion import open_embeddings
+from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
 from ldm_lite.models.clip_vision import CLIPVisionSpec
 from ldm_lite.models.controlnet import infer_spec
 from ldm_lite.models.shapes import MOST_BLOCKS
@@ -42,6 +43,8 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "open_checkpoint": open_checkpoint,
     "open_lora": open_lora,
     "open_embeddings": open_embeddings,
+    "read_tensor": read_tensor,
+    "read_image_statistics": read_image_statistics,
 }
 
 

@@ -69,13 +69,14 @@ def _read(mapped: Tensor, stored: Stored, begin: int, pages: MappedPages) -> Ten
 
 
 def _tensors(content: object) -> dict[str, Stored]:
-    """Return the tensors of what a pickle holds, without the dictionaries around them."""
+    """Return the tensors of what a pickle holds, without the dictionaries around them; without keys, by number."""
     for _ in range(8):
         if not (isinstance(content, dict) and isinstance(content.get("state_dict"), dict)):
             break
         content = content["state_dict"]
     if not isinstance(content, dict):
-        return {}
+        values = content if isinstance(content, (list, tuple)) else [content]
+        content = {str(i): value for i, value in enumerate(values)}
     if INVERSION in content:
         learned, name = content[INVERSION], content.get("name")
         learned = learned.parameters if isinstance(learned, Inert) else learned

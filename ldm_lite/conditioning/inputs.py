@@ -4,6 +4,7 @@ Each function takes B prompts as strings ("207", the name of a file).  None or "
 trained with one.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.checkpoint.reader import open_checkpoint, read_weight
 from ldm_lite.cli.files import open_file
 from ldm_lite.conditioning import boxes
 from ldm_lite.diffusion.guidance import Conditioning
@@ -126,19 +127,11 @@ def read_tensor(path: Path) -> Tensor:
     """Read a single tensor, as float32, from a .npy, .safetensors or torch file.  Raises ValueError, one line."""
     if path.suffix == ".npy":
         return _npy(path)
-    if path.suffix in (".pt", ".pth", ".bin"):
-        with open_file(path, MOST_BYTES) as stream:
-            try:
-                value = torch.load(stream, map_location="cpu", weights_only=True)
-            except Exception as error:  # torch raises nearly anything for a broken pickle
-                raise ValueError(f"{path}: is not a torch file, or holds more than tensors") from error
-        found = list(value.values()) if isinstance(value, dict) else [value]
-    else:
-        file = open_checkpoint(path)
-        found = [file.read(name) for name in list(file.shapes)[:2]]
-    if len(found) != 1 or not isinstance(found[0], Tensor):
-        raise ValueError(f"{path}: holds something other than one tensor, the embedding")
-    return found[0].float()
+    file = open_checkpoint(path)
+    if len(file.shapes) != 1:
+        raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
+    [name] = file.shapes
+    return read_weight(file, name).float()
 
 
 def _npy(path: Path) -> Tensor:
@@ -158,18 +151,12 @@ def read_image_statistics(path: Path) -> Tensor:
 
     Raises ValueError for other files.
     """
-    try:
-        if path.suffix in (".th", ".pt"):  # no names: two tensors
-            with open_file(path, MOST_BYTES) as stream:
-                mean, deviation = torch.load(stream, map_location="cpu", weights_only=True)
-        else:
-            file = open_checkpoint(path)
-            mean, deviation = (file.read(name) for name in ("mean", "std"))
-        return torch.stack([mean.reshape(-1), deviation.reshape(-1)]).float()
-    except OSError:
-        raise
-    except Exception as error:  # torch raises nearly anything for a broken pickle
-        raise ValueError(f"{path}: holds no mean and standard deviation of embeddings") from error
+    file = open_checkpoint(path)
+    names = ("mean", "std") if "mean" in file.shapes else ("0", "1")  # karlo's two have no names
+    sizes = {math.prod(file.shapes.get(name, ())) for name in names}
+    if not file.shapes.keys() >= set(names) or len(sizes) > 1:
+        raise ValueError(f"{path}: holds no mean and standard deviation of embeddings")
+    return torch.stack([read_weight(file, name).float().reshape(-1) for name in names])
 
 
 def _file(model: Model, prompt: str | None, wanted: str) -> Path:

@@ -223,7 +223,7 @@ HOSTILE = {
     "text": "is not a checkpoint",
     "lfs pointer": "is a Git LFS pointer",
     "directory": "is a folder",
-    "not a dict": "holds no named tensors",
+    "not a dict": "holds no known UNet",
     "wrong shapes": r"the unet does not fit: 1 tensors of another shape \(out.0.weight \(33,\) in place of \(32,\)\)",
     "missing tensors": r"the vae does not fit: 16 tensors missing \(decoder.mid.block_1.conv1.bias, ",
     "extra tensors": r"the unet does not fit: 1 tensors unexpected \(middle_block.3.weight\)",
