@@ -1,7 +1,9 @@
 """Fixtures that several tests share.  Everything runs offline: a test that opens a connection fails."""
 
 import os
+import signal
 import socket
+import threading
 from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: miniature networks compute faster on one thread,
@@ -14,6 +16,12 @@ import toy
 
 import ldm_lite
 from ldm_lite.pipeline import Pipeline
+
+# A process in the background ignores SIGINT, under nohup SIGHUP too, and so do the processes that it starts: tests send
+# these signals.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(autouse=True)

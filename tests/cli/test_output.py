@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,16 +67,6 @@ def test_writers_on_a_file_system_without_hard_links_lose_nothing(tmp_path: Path
     assert {os.fspath(path) for path in saved} == named
     texts = {Image.open(path).info["parameters"] for path in saved}
     assert texts == {f"{i} {k}" for i in range(3) for k in range(40)}
-
-
-@pytest.fixture(autouse=True)
-def _usual_handlers() -> Iterator[None]:
-    """Those of a process in the foreground: a shell starts the others with SIGINT ignored."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
