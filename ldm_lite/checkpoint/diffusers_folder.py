@@ -132,7 +132,7 @@ def _open_network(folder: Path) -> Checkpoint:
             f"{folder}: is a folder without weights, wanted a checkpoint, or a diffusers folder with weights in "
             f"{STEMS[0]}.safetensors or the like"
         )
-    metadata = read_network(hub.title(folder), _read_json(folder / "config.json"), checkpoint.shapes)
+    metadata = read_network(str(folder), _read_json(folder / "config.json"), checkpoint.shapes)
     return replace(checkpoint, path=folder, metadata=metadata)
 
 

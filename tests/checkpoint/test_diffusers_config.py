@@ -171,7 +171,7 @@ def test_unknown_settings_are_named_in_one_warning(weights: Path, caplog: pytest
     configure(weights, "plain", "unet/config.json", mystery="x", another=[1, 2], off=False, none=None, _private=3)
     ldm_lite.load(weights, device="cpu")
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ['unet: ignored unknown settings: mystery "x", another [1, 2]']
+    assert warnings == [f'{weights / "unet"}: ignored unknown settings: mystery "x", another [1, 2]']
 
 
 def test_a_pipeline_for_another_task_is_named(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
