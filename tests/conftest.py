@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: miniature networks compute faster on one thread,
@@ -22,6 +23,18 @@ from ldm_lite.pipeline import Pipeline
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(_number, _handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the mark thin(n), leave every n-th; the others become slow."""
+    counts = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("thin")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % mark.args[0]:
+                item.add_marker("slow")
+            counts[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -118,6 +118,7 @@ def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> No
     assert toy.relative_error(second[None], GOLDEN["cascade.if_II"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_third_stage_upscales_with_the_prompt_and_the_seed(stages: list[Pipeline], upscaler: Path) -> None:
     """What the command `upscale` makes of the second stage's images; these go through 8 bits there."""
     x4 = ldm_lite.load(upscaler, device="cpu")
@@ -133,6 +134,7 @@ def test_the_third_stage_upscales_with_the_prompt_and_the_seed(stages: list[Pipe
         assert toy.relative_error(image, result.pixels.numpy()) < 0.02
 
 
+@pytest.mark.slow
 def test_two_values_are_not_the_third_stages(stages: list[Pipeline], upscaler: Path) -> None:
     """Nor is one; it has the checkpoint's own."""
     x4 = ldm_lite.load(upscaler, device="cpu")

@@ -72,6 +72,7 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])
+@pytest.mark.thin(4)
 def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -> None:
     draw = SeededNoise([0], SHAPE)
     rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)

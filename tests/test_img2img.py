@@ -56,6 +56,7 @@ def calls(pipe: Pipeline) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 @pytest.mark.parametrize("name", toy.PICTURE_RUNS)
+@pytest.mark.thin(3)
 def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str, Pipeline], name: str) -> None:
     """diffusers' pipelines, and the original's samplers for --compat."""
     run, (context, uncond) = toy.PICTURE_RUNS[name], toy.embeddings()
@@ -127,6 +128,7 @@ def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle:
 
 
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])  # takes as many as it wants
+@pytest.mark.thin(4)
 def test_the_first_call_sees_exactly_its_level_of_noise(
     bundled: Pipeline, circle: Image.Image, sampler: str, caplog: pytest.LogCaptureFixture
 ) -> None:

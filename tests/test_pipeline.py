@@ -89,6 +89,7 @@ def shapes(network: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", UNETS)
+@pytest.mark.thin(6)
 def test_every_known_unet_is_named(name: str) -> None:
     with torch.device("meta"):
         unet, vae, text = UNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextEncoder(CLIP_L)

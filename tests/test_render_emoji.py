@@ -136,6 +136,7 @@ def test_crops_do_not_depend_on_place_and_resolution() -> None:
 
 
 @needs_font
+@pytest.mark.slow
 def test_a_scene_depends_on_its_index_alone() -> None:
     scene = emoji.scenes(64, two=0.3)
     again = pickle.loads(pickle.dumps(scene))

@@ -41,6 +41,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.extra
+@pytest.mark.slow
 def test_the_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--samplers", "ddim", "--steps", "2,3", "--reference", "5", "--device", "cpu"]

@@ -47,6 +47,7 @@ COLOURS = {  # as scripts/render_emoji.py draws them
 }
 
 
+@pytest.mark.slow
 def test_the_background_is_the_one_asked_for(bundled: Pipeline) -> None:
     """Of the twelve colours, the border's is nearest to the caption's."""
     for colour in COLOURS:

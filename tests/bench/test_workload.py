@@ -75,6 +75,7 @@ def test_the_work_of_stable_diffusion_is_what_was_counted() -> None:
     assert items == 4
 
 
+@pytest.mark.slow
 def test_a_perturbed_network_fails_the_gate(models: Models) -> None:
     def backend(name: str, change: Callable[[Model], None]) -> InProcessBackend:
         workload = models.workload(OURS, SETTING, "fp32")

@@ -39,6 +39,7 @@ def reference(small_path: Path) -> ldm_lite.Pipeline:
 
 @pytest.mark.parametrize("container", ["safetensors", "zip", "legacy"])
 @pytest.mark.parametrize("variant", [{}, {"ema": True}, {"text_model": False}, {"wrapped": False}], ids=str)
+@pytest.mark.thin(3)
 def test_every_container_gives_the_same_pipeline(
     tmp_path: Path, reference: ldm_lite.Pipeline, container: str, variant: dict[str, bool]
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
+@pytest.mark.thin(3)
 def test_cached_keys_and_values_change_nothing(name: str) -> None:
     unet, (x, context, y) = toy.fill(UNet(toy.UNETS[name])), toy.unet_inputs(toy.UNETS[name])
     if context is None:
@@ -205,6 +206,7 @@ def test_any_latent_size(h: int, w: int) -> None:
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
+@pytest.mark.thin(3)
 def test_odd_sizes_work_for_every_kind(name: str) -> None:
     spec = toy.UNETS[name]
     x, context, y = toy.unet_inputs(spec, h=9, w=7)
@@ -224,6 +226,7 @@ def test_images_of_a_batch_are_independent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
+@pytest.mark.thin(4)
 def test_reads_no_value_back_from_the_device(name: str) -> None:
     """On the meta device there are no values: .item(), or a branch on a tensor, raises."""
     spec = toy.UNETS[name]

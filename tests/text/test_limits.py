@@ -47,6 +47,7 @@ def _quick() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.thin(3)
 def test_texts_of_every_shape_end_soon(name: str) -> None:
     text = SHAPES[name]
     CLIPTokenizer()([text])

@@ -138,6 +138,7 @@ def test_the_file_is_kohyas_and_gives_the_same_images(
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(sheet, dtype=int)).mean() < 0.5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     tmp_path: Path, folder: Path, small_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     assert len(losses(whole)) == 3
 
 
+@pytest.mark.slow
 def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, steps=3), load_options(small_path))
     wanted = losses(tmp_path)
@@ -119,6 +120,7 @@ def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
         assert len(losses(tmp_path / name)) == 2
 
 
+@pytest.mark.slow
 def test_tokens_that_no_caption_used_are_zero_in_a_new_model(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +333,7 @@ def test_photos_are_turned_upright_and_transparency_becomes_white(tmp_path: Path
     assert (clear == 255).all()
 
 
+@pytest.mark.slow
 def test_checkpoints_before_the_first_loss_is_logged(
     tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.thin(6)
 def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
     """By names and shapes, with nothing missing; the remaining tensors carry no weights."""
     for role, component in split(opened(file_of(name))).items():

@@ -128,6 +128,7 @@ def prompt_of(tmp_path: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", [name for name in toy_zoo.SMALL if toy_zoo.small(name).task == "txt2img"])
+@pytest.mark.thin(3)
 def test_the_command_makes_an_image(
     name: str, path_of: Callable[[str], Path], prompt_of: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -302,6 +303,7 @@ def test_inpainting_needs_no_prompt(path_of: Callable[[str], Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", toy_zoo.SMALL)
+@pytest.mark.thin(4)
 def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[str], Path], tmp_path: Path) -> None:
     """One of the same kind, and where it is a VQ one, a KL one of such latents: its scale factor is the family's."""
     spec = toy_zoo.small(name).vae
