@@ -148,6 +148,7 @@ def test_two_values_are_not_the_third_stages(stages: list[Pipeline], upscaler: P
             list(cascade([*stages, x4], replace(SMALL, steps=steps), CONTEXT, UNCOND, on_step=stop))
 
 
+@pytest.mark.slow
 def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
     options = replace(SMALL, width=16, steps="2", batch_size=2, n_iter=2, seed=7)
     many = list(cascade(stages, options, CONTEXT, UNCOND))
@@ -265,6 +266,7 @@ def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_makes_an_image_from_ready_embeddings(
     files: dict[str, Path],
     stages: list[Pipeline],

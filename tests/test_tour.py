@@ -15,6 +15,7 @@ import ldm_lite
 from ldm_lite.checkpoint.lora import file_names, targets
 from ldm_lite.diffusion import names
 
+pytestmark = pytest.mark.slow  # some twenty seconds
 TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", TOUR.read_text(encoding="utf-8"), re.DOTALL)
 

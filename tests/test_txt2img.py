@@ -326,6 +326,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cannot write to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([APPLE, "--steps", "1"], tmp_path) == 0
     limits = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"

@@ -311,6 +311,7 @@ def test_a_copy_in_float32_has_weights_of_its_own(small_path: Path, device: Devi
         assert toy.relative_error(pixels[0].clamp(-1, 1), wanted.double().numpy()) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_deleted_pipeline_returns_its_memory(small_path: Path) -> None:
     for tuning in ({}, {"offload": "model"}, {"offload": "sequential"}, {"storage": "int8"}, {"vae_tiling": True}):
         pipe = load(small_path, **tuning)
