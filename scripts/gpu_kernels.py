@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling, clock, median
 from ldm_lite.runtime import attention
-from ldm_lite.runtime.compile import _measured_convolutions
+from ldm_lite.runtime.compile import measured_convolutions
 from ldm_lite.runtime.fused_norm import written_out
 from ldm_lite.runtime.precision import short_name
 
@@ -104,7 +104,7 @@ def convolutions(device: torch.device, dtype: torch.dtype, batch: int, scale: in
         plain = {"heuristic": lambda: F.conv2d(x, weight, padding=1), "matmul": lambda: unfolded(x, weight)}  # noqa: B023
         row = times(plain, device)
         if device.type == "cuda":
-            with _measured_convolutions():
+            with measured_convolutions():
                 row |= times({"measured": plain["heuristic"]}, device)
         rows[f"{c} to {k}, {side} x {side}"] = row
     return rows

@@ -305,7 +305,7 @@ class _Graphs:
         captured = (each for graphs in self._graphs.values() for each in graphs.values())
         pool = next((each.graph.pool() for each in captured if each.out.device == device), None)
         stream.wait_stream(outside)
-        choice = _measured_convolutions() if self._measured else contextlib.nullcontext()
+        choice = measured_convolutions() if self._measured else contextlib.nullcontext()
         with choice, torch.cuda.stream(stream):  # around the capture too, which does not restore the stream if it fails
             for _ in range(2):  # compilation and autotuning must not be captured
                 self._step(model, *static)
@@ -320,7 +320,7 @@ class _Graphs:
 
 
 @contextlib.contextmanager
-def _measured_convolutions() -> Iterator[None]:
+def measured_convolutions() -> Iterator[None]:
     """Let cuDNN measure all of its algorithms in this block."""
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit

@@ -13,7 +13,7 @@ import torch
 
 from ldm_lite.bench import backends
 from ldm_lite.bench.backends import Backend, FirstCall, SubprocessBackend, Unavailable, serve
-from ldm_lite.bench.worker import PEERS, PeerWorkload, make_backend
+from ldm_lite.bench.worker import PEERS, PeerWorkload, TorchNetworks, make_backend
 from ldm_lite.bench.workload import Cell, Job, Setting, Target
 from ldm_lite.zoo.families import FAMILIES
 
@@ -102,6 +102,17 @@ def test_a_peers_scheduler_never_waits_for_the_device(monkeypatch: pytest.Monkey
     workload = PeerWorkload(networks, FAMILIES["sd1"], SETTING, meta, torch.float32)
     noise, both = torch.zeros(1, 4, 8, 8, device=meta), torch.zeros(2, 77, 768, device=meta)
     assert workload.denoise("plms", 3, noise, both).shape == noise.shape
+
+
+def test_the_compiled_peer_is_compiled_for_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ours is: otherwise its second batch runs a graph for all sizes."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda network, **options: asked.append(options) or network)
+    peer = TorchNetworks.__new__(TorchNetworks)
+    peer._compiled = True
+    monkeypatch.setattr(peer, "_made", lambda role: role)
+    assert peer._unet == "unet"
+    assert [each["dynamic"] for each in asked] == [False]
 
 
 def test_serving(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -274,7 +274,7 @@ def k_sampler(sampling: ModuleType, external: ModuleType, alpha_bar: Tensor, run
     start = next(fresh) * sigmas[0]
     options: dict[str, Any] = {} if run.eta is None else {"eta": run.eta}
     if run.sampler == "dpmpp_sde":
-        options["noise_sampler"] = brownian(fresh)
+        options["noise_sampler"] = toy.brownian(fresh)
     elif run.sampler.endswith(("_a", "_sde")):
         options["noise_sampler"] = lambda *_: next(fresh)
     churning: Any = contextlib.nullcontext()
@@ -299,23 +299,6 @@ def k_sigmas(sampling: ModuleType, model: Any, spacing: str, steps: int) -> Tens
         return sampling.append_zero(model.t_to_sigma(torch.linspace(999, 0, steps + 1)[:-1]))
     make = {"karras": sampling.get_sigmas_karras, "exponential": sampling.get_sigmas_exponential}[spacing]
     return make(steps, float(model.sigma_min), float(model.sigma_max))
-
-
-def brownian(fresh: Iterator[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A noise_sampler whose increments of one motion W(sigma) come from fresh: asked from one sigma to ever lower ones.
-
-    It returns (W(end) - W(start)) / sqrt(start - end), as BrownianTreeNoiseSampler does.
-    """
-    path: list[tuple[Tensor, Tensor]] = []  # (sigma, W) from the start of a step
-
-    def noise(start: Tensor, end: Tensor) -> Tensor:
-        if not path or path[0][0] != start:
-            path[:] = [(start, torch.zeros(toy.SHAPE))]
-        sigma, w = path[-1]
-        path.append((end, w + (sigma - end).sqrt() * next(fresh)))
-        return path[-1][1] / (start - end).sqrt()
-
-    return noise
 
 
 DIFFUSERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,7 +14,6 @@ toy.noises, for the SDE samplers as the increments of one motion.  Results are o
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -120,20 +119,6 @@ def load(originals: Path) -> Any:
     )
 
 
-def brownian(fresh: Iterator[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A noise_sampler whose increments of one motion W(sigma) come from fresh."""
-    path: list[tuple[Tensor, Tensor]] = []  # (sigma, W) from the start of a step
-
-    def noise(start: Tensor, end: Tensor) -> Tensor:
-        if not path or path[0][0] != start:
-            path[:] = [(start, torch.zeros(toy.SHAPE))]
-        sigma, w = path[-1]
-        path.append((end, w + (sigma - end).sqrt() * next(fresh)))
-        return path[-1][1] / (start - end).sqrt()
-
-    return noise
-
-
 def run(
     webui: Any, name: str, schedule: str, steps: int, alpha_bar: Tensor, eta: float | None = None
 ) -> dict[str, Any]:
@@ -165,7 +150,7 @@ def run(
     sampler.model_wrap_cfg.model_wrap = None
     fresh = iter(torch.from_numpy(toy.noises(400)))
     start = next(fresh)
-    motion = brownian(fresh)
+    motion = toy.brownian(fresh)
     independent = lambda *_: next(fresh)  # noqa: E731
     sampler.create_noise_sampler = lambda *_: motion if name == "DPM++ SDE" else independent
     p = SimpleNamespace(

@@ -336,6 +336,13 @@ def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny:
     assert kept == [10, 0, 10], "all algorithms, in this block only"
 
 
+def test_max_does_not_tune_kernels_one_after_the_other() -> None:
+    """For minutes; torch's own variable asks for it."""
+    options = tiers._options("max", "cuda")
+    assert options["max_autotune"]
+    assert "coordinate_descent_tuning" not in options
+
+
 def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """A network that has moved to another device; meta stands for it."""
     cuda, streams = Pretended(monkeypatch), []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
@@ -350,3 +351,32 @@ def test_a_run_is_not_overwritten(tmp_path: Path, folder: Path, small_path: Path
         train(options(folder, tmp_path, steps=1), load_options(small_path))
     with pytest.raises(ValueError, match="is not the state of this run"):
         train(options(folder, tmp_path, resume=True, stage="autoencoder"), load_options(small_path))
+
+
+def test_the_check_at_a_save_compiles_nothing() -> None:
+    """Compiled code is for steps with gradients; the check has none, and would compile everything once more."""
+    network, counter = Doubled(), CompileCounter()
+    network.compile(backend=counter)
+    run = trainer.Trainer.__new__(trainer.Trainer)
+    run.loss = SumOfOutputs(network)
+    run._last = torch.ones(1, 2), [""]
+    run.loss(*run._last, torch.Generator())
+    run._verify()
+    assert counter.frame_count == 1
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.weight * x
+
+
+class SumOfOutputs:
+    def __init__(self, network: torch.nn.Module) -> None:
+        self.networks = {"network": network}
+
+    def __call__(self, pixels: torch.Tensor, captions: list[str], generator: torch.Generator) -> torch.Tensor:
+        return self.networks["network"](pixels).sum()
