@@ -18,6 +18,7 @@ COMMANDS = {
     "cascade": "DeepFloyd IF: text to image in stages",
     "reconstruct": "an image through an autoencoder and back",
     "samplers": "compare samplers: a table and a chart",
+    "verify": "check a checkpoint against published numbers",
     "train": "train or fine-tune",
     "export": "compile the UNet ahead of time",
     "bench": "measure speed and memory, also against peers",

@@ -17,13 +17,24 @@ LAYERS = [
     {"generate", "conditioning", "control"},
     {"tasks", "train"},
     {"bench"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "pipeline"},
+    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"},
     {"__init__", "__main__"},
 ]
 # Within a layer.
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 PRINTING = {"tasks.serve", "tasks.compare", "tasks.export", "train.__main__"}  # the main parts of commands
-COMMANDS = {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "__main__"}
+COMMANDS = {
+    "txt2img",
+    "img2img",
+    "inpaint",
+    "upscale",
+    "cascade",
+    "reconstruct",
+    "samplers",
+    "export",
+    "verify",
+    "__main__",
+}
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
 BLOCKS |= {"models.unet": {"models.transformer"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.style_adapter": {"models.clip", "models.open_clip"}}

@@ -91,13 +91,17 @@ def files(repository: str) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def download(repository: str, file: str) -> Path:
+def download(repository: str, file: str, kind: str = "model") -> Path:
     """Download a file of a repository and return its path in the hub's cache, which keeps the repository's folders.
 
-    Raises FileNotFoundError with what to do.
+    kind is "model" or "dataset".  Raises FileNotFoundError with what to do.
     """
+    from huggingface_hub import hf_hub_download
+
     try:
-        return _download(repository, file)
+        return (
+            _download(repository, file) if kind == "model" else Path(hf_hub_download(repository, file, repo_type=kind))
+        )
     except Exception as error:  # the library raises many kinds
         reason = _reason(error, repository)
         message = f"{repository}/{file}: no such file, and the hub did not give it: {reason}"

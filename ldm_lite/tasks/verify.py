@@ -1,0 +1,274 @@
+"""Published test vectors: what diffusers' own tests expect of released checkpoints, pixel by pixel.
+
+Source: the slow and nightly tests of github.com/huggingface/diffusers, commit 58eb52c, under tests/pipelines.  They run
+in float32 from fixed latents, and compare a corner of the blue channel in [0,1], or a whole image that is stored.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ldm_lite.checkpoint.hub import download
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.schedule import CLEAN, Level, Schedule, Spacing
+from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.zoo.families import FAMILIES
+
+ARRAYS = "diffusers/test-arrays"  # a data set on the hub, with whole images
+HORSE = "a photograph of an astronaut riding a horse"
+SQUIRREL = "A painting of a squirrel eating a burger"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A run and what is known of its image."""
+
+    checkpoint: str  # as people call it; the file alone does not tell 1.4 from 1.5
+    family: str  # a key of FAMILIES
+    sampler: str
+    steps: int
+    expected: tuple[float, ...] | str  # nine values of blue in [0,1], 3x3 in rows; or a file of ARRAYS
+    limit: float  # of the largest difference, in the test that it is from
+    source: str
+    prompt: str = HORSE
+    scale: float = 7.5
+    prediction: str = "eps"
+    side: int = 64  # of the latents
+    corner: int = -3  # first row and column of the nine values
+    seeded: bool = False  # the noise is torch's of seed 0, not numpy's
+    spacing: Spacing | None = None
+
+    @property
+    def title(self) -> str:
+        """Checkpoint, sampler and steps."""
+        return f"{self.checkpoint}, {self.sampler}, {self.steps} step{'s'[: self.steps > 1]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """A vector beside what a model makes."""
+
+    vector: Vector
+    expected: NDArray[np.float64]  # (9,), or (H,W,3)
+    got: NDArray[np.float64]  # of the same shape
+
+    @property
+    def difference(self) -> float:
+        """The largest difference, in [0,1]; infinite if the shapes differ."""
+        if self.expected.shape != self.got.shape:
+            return float("inf")
+        return float(np.abs(self.expected - self.got).max())
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is within the limit of the test."""
+        return self.difference <= self.vector.limit
+
+    def __str__(self) -> str:
+        lines = [self.vector.title]
+        if self.expected.ndim == 1:
+            rows = (("expected", self.expected), ("got", self.got))
+            lines += [f"  {name:10}" + " ".join(f"{value:.5f}" for value in values) for name, values in rows]
+        else:
+            lines.append(f"  expected  the image {self.vector.expected}")
+        verdict = "pass" if self.passes else "DIFFERS"
+        lines.append(f"  difference {self.difference:.1e}, limit {self.vector.limit:.0e}: {verdict}")
+        return "\n".join([*lines, f"  source    {self.vector.source}"])
+
+
+def from_0(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps (steps - 1) * (1000 // steps), ..., 0, then clean: diffusers' DDIM with its own defaults."""
+    ratio = len(schedule.alpha_bar) // steps
+    return [*(schedule.at(ratio * i) for i in reversed(range(steps))), CLEAN]
+
+
+SD, SD2 = "stable_diffusion/test_stable_diffusion.py", "stable_diffusion_2/test_stable_diffusion.py"
+WHOLE = "stable_diffusion_text2img/stable_diffusion_"
+LDM = "latent_diffusion/test_latent_diffusion.py"
+
+
+def _nine(text: str) -> tuple[float, ...]:
+    return tuple(float(value) for value in text.split())
+
+
+# Assumed: the repository's stored configuration has diffusers' defaults, so its last step is that of timestep 0.
+_LARGE = {"family": "ldm_text2img_large", "prompt": SQUIRREL, "scale": 6.0, "side": 32, "spacing": from_0}
+VECTORS = (
+    Vector(
+        "Stable Diffusion 1.4",
+        "sd1",
+        "ddim",
+        3,
+        _nine(".38019 .28647 .27321 .40377 .38290 .35446 .39218 .38165 .42239"),
+        1e-4,
+        f"{SD}:677",
+    ),
+    Vector(
+        "Stable Diffusion 1.4",
+        "sd1",
+        "plms",
+        3,
+        _nine(".5740 .4784 .3162 .6358 .5831 .5505 .5082 .5631 .5575"),
+        3e-3,
+        f"{SD}:664",
+    ),
+    Vector(
+        "Stable Diffusion 1.4",
+        "sd1",
+        "lms",
+        3,
+        _nine(".10542 .09620 .07332 .09015 .09382 .07597 .08496 .07806 .06455"),
+        3e-3,
+        f"{SD}:691",
+    ),
+    Vector(
+        "Stable Diffusion 1.1",
+        "sd1",
+        "plms",
+        3,
+        _nine(".4363 .4355 .3667 .4066 .3970 .3866 .4394 .4356 .4059"),
+        3e-3,
+        f"{SD}:637",
+    ),
+    *(
+        Vector(f"Stable Diffusion {version}", "sd1", sampler, 50, f"{WHOLE}{file}.npy", 1e-3, f"{SD}:1056")
+        for version, sampler, file in (
+            ("1.4", "plms", "1_4_pndm"),
+            ("1.4", "ddim", "1_4_ddim"),
+            ("1.4", "lms", "1_4_lms"),
+            ("1.4", "euler", "1_4_euler"),
+            ("1.5", "plms", "1_5_pndm"),
+        )
+    ),
+    Vector(
+        "LDM text2img-large",
+        sampler="ddim",
+        steps=3,
+        expected=_nine(".51825 .52850 .52543 .54258 .52304 .52569 .54363 .55276 .56878"),
+        limit=1e-3,
+        source=f"{LDM}:151",
+        **_LARGE,  # type: ignore[arg-type]
+    ),
+    Vector(
+        "LDM text2img-large",
+        sampler="ddim",
+        steps=50,
+        expected="ldm_text2img/ldm_large_256_ddim.npy",
+        limit=1e-3,
+        source=f"{LDM}:nightly",
+        **_LARGE,  # type: ignore[arg-type]
+    ),
+    Vector(
+        "Stable Diffusion 2 base",
+        "sd2",
+        "plms",
+        3,
+        _nine(".49493 .47896 .40798 .54214 .53212 .48202 .47656 .46329 .48506"),
+        7e-3,
+        f"{SD2}:351",
+    ),
+    Vector(
+        "Stable Diffusion 2 (768, v)",
+        "sd2",
+        "ddim",
+        20,
+        _nine(".1868 .1922 .1527 .1921 .1908 .1624 .1779 .1652 .1734"),
+        1e-2,
+        "stable_diffusion_2/test_stable_diffusion_v_pred.py:280",
+        prompt=SQUIRREL,
+        prediction="v",
+        side=96,
+        corner=253,
+        seeded=True,
+    ),
+    Vector(
+        "LCM Dreamshaper v7",
+        "lcm",
+        "lcm",
+        1,
+        _nine(".1025 .0911 .0984 .0981 .0901 .0918 .1055 .0940 .0730"),
+        1e-3,
+        "latent_consistency_models/test_latent_consistency_models.py:246",
+    ),
+)
+
+
+def vectors_for(model: Model, whole: bool) -> list[Vector]:
+    """Return the vectors of a model's family, with whole images or without.
+
+    Raises ValueError if there are none, with the checkpoints that have some.
+    """
+    title, prediction = model.family.title, model.schedule.prediction
+    found = [each for each in VECTORS if FAMILIES[each.family].title == title and each.prediction == prediction]
+    if not found:
+        known = ", ".join(dict.fromkeys(each.checkpoint for each in VECTORS))
+        raise ValueError(f"no test vectors are published for {title} with {prediction} prediction, but for: {known}")
+    return [each for each in found if whole or not isinstance(each.expected, str)]
+
+
+def image_of(model: Model, vector: Vector) -> NDArray[np.float64]:
+    """Run a vector's recipe; return the image (H,W,3) in [0,1]."""
+    shape = (1, model.family.unet.out_channels, vector.side, vector.side)
+    noise = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        if vector.seeded
+        else torch.from_numpy(np.random.RandomState(0).standard_normal(shape)).float()
+    )
+    factor = model.vae.spec.factor
+    options = Txt2imgOptions(
+        prompt=vector.prompt,
+        plan=make_plan(vector.sampler, model.schedule, vector.steps, spacing=vector.spacing),
+        scale=vector.scale,
+        noise=noise,
+        seed=0,
+        height=vector.side * factor,
+        width=vector.side * factor,
+    )
+    (result,) = txt2img(model, options)
+    return np.asarray((result.pixels.double() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0))
+
+
+def check(model: Model, vector: Vector, read: Callable[[str], NDArray[np.float64]]) -> Check:
+    """Run a vector and compare; `read` returns a stored image (H,W,3) by its file's name."""
+    if isinstance(vector.expected, str):
+        expected = read(vector.expected)  # before the run, which takes longer
+        return Check(vector, expected, image_of(model, vector))
+    rows = slice(vector.corner, vector.corner + 3 or None)
+    return Check(vector, np.array(vector.expected), image_of(model, vector)[rows, rows, 2].ravel())
+
+
+def stored_image(source: str, name: str) -> NDArray[np.float64]:
+    """Return a stored image, from a folder or, if the source is "hub", from the Hugging Face hub.
+
+    Raises FileNotFoundError or ValueError with what to do.
+    """
+    if source == "hub":
+        path = download(ARRAYS, name, kind="dataset")
+    else:
+        folder = Path(source).expanduser()
+        path = next((each for each in (folder / name, folder / Path(name).name) if each.is_file()), folder / name)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file: it is in the data set {ARRAYS}; or give `whole=hub`")
+    try:
+        image = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: not an array in numpy's format: {error}") from error
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype.kind != "f":
+        raise ValueError(f"{path}: holds {image.dtype} {image.shape}, wanted an image (H,W,3) of floats in [0,1]")
+    return np.asarray(image, dtype=np.float64)
+
+
+def verdict(checks: Sequence[Check], name: str) -> str:
+    """Name the checkpoint whose vectors all pass.  Raises ValueError if there is none."""
+    for checkpoint in dict.fromkeys(each.vector.checkpoint for each in checks):
+        own = [each for each in checks if each.vector.checkpoint == checkpoint]
+        if all(each.passes for each in own):
+            return f"{name} is {checkpoint}: all {len(own)} published test vectors agree"
+    tried = ", ".join(dict.fromkeys(each.vector.checkpoint for each in checks))
+    raise ValueError(f"{name} agrees with the published test vectors of none of these: {tried}")
