@@ -35,6 +35,7 @@ from ldm_lite.cli.task_options import UpscaleOptions as Upscale
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.train.options import TrainOptions as Train
+from ldm_lite.verify import Options as Verify
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +198,7 @@ def messages(tree: ast.AST) -> list[str]:
 def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
     groups = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions, Samplers, Export)
-    names = {each.name for group in (*groups, Train, Bench, Reconstruct) for each in dataclasses.fields(group)}
+    names = {each.name for group in (*groups, Train, Bench, Reconstruct, Verify) for each in dataclasses.fields(group)}
     names |= {"draw", "output", "C", "f", "config"}  # of Python alone, and of the original scripts alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
