@@ -7,7 +7,7 @@ all later steps, whatever the batch size or the device.
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.adaptive import each_image
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
+from ldm_lite.diffusion.noise import Draw
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
@@ -29,32 +30,6 @@ from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.zoo.networks import Autoencoder
 
 log = logging.getLogger("ldm_lite")
-
-Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w) float32, on any device
-
-
-class SeededNoise:
-    """A source of noise (B,C,h,w) with one CPU generator per image, B = len(seeds)."""
-
-    def __init__(self, seeds: Sequence[int], shape: tuple[int, int, int]) -> None:
-        self.shape = shape
-        self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-
-    def __call__(self) -> Tensor:
-        """Return the next noise, float32 on the CPU, whatever defaults the process has set."""
-        each = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
-        return torch.stack(each)
-
-
-class SharedNoise:
-    """The original scripts' noise: one generator on the device, shared by all images in call order."""
-
-    def __init__(self, generator: torch.Generator, batch: int, shape: tuple[int, int, int]) -> None:
-        self.generator, self.size = generator, (batch, *shape)
-
-    def __call__(self) -> Tensor:
-        """Return the next noise, float32 on the generator's device."""
-        return torch.randn(self.size, generator=self.generator, dtype=torch.float, device=self.generator.device)
 
 
 class StepControl(Protocol):

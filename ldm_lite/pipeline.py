@@ -28,8 +28,9 @@ from ldm_lite.cli.task_options import (
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import Draw, SeededNoise
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.generate import DenoisingState, Draw, SeededNoise
+from ldm_lite.generate import DenoisingState
 from ldm_lite.image import pad, to_array, to_pil, to_pixels
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import short_name

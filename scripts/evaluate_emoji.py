@@ -43,6 +43,7 @@ from ldm_lite import generate
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
 from ldm_lite.pipeline import Pipeline
@@ -348,7 +349,7 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
     shape = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution)
     for first in range(0, len(prompts), settings.batch):
         part = prompts[first : first + settings.batch]
-        draw = generate.SeededNoise([prompt.seed for prompt in part], shape)
+        draw = SeededNoise([prompt.seed for prompt in part], shape)
         cond, uncond = (encode_prompts(pipe, texts) for texts in ([prompt.text for prompt in part], [""] * len(part)))
         branches = classifier_free(cond, uncond, settings.scale)
         latents = generate.denoise(pipe, draw(), branches, plan, draw=draw)

@@ -73,8 +73,9 @@ def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.
     assert (options.sampler, options.spacing, options.clip_skip) == ("dpmpp_2m", "karras", 2)
     assert (options.prompt_syntax, options.from_png) == ("a1111", None)
     first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    wanted = "its Denoising strength, ENSD, RNG, Hires upscale, ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
-    assert first == f"{path}: {wanted} are not heeded; noise is ldm_lite's: the steps are A1111's, the image differs"
+    wanted = "its Denoising strength, Hires upscale, ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
+    assert first == f"{path}: {wanted} are not heeded"
+    assert (options.noise, options.ensd) == ("own", 31337)
     assert second == f"{path}: was made with fruit (45dee52b12), not {pipe.name}"
     # all that was given overrides it, also with the value that is the default
     given = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 128}
@@ -86,6 +87,10 @@ def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.
 OPTIONS: dict[str, dict[str, Any]] = {
     "eta": {"eta": 0.5, "sampler": "euler_a"},
     "churn": {"churn": 2.0, "sampler": "heun karras"},
+    "a1111": {"noise": "a1111", "ensd": 31337, "sampler": "euler_a"},
+    "diffusers": {"noise": "diffusers", "sampler": "euler_a"},
+    "comfy": {"noise": "comfy", "sampler": "euler_a"},
+    "variation": {"variation_seed": 3, "variation_strength": 0.25},
     "guidance_rescale": {"guidance_rescale": 0.7},
     "dynamic_threshold": {"dynamic_threshold": 0.9},
     "prompt_syntax": {"prompt_syntax": "a1111", "prompt": "a (red:1.5) apple"},
@@ -128,6 +133,8 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "prompt_syntax",
         "clip_skip",
         "preprocess",
+        "ensd",
+        "variation_strength",
     }
     for name, value in {**ELSEWHERE, "preprocess": "canny,none"}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)
@@ -150,6 +157,10 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         ("Steps: 2, Seed: -1", "Seed: got `seed` -1, wanted 0"),
         ("Steps: 2, CFG scale: inf", "CFG scale: got 'inf', wanted a finite number"),
         ("Steps: 2, Size: 64", "Size: got '64', wanted WIDTHxHEIGHT"),
+        (
+            "Steps: 2, RNG: dice",
+            "its RNG is 'dice', wanted one of CPU, NV, diffusers, comfy, GPU; or give `noise=PROGRAM`",
+        ),
         ("Steps: 2, Sampler: Magic", "unknown sampler 'Magic': wanted one of .*; or give `sampler=NAME`"),
         ("Steps: 2, Sampler: Euler, Schedule type: Magic", "unknown schedule type 'magic'"),
         ("no settings", "has no settings in its last line"),
@@ -201,7 +212,8 @@ def test_hostile_texts_take_no_time(text: str) -> None:
 
 def test_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = picture(
-        tmp_path / "in" / "a.png", "a cat\nSteps: 2, Sampler: UniPC, Seed: 5, Size: 64x64, ENSD: 1, Version: v1.6.0"
+        tmp_path / "in" / "a.png",
+        "a cat\nSteps: 2, Sampler: UniPC, Seed: 5, Size: 64x64, Hires steps: 1, Version: v1.6.0",
     )
     assert (
         main(["--from-png", str(path), "--steps", "4", "--ckpt", str(small_path), "--out", str(tmp_path / "b.png")])
@@ -210,7 +222,7 @@ def test_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     with Image.open(tmp_path / "b.png") as image:
         assert "a cat\nSteps: 4, Sampler: UniPC, Schedule type: Automatic" in image.info["parameters"]
         assert "Seed: 5" in image.info["parameters"]
-    assert capsys.readouterr().err.count("ENSD") == 1
+    assert capsys.readouterr().err.count("Hires steps") == 1
     with pytest.raises(ValueError, match="`from_png` is an option of txt2img"):
         ldm_lite.load(small_path, device="cpu").img2img("a", Image.new("RGB", (64, 64)), from_png=path)
     assert issubclass(ImageOptions, Txt2imgOptions)

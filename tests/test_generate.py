@@ -19,8 +19,9 @@ from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import Extras, SeededNoise, decode, denoise, stream
+from ldm_lite.generate import Extras, decode, denoise, stream
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use

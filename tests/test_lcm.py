@@ -21,6 +21,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SharedNoise
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
@@ -54,7 +55,7 @@ def pipe(folder: Path) -> Pipeline:
 def run(pipe: Pipeline, steps: int, scale: float) -> torch.Tensor:
     branches = guided(pipe, encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE]), scale)
     plan = make_plan(pipe.family.sampler, pipe.schedule, steps)
-    draw = generate.SharedNoise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
+    draw = SharedNoise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
     latents = generate.denoise(pipe, NOISE, branches, plan, draw=draw)
     return latents
 

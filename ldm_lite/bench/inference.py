@@ -13,6 +13,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.plan import H, Plan, X
 from ldm_lite.image import to_array
 
@@ -116,7 +117,7 @@ class _Txt2img(_OurJob):
         for repeat in range(setting.n_iter):
             cond, uncond = (encode_prompts(model, [text] * batch) for text in (setting.prompt, ""))
             seeds = [setting.seed + repeat * batch + k for k in range(batch)]
-            noise = generate.SeededNoise(seeds, model.latent_shape(setting.height, setting.width))()
+            noise = SeededNoise(seeds, model.latent_shape(setting.height, setting.width))()
             x, mask = self._start(noise)
             branches = classifier_free(cond, uncond, setting.scale)
             extras = generate.Extras(mask=mask)

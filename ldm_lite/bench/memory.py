@@ -22,6 +22,7 @@ from ldm_lite.bench.measure import status
 from ldm_lite.bench.workload import Target
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
 
 MODES: dict[str, dict[str, object]] = {
     "plain": {},
@@ -80,7 +81,7 @@ def make_image(request: Request) -> Result:
     checkpoint = open_model(target.size, target.ckpt)
     model = load(checkpoint, target.device, request.dtype, **request.runtime)
     plan = make_plan(setting.sampler, model.schedule, setting.steps)
-    draw = generate.SeededNoise([setting.seed], model.latent_shape(setting.height, setting.width))
+    draw = SeededNoise([setting.seed], model.latent_shape(setting.height, setting.width))
     branches = guided(model, encode_prompts(model, [setting.prompt]), encode_prompts(model, [""]), setting.scale)
     noise = latents = draw()
     times = []

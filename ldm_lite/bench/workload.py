@@ -15,8 +15,8 @@ from torch import Tensor
 from ldm_lite.bench.measure import flops
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.schedule import Schedule
-from ldm_lite.generate import SeededNoise
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.families import Family

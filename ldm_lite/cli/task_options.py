@@ -174,7 +174,19 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     )
     cond: Any = argument("ready conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
-    noise: Any = argument("initial noise (N,C,h,w) of unit variance, in place of the seeds'")
+    noise: Any = option(
+        None,
+        "whose noise a seed means: own, a1111 (the web UI's on an NVIDIA GPU), diffusers, comfy; in Python also the "
+        "initial noise itself (N,C,h,w), of unit variance",
+        metavar="PROGRAM",
+    )
+    ensd: int = option(
+        0, "A1111's eta noise seed delta: added to the seed of the noise of steps", within=SEEDS, png="ENSD"
+    )
+    variation_seed: int | None = option(
+        None, "mix in the noise of this seed; image k has variation seed + k, and one seed for all", within=SEEDS
+    )
+    variation_strength: float = option(0.0, "how much of it, 0 to 1", within=(0, 1), png="Variation seed strength")
 
     @property
     def images_at_a_time(self) -> int:
@@ -203,6 +215,11 @@ class ImageOptions(Txt2imgOptions):
         None, "pixels (default: the image's own, or by the height)", "--W", within=(1, MOST_PX), common=True
     )
     sample_posterior: bool = option(False, "sample the autoencoder's latents instead of taking their mean")
+
+    @property
+    def samples_posterior(self) -> bool:
+        """Whether the autoencoder's latents are sampled: also in the original scripts and diffusers."""
+        return self.sample_posterior or self.compat or (isinstance(self.noise, str) and self.noise == "diffusers")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import count_chunks, encode_prompts, guided
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed
-from ldm_lite.generate import DenoisingState, Draw, Extras, InpaintMask, RefinerSwitch, SeededNoise, SharedNoise
+from ldm_lite.diffusion.noise import Draw, SharedNoise
+from ldm_lite.generate import DenoisingState, Extras, InpaintMask, RefinerSwitch
 from ldm_lite.image import depth_latent
 from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.job import Job, Result
@@ -70,6 +71,7 @@ class Batch:
     first: int  # the number in the job of the image that the batch began with
     rows: list[int]  # of the prompts
     seeds: list[int]
+    variations: list[int]  # variation seeds, all 0 without
     keys: list[str]
 
 
@@ -116,16 +118,18 @@ def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[
                 refiner, step = job.refiner
                 refined = _branches(job, refiner, image, refining.encode(rows, image), len(rows))
                 switch = RefinerSwitch(refiner, refined, step)
-            latents, mask, draw = initial.draw(batch.seeds, batch.first)
+            latents, mask, draw = initial.draw(batch)
             if job.plan is not None:
                 extras = Extras(mask, controls, switch)
                 plan = dataclasses.replace(job.plan, initial=1.0)  # initial.draw has scaled the noise
                 for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
                     latents = state.latents
                     yield state
-            made = zip(generate.decode(model, latents), rows, batch.seeds, batch.keys, strict=True)
-            for pixels, row, seed, key in made:
-                result = job.result(image.finish(pixels), row, seed, image.settings)
+            made = zip(generate.decode(model, latents), rows, batch.seeds, batch.variations, batch.keys, strict=True)
+            for pixels, row, seed, variation, key in made:
+                own = job.compat or job.noise is not None
+                settings = {**({} if own else job.noise_source.settings(variation)), **image.settings}
+                result = job.result(image.finish(pixels), row, seed, settings)
                 yield dataclasses.replace(result, key=key)
 
 
@@ -136,13 +140,14 @@ def _batches(job: Job, number: int, given: ImageInputs | Later, existing: Existi
     for repeat in range(job.repeats):
         offset = (number * job.repeats + repeat) * count
         for first in range(0, count, job.batch_size):
-            batch = Batch(offset + first, [], [], [])
+            batch = Batch(offset + first, [], [], [], [])
             for row in range(first, min(first + job.batch_size, count)):
-                seed = job.seeds.of(offset + row, row - first)
-                key = "" if existing is None else existing.key(job.prompts[row], seed, sources)
+                seed, variation = job.seeds.of(offset + row, row - first)
+                key = "" if existing is None else existing.key(job.prompts[row], (seed, variation), sources)
                 if existing is None or not existing.take(key):
                     batch.rows.append(row)
                     batch.seeds.append(seed)
+                    batch.variations.append(variation)
                     batch.keys.append(key)
             if batch.rows:
                 yield batch
@@ -215,13 +220,18 @@ class InitialLatents:
         if job.seeds.fixed and self._init is None:
             self._code = SharedNoise(generator, size, shape)()
 
-    def draw(self, seeds: Sequence[int], first: int) -> tuple[Tensor, InpaintMask | None, Draw]:
-        """Return the initial latents, those to keep, and the later noise of a batch that begins with image `first`."""
+    def draw(self, batch: Batch) -> tuple[Tensor, InpaintMask | None, Draw]:
+        """Return the initial latents of a batch, those to keep, and its later noise."""
+        seeds, first = batch.seeds, batch.first
         draw: Draw
         if self.generator is None:
-            draw = SeededNoise(seeds, self.image.latent_shape)
-            noise = draw()
-            init = self._image_latents(len(seeds), draw)
+            draw = self.job.noise_source.draws(seeds, batch.variations, self.image.latent_shape)
+            if isinstance(draw, SharedNoise):  # diffusers samples an image's latents first, once for all
+                init = self._image_latents(len(seeds), SharedNoise(draw.generator, 1, self.image.latent_shape))
+                noise = draw()
+            else:
+                noise = draw()
+                init = self._image_latents(len(seeds), draw)
         else:
             draw = SharedNoise(self.generator, len(seeds), self.image.latent_shape)
             noise = draw() if self._code is None else self._code[: len(seeds)]

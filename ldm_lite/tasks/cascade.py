@@ -26,9 +26,10 @@ from ldm_lite.cli.task_options import CascadeOptions, StageOptions, Txt2imgOptio
 from ldm_lite.conditioning.inputs import read_tensor
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps
+from ldm_lite.diffusion.noise import Draw, SeededNoise
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network
-from ldm_lite.generate import DenoisingState, Draw, Extras, SeededNoise
+from ldm_lite.generate import DenoisingState, Extras
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.tasks.batching import OnStep, results
 from ldm_lite.tasks.upscale import enlarge

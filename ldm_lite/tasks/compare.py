@@ -21,8 +21,8 @@ from ldm_lite.cli.task_options import CompareOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Branches
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.schedule import SPACINGS
-from ldm_lite.generate import SeededNoise
 
 log = logging.getLogger("ldm_lite")
 

@@ -37,9 +37,9 @@ class Existing:
         self._job = _digest(*_settings(job, options), *(_weights(each) for each in _models(job)))
         self._left, self.skipped = Counter(found), 0
 
-    def key(self, prompt: str, seed: int, sources: str) -> str:
-        """Return the key of an image; `sources` is `contents` of what it starts from."""
-        return _digest(self._job, prompt if self._text else contents(prompt), seed, sources)
+    def key(self, prompt: str, seeds: tuple[int, int], sources: str) -> str:
+        """Return the key of an image by its seed and variation seed; `sources` is `contents` of what it starts from."""
+        return _digest(self._job, prompt if self._text else contents(prompt), seeds, sources)
 
     def take(self, key: str) -> bool:
         """Whether the folder holds one more image with this key: it is then not made again."""

@@ -11,13 +11,20 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import given
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.names import OURS, has, resolve
+from ldm_lite.diffusion.noise import PROGRAMS, is_brownian
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
 from ldm_lite.text.parameters import Parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")
 
-PLAIN = {"Steps": "steps", "CFG scale": "scale", "Seed": "seed", "Eta DDIM": "eta"}  # besides the options' `png`
+PLAIN = {  # besides the options' `png`
+    "Steps": "steps",
+    "CFG scale": "scale",
+    "Seed": "seed",
+    "Eta DDIM": "eta",
+    "Variation seed": "variation_seed",
+}
 LINES = ("Version", "Model", "Model hash")  # not settings
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,200}>")  # which A1111 takes out of the prompt
 
@@ -38,7 +45,8 @@ def with_picture(options: Txt2imgOptions, model: Model | None = None) -> Txt2img
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     about = ["its " + ", ".join(each[:60] for each in left[:40]) + " are not heeded"] if left else []
-    about += [] if ours else ["noise is ldm_lite's: the steps are A1111's, the image differs"]
+    if not ours and is_brownian(values.get("sampler", "")):
+        about.append("A1111 draws this sampler's noise from a Brownian tree: the image differs")
     if about:
         log.warning("%s: %s", name, "; ".join(about))
     if model is not None and (theirs := text.settings.get("Model")) not in (None, model.name):
@@ -64,6 +72,9 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
         heeded |= used
     if "sampler" in explicit or "plan" in explicit:
         heeded |= {"Sampler", "Schedule type", DISCARD, *SETTINGS}
+    if not explicit & {"noise", "compat"}:
+        values["noise"] = _program(settings, ours)
+        heeded.add("RNG")
     if "Size" in settings:
         values["width"], values["height"] = _sides(settings["Size"])
         heeded.add("Size")
@@ -108,6 +119,15 @@ def _sampler(settings: Mapping[str, str], ours: bool) -> tuple[str, str | None, 
         return key, kind or named, used
     used |= {each for each, (setting, _) in SETTINGS.items() if f":{setting}=" in spacing or settings.get(each) == "0"}
     return key, spacing, used | ({DISCARD} if spacing.endswith(":discard") else set())
+
+
+def _program(settings: Mapping[str, str], ours: bool) -> str:
+    """Return whose noise it is.  A1111 names its source unless it is the GPU."""
+    names = {name: program for program, name in PROGRAMS.items()} | {"GPU": "a1111"}
+    source = settings.get("RNG", "CPU" if ours else "GPU")
+    if source not in names:
+        raise ValueError(f"its RNG is {source!r}, wanted one of {', '.join(names)}; or give `noise=PROGRAM`")
+    return names[source]
 
 
 def _sides(size: str) -> tuple[int, int]:

@@ -76,7 +76,7 @@ def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: flo
     return ImageInputs(
         latent_shape=model.latent_shape(*pixels.shape[1:]),
         init=mean,
-        deviation=deviation if options.sample_posterior or options.compat else None,
+        deviation=deviation if options.samples_posterior else None,
         # InstructPix2Pix was trained on the mean without the scale factor.
         concat=mean / model.family.scale_factor if model.family.task == "instruct" else None,
         size=(image.height, image.width),

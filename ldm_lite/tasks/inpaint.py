@@ -61,6 +61,8 @@ def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[Later]
 def check(options: InpaintOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
     check_job(options)
+    if isinstance(options.noise, str) and options.noise in ("diffusers", "comfy"):
+        raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws in another order there")
     _sides(options)
 
 
@@ -126,7 +128,7 @@ def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) 
     return ImageInputs(
         latent_shape=model.latent_shape(*pixels.shape[1:]),
         init=init,
-        deviation=deviation if options.sample_posterior or options.compat else None,
+        deviation=deviation if options.samples_posterior else None,
         mask=latent_mask if concat is None else None,
         concat=concat,
         size=(mask.height, mask.width),

@@ -27,6 +27,7 @@ from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.names import resolve as resolve_sampler
+from ldm_lite.diffusion.noise import PROGRAMS, NoiseSource, is_brownian
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
@@ -73,11 +74,14 @@ class Seeds:
     first: int
     own: tuple[int, ...] | None  # one for each image, in place of first, first + 1, ...
     fixed: bool  # every batch starts from the seeds of the first
+    variation: int | None = None  # the first variation seed: it goes up in place of the seed
 
-    def of(self, image: int, in_batch: int) -> int:
-        """Return the seed of an image, counted from 0 in the job (`image`) and in its batch (`in_batch`)."""
+    def of(self, image: int, in_batch: int) -> tuple[int, int]:
+        """Return the seed and the variation seed of an image, counted from 0 in the job, and in its batch."""
         number = in_batch if self.fixed else image
-        return self.first + number if self.own is None else self.own[number]
+        if self.own is not None:
+            return self.own[number], 0 if self.variation is None else self.variation + number
+        return (self.first + number, 0) if self.variation is None else (self.first, self.variation + number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,7 @@ class Job:
     text: PromptOptions
     seeds: Seeds
     noise: Tensor | None  # the user's own initial noise (N,C,h,w)
+    noise_source: NoiseSource  # of all other noise
     batch_size: int
     repeats: int
     plan: Plan | None  # None: no steps
@@ -147,8 +152,7 @@ def _check_arguments(options: Txt2imgOptions) -> None:
             name for name in ("sampler", "spacing", "steps", "eta", "churn") if getattr(options, name) is not None
         ]:
             raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
-    if options.noise is not None and not isinstance(options.noise, Tensor):
-        raise TypeError(f"got {type(options.noise).__name__} as `noise`, wanted a tensor (N,C,h,w)")
+    noise_source_of(options)
     as_conditioning(options.cond)
     as_conditioning(options.uncond)
 
@@ -269,7 +273,8 @@ def resolve(
         uncond=as_conditioning(options.uncond),
         text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
         seeds=seeds,
-        noise=options.noise,
+        noise=options.noise if isinstance(options.noise, Tensor) else None,
+        noise_source=_noise_source(model, options, plan),
         batch_size=options.images_at_a_time,
         repeats=options.repeats,
         plan=plan,
@@ -300,14 +305,41 @@ def _guidance(
 def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
     if options.seed is None:
         raise TypeError("got `seed` None, wanted a whole number or a list of them")
+    variation = None if options.variation_strength == 0 else options.variation_seed
     if isinstance(options.seed, int):
-        return Seeds(options.seed, None, options.fixed_code)
+        return Seeds(options.seed, None, options.fixed_code, variation)
     seeds = tuple(options.seed)
     if len(seeds) != count:
         raise ValueError(f"got {len(seeds)} seeds for {count} images, wanted one, or one for each")
     if options.compat:
         raise ValueError("`compat` has one seed for all images: give one number")
-    return Seeds(seeds[0], seeds, options.fixed_code)
+    return Seeds(seeds[0], seeds, options.fixed_code, variation)
+
+
+def _noise_source(model: Model, options: Txt2imgOptions, plan: Plan | None) -> NoiseSource:
+    source = noise_source_of(options)
+    if source.program in ("a1111", "comfy") and options.plan is None and plan is not None and plan.draws.any():
+        sampler = resolve_sampler(sampler_of(model, options))[0]
+        if is_brownian(sampler):
+            log.warning("%s: other programs draw its noise from a Brownian tree, so only the first is theirs", sampler)
+    return source
+
+
+def noise_source_of(options: Txt2imgOptions) -> NoiseSource:
+    """Return where the noise comes from.  Raises ValueError or TypeError for options that do not go together."""
+    program = options.noise if isinstance(options.noise, str) else "own"
+    if program not in PROGRAMS:
+        raise ValueError(f"got `noise` {program!r}, wanted one of {', '.join(PROGRAMS)}")
+    if options.noise is not None and not isinstance(options.noise, (str, Tensor)):
+        raise TypeError(f"got {type(options.noise).__name__} as `noise`, wanted a tensor (N,C,h,w) or a program's name")
+    if (options.variation_strength == 0) != (options.variation_seed is None):
+        raise ValueError("`variation_seed` and `variation_strength` belong together: give both, or neither")
+    variations = options.variation_seed is not None or options.ensd != 0
+    if options.compat and (program != "own" or variations):
+        raise ValueError("`compat` has the original script's noise: leave other noise out, or `compat`")
+    if variations and program not in ("own", "a1111"):
+        raise ValueError(f"{program} has no variation seeds and no ENSD: take `noise=a1111`, or leave them out")
+    return NoiseSource(program, options.ensd, options.variation_strength)
 
 
 def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: int) -> tuple[Model, int] | None:

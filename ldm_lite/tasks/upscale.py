@@ -65,7 +65,8 @@ def enlarge(
     job = resolve(model, one, plan_of(model, one), num_images=num_images)
     # One input per image, since the noise on an image comes from its own seed.
     return job, (
-        Later(partial(_inputs, model, options, image, job.seeds.of(k, 0)), (image,)) for k, image in enumerate(images)
+        Later(partial(_inputs, model, options, image, job.seeds.of(k, 0)[0]), (image,))
+        for k, image in enumerate(images)
     )
 
 

@@ -17,6 +17,7 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
 from ldm_lite.train.data import write_atomically
 from ldm_lite.train.lora import LoRA, kohya_file
@@ -81,7 +82,7 @@ def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
     """Draw a row of images for each prompt, from the same noise at every checkpoint."""
     plan = make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
     side = model.family.resolution
-    noise = generate.SeededNoise(range(SAMPLES), model.latent_shape(side, side))()
+    noise = SeededNoise(range(SAMPLES), model.latent_shape(side, side))()
     uncond = encode_prompts(model, [""] * SAMPLES)
     images = []
     for prompt in prompts:

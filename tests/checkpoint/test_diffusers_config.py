@@ -17,7 +17,8 @@ from ldm_lite.checkpoint.diffusers_config import IMPLEMENTED, KINDS, read_networ
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import SharedNoise, decode, denoise
+from ldm_lite.diffusion.noise import SharedNoise
+from ldm_lite.generate import decode, denoise
 from tests.checkpoint.test_diffusers_keys import DATA, weights_of
 from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
 

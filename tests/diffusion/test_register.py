@@ -14,6 +14,7 @@ import torch
 from ldm_lite import generate
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
+from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X, to_kept
 from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
 from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Level, Schedule, Spacing, levels_of, linear_betas, linspace
@@ -245,7 +246,7 @@ def test_images_with_a_sampler_of_your_own(bundled: Pipeline) -> None:
 
 def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
     """The last latents of a plan, without a prompt."""
-    noise = generate.SeededNoise([3], pipe.latent_shape(64, 64))()
+    noise = SeededNoise([3], pipe.latent_shape(64, 64))()
     nothing = classifier_free(Conditioning(torch.zeros(1, 77, pipe.family.unet.context_dim or 0)), None, 1.0)
     latents = generate.denoise(pipe, noise, nothing, plan)
     return latents

@@ -1,0 +1,153 @@
+"""Where noise comes from: our own generators, the original scripts', and those of other programs.
+
+Shape letters: B images, C channels, h, w sides of the latents.  All noise is drawn on the CPU, as float32 of unit
+variance, so an image does not depend on the device.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w) float32, on any device
+Shape = tuple[int, int, int]  # (C,h,w)
+
+# ---- generators -----------------------------------------------------------------------------------------------------
+
+
+class SeededNoise:
+    """A source of noise (B,C,h,w) with one CPU generator per image, B = len(seeds)."""
+
+    def __init__(self, seeds: Sequence[int], shape: Shape) -> None:
+        self.shape = shape
+        self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+    def __call__(self) -> Tensor:
+        """Return the next noise, float32 on the CPU, whatever defaults the process has set."""
+        each = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
+        return torch.stack(each)
+
+
+class SharedNoise:
+    """The original scripts' noise: one generator on the device, shared by all images in call order."""
+
+    def __init__(self, generator: torch.Generator, batch: int, shape: Shape) -> None:
+        self.generator, self.size = generator, (batch, *shape)
+
+    def __call__(self) -> Tensor:
+        """Return the next noise, float32 on the generator's device."""
+        return torch.randn(self.size, generator=self.generator, dtype=torch.float, device=self.generator.device)
+
+
+class CudaNoise:
+    """The numbers of torch.randn on a CUDA device, computed on the CPU, for each of B seeds.
+
+    True for up to about 150,000 numbers a draw, the threads of the smallest GPU in use: above, each thread draws
+    several.
+    """
+
+    def __init__(self, seeds: Sequence[int], shape: tuple[int, ...]) -> None:
+        self.seeds, self.shape, self.calls = seeds, shape, 0
+
+    def __call__(self) -> Tensor:
+        """Return the next noise, float32 on the CPU."""
+        count = math.prod(self.shape)
+        each = [torch.from_numpy(cuda_normal(seed, self.calls, count)).view(self.shape) for seed in self.seeds]
+        self.calls += 1
+        return torch.stack(each)
+
+
+def cuda_normal(seed: int, call: int, count: int) -> NDArray[np.float32]:
+    """Return the `count` normal numbers of a CUDA generator's call-th draw (from 0), one for each thread.
+
+    Philox4x32-10 of Salmon et al. 2011, with the thread in the counter's upper half and the call in its lower; then
+    Box and Muller's transform as in cuRAND, which takes the sine for a thread's first number.
+    """
+    counter = np.zeros((4, count), np.uint64)
+    counter[0], counter[2] = call, np.arange(count)
+    key, low = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint64), np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        first, second = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
+        upper, lower = (second >> np.uint64(32), first >> np.uint64(32)), (second & low, first & low)
+        counter = np.stack([upper[0] ^ counter[1] ^ key[0], lower[0], upper[1] ^ counter[3] ^ key[1], lower[1]])
+        key = key + np.array([0x9E3779B9, 0xBB67AE85], np.uint64) & low
+    radius, angle = (counter[:2].astype(np.float64) + 0.5) * 2.0**-32
+    return (np.sqrt(-2 * np.log(radius)) * np.sin(2 * np.pi * angle)).astype(np.float32)
+
+
+# ---- whose noise ----------------------------------------------------------------------------------------------------
+
+PROGRAMS = {  # -> its name in a picture's text: AUTOMATIC1111's for its own sources
+    "own": "CPU",
+    "a1111": "NV",
+    "diffusers": "diffusers",
+    "comfy": "comfy",
+}
+
+
+def is_brownian(sampler: str) -> bool:
+    """Whether other programs draw a sampler's noise from a Brownian tree: those of stochastic DPM-Solver++."""
+    return sampler.startswith("dpmpp") and "sde" in sampler
+
+
+@dataclass(frozen=True)
+class NoiseSource:
+    """How the noise of a batch is drawn."""
+
+    program: str = "own"  # a key of PROGRAMS
+    delta: int = 0  # added to the seeds after the first noise: AUTOMATIC1111's "eta noise seed delta"
+    strength: float = 0.0  # of the variation seeds, 0 to 1
+
+    def settings(self, variation: int) -> dict[str, object]:
+        """Return the settings of an image's text, by AUTOMATIC1111's names."""
+        return {"Variation seed": variation if self.strength else None, "RNG": PROGRAMS[self.program]}
+
+    def draws(self, seeds: Sequence[int], variations: Sequence[int], shape: Shape) -> Draw:
+        """Return the function that draws first the initial noise (B,C,h,w) of a batch, then that of later calls."""
+        if self.program == "diffusers":  # one generator for the batch, on the CPU
+            return SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
+        if self.program == "comfy":  # the same, and another on the GPU for the steps
+            first = SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
+            on_gpu = CudaNoise([seeds[0]], (len(seeds), *shape))
+            return _Sequence(first, lambda: on_gpu()[0])
+        kind = CudaNoise if self.program == "a1111" else SeededNoise
+        source = kind(seeds, shape)
+        if not self.delta and not self.strength:
+            return source
+        initial: Draw = source
+        if self.strength:
+            initial = lambda: slerp(source(), kind(variations, shape)(), self.strength)  # noqa: E731
+        later = kind([seed + self.delta for seed in seeds], shape) if self.delta else source
+        return _Sequence(initial, later)
+
+
+class _Sequence:
+    """Draws once from one source, then from another."""
+
+    def __init__(self, first: Draw, later: Draw) -> None:
+        self._next, self._later = first, later
+
+    def __call__(self) -> Tensor:
+        draw, self._next = self._next, self._later
+        return draw()
+
+
+def slerp(a: Tensor, b: Tensor, share: float) -> Tensor:
+    """Return noise on the great circle from a (share 0) to b (share 1), both (B,C,h,w).
+
+    As in AUTOMATIC1111's web UI it is the columns, of h numbers, that are turned.  Noise that is nearly the same is
+    mixed linearly.
+    """
+    mixed = []
+    for one, other in zip(a, b, strict=True):
+        lengths = one.norm(dim=1, keepdim=True) * other.norm(dim=1, keepdim=True)
+        cosine = (one * other).sum(1, keepdim=True) / lengths
+        angle = cosine.clamp(-1, 1).acos()
+        near = cosine.mean() > 0.9995
+        shares = (1 - share, share) if near else (torch.sin((1 - share) * angle), torch.sin(share * angle))
+        mixed.append((shares[0] * one + shares[1] * other) / (1 if near else angle.sin()))
+    return torch.stack(mixed)
