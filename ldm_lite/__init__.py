@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from ldm_lite.checkpoint.lora import open_lora
     from ldm_lite.control.control import Control
     from ldm_lite.pipeline import Pipeline, load
+    from ldm_lite.tasks.enlarge import Upscaler
 
-__all__ = ["Control", "Pipeline", "__version__", "load", "open_lora"]
+__all__ = ["Control", "Pipeline", "Upscaler", "__version__", "load", "open_lora"]
 
 _HOMES = {
     "Control": "ldm_lite.control.control",
     "Pipeline": "ldm_lite.pipeline",
+    "Upscaler": "ldm_lite.tasks.enlarge",
     "load": "ldm_lite.pipeline",
     "open_lora": "ldm_lite.checkpoint.lora",
 }

@@ -1,4 +1,4 @@
-"""Networks loaded on their own: an autoencoder, or a T5 text encoder."""
+"""Networks loaded on their own: an autoencoder, an ESRGAN upscaler, or a T5 text encoder."""
 
 import os
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.reader import Component, errors_of, join, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.models.rrdb import RRDBNet, RRDBSpec
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.vae_kl import VAESpec
@@ -52,6 +53,29 @@ def autoencoder_spec(component: Component) -> VAESpec | VQSpec | TAESDSpec:
     """Return an autoencoder's spec, from its shapes.  Raises ValueError if they make no sense."""
     with errors_of(f"{component.checkpoint.path}: holds an unknown kind of autoencoder"):
         return infer_vae(component.shapes)
+
+
+def load_upscaler(
+    source: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> RRDBNet:
+    """Load an ESRGAN network from its file.  Raises FileNotFoundError or ValueError, one line that says what to do."""
+    torch_device, checkpoint = pick_device(device), open_source(source)
+    component = split(checkpoint).get("upscaler")
+    if component is None:
+        raise ValueError(f"{checkpoint.path}: is no ESRGAN upscaler, wanted RealESRGAN_x4plus.pth or one of its kind")
+    with errors_of(checkpoint.path), on_meta():
+        network = RRDBNet(RRDBSpec.from_shapes(component.shapes))
+    load_weights(network, component, "upscaler", torch_device, pick_dtype(dtype, torch_device))
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network
+
+
+def is_upscaler(source: object) -> bool:
+    """Whether a source is a file of an ESRGAN network.  Raises as load_upscaler does for one that cannot be opened."""
+    return isinstance(source, (str, os.PathLike)) and "upscaler" in split(open_source(source))
 
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:

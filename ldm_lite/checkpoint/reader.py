@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
 from ldm_lite.checkpoint.torch_file import open_torch
 from ldm_lite.cli.files import open_file
+from ldm_lite.models.rrdb import original_keys
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.foreign import foreign
@@ -145,6 +146,7 @@ COMPONENTS = (
     ("adapter", "body.0.block1.weight", ("adapter.", "")),
     ("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
     ("style", "style_embedding", ("adapter.", "")),
+    ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
     ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
@@ -206,6 +208,7 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
     """
     checkpoint = to_original_layout(checkpoint)
     stored = taesd_keys({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
+    stored = original_keys(stored)
     if what := foreign(stored):
         raise ValueError(f"{checkpoint.path}: is {what}, wanted a latent diffusion checkpoint in the original layout")
     components = {}

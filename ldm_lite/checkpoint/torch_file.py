@@ -18,6 +18,7 @@ from ldm_lite.runtime.memory import MappedPages
 
 MOST_PICKLE = 64 * 2**20  # bytes
 MOST_DIRECTORY = 8 * 2**20  # bytes of a zip file's list of members, some 100,000
+WRAPPERS = ("state_dict", "params_ema", "params")  # the last two: BasicSR
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a legacy file
 
 Spans = dict[str, tuple[int, int]]  # a storage's name -> its first byte in the file, and its number of bytes
@@ -71,9 +72,10 @@ def _read(mapped: Tensor, stored: Stored, begin: int, pages: MappedPages) -> Ten
 def _tensors(content: object) -> dict[str, Stored]:
     """Return the tensors of what a pickle holds, without the dictionaries around them; without keys, by number."""
     for _ in range(8):
-        if not (isinstance(content, dict) and isinstance(content.get("state_dict"), dict)):
+        wrapped = [content[name] for name in WRAPPERS if name in content] if isinstance(content, dict) else []
+        if not (wrapped and isinstance(wrapped[0], dict)):
             break
-        content = content["state_dict"]
+        content = wrapped[0]
     if not isinstance(content, dict):
         values = content if isinstance(content, (list, tuple)) else [content]
         content = {str(i): value for i, value in enumerate(values)}

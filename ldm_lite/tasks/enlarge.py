@@ -1,0 +1,79 @@
+"""Enlarge images with an ESRGAN network: without a prompt, noise or steps."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite.checkpoint.parts import load_upscaler
+from ldm_lite.cli.version import __version__
+from ldm_lite.image import pad, to_pil, to_pixels
+from ldm_lite.tasks.image_inputs import open_source, sources
+from ldm_lite.text.parameters import parameters
+
+MARGIN = 16  # pixels around a tile that it reads besides
+
+
+def named_results(upscaler: "Upscaler", images: Sequence[Any]) -> Iterator[tuple[Image.Image, str]]:
+    """Yield each enlarged image with the text of its PNG.  Raises as Upscaler does, and for images that are missing."""
+    for source in sources(images, "init_img"):
+        opened = open_source(source)
+        image = upscaler(opened.image)
+        about = {"Size": f"{image.width}x{image.height}", "Model": upscaler.name, "Init image": opened.name}
+        yield image, parameters("", None, {**about, "Version": f"ldm_lite {__version__}"})
+
+
+class Upscaler:
+    """A loaded ESRGAN network (RealESRGAN_x4plus.pth, 4x-UltraSharp.pth, ...) as a function of an image."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        tile: int = 256,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        """source is a file, or owner/repository/file on the hub; larger images than `tile` pixels a side go in tiles.
+
+        Raises FileNotFoundError or ValueError, one line that says what to do.
+        """
+        if tile < 2 * MARGIN:
+            raise ValueError(f"got `tile` {tile}, wanted {2 * MARGIN} or more")
+        self.network, self.tile = load_upscaler(source, device=device, dtype=dtype), tile
+        self.name = os.path.basename(os.fspath(source))
+
+    @property
+    def factor(self) -> int:
+        """How many times larger the result is, along each side: 4, 2 or 1."""
+        return self.network.spec.factor
+
+    def __call__(self, image: Any) -> Image.Image:
+        """Enlarge an image: a path, PIL, numpy (H,W,3) or a tensor (3,H,W) in [-1,1].
+
+        Raises ValueError if the result is not finite.
+        """
+        return to_pil(self.enlarge(to_pixels(open_source(image).image)))
+
+    @torch.no_grad()
+    def enlarge(self, pixels: Tensor) -> Tensor:
+        """Pixels (3,H,W) in [-1,1] -> (3,F*H,F*W) in [-1,1], float32 on the CPU."""
+        fold, factor, (_, height, width) = self.network.spec.fold, self.factor, pixels.shape
+        pixels = pad(pixels, fold)
+        weight = next(self.network.parameters())
+        result = torch.empty(3, factor * height, factor * width)
+        margin, tile = MARGIN, self.tile // fold * fold
+        for top in range(0, height, tile):
+            for left in range(0, width, tile):
+                rows = slice(max(0, top - margin), min(pixels.shape[1], top + tile + margin))
+                columns = slice(max(0, left - margin), min(pixels.shape[2], left + tile + margin))
+                part = self.network(pixels[None, :, rows, columns].to(weight.device, weight.dtype))[0].float().cpu()
+                own = result[:, factor * top : factor * (top + tile), factor * left : factor * (left + tile)]
+                y, x = factor * (top - rows.start), factor * (left - columns.start)
+                own.copy_(part[:, y : y + own.shape[1], x : x + own.shape[2]])
+        if not torch.isfinite(result).all():
+            raise ValueError(f"the result is not finite in {weight.dtype}: try `dtype=fp32`")
+        return result.clamp(-1, 1)
