@@ -129,6 +129,13 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     prompt_syntax: str = option(
         "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
     )
+    dynamic: str | None = option(
+        None,
+        "prompts are templates, {red|blue} car and __colour__: random draws each image's by its seed, all makes every "
+        "one (default: random with --wildcards)",
+        choices=("random", "all"),
+    )
+    wildcards: str | None = option(None, "folder of files NAME.txt, whose lines __NAME__ stands for", metavar="DIR")
     embedding: tuple[str, ...] = option(
         (), "textual inversion file, used in prompts by name; repeatable", metavar="[NAME=]FILE"
     )

@@ -23,7 +23,19 @@ BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
 SAMPLED = 32  # values of each weight
 # Options that are part of a key in another form, or of none: they say which images there are, not what is in one.
 OTHERS = (
-    *("prompt", "from_file", "seed", "batch_size", "n_iter", "fixed_code", "init_img", "mask", "indir"),
+    *(
+        "prompt",
+        "from_file",
+        "dynamic",
+        "wildcards",
+        "seed",
+        "batch_size",
+        "n_iter",
+        "fixed_code",
+        "init_img",
+        "mask",
+        "indir",
+    ),
     *("sampler", "spacing", "steps", "scale", "plan", "guidance", "cond", "uncond", "noise", "refiner", "compat"),
 )
 

@@ -13,6 +13,7 @@ from ldm_lite.tasks.image_inputs import Source, begin, open_source, padded, size
 from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.original import as_original, load_img
+from ldm_lite.tasks.templates import with_variants
 
 
 def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -26,12 +27,14 @@ def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None
 
 def count(options: Img2imgOptions) -> int:
     """The number of images.  Raises ValueError for options that are wrong whatever the model."""
+    options = with_variants(options)
     check(options)
     return len(sources(options.init_img, "init_img")) * len(read_prompts(options)) * options.repeats
 
 
 def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[Later]]:
     """Return the job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
+    options = with_variants(options)
     check(options)
     check_task(model, "img2img")
     options = as_original(model, options, "img2img")

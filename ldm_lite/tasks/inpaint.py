@@ -20,6 +20,7 @@ from ldm_lite.tasks.image_inputs import Source, Start, begin, open_source, padde
 from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.original import as_original
+from ldm_lite.tasks.templates import with_variants
 
 log = logging.getLogger("ldm_lite")
 
@@ -36,12 +37,14 @@ def inpaint(model: Model, options: InpaintOptions, on_step: OnStep | None = None
 
 def count(options: InpaintOptions) -> int:
     """The number of images.  Raises ValueError for options that are wrong whatever the model."""
+    options = with_variants(options)
     check(options)
     return len(pairs(options)) * len(read_prompts(options)) * options.repeats
 
 
 def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[Later]]:
     """Return the job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
+    options = with_variants(options)
     check(options)
     check_task(model, "inpaint")
     options = as_original(model, options, "inpaint")

@@ -9,6 +9,7 @@ from ldm_lite.tasks.batching import ImageInputs, OnStep, results
 from ldm_lite.tasks.from_png import with_picture
 from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
 from ldm_lite.tasks.original import as_original
+from ldm_lite.tasks.templates import with_variants
 
 
 def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -21,14 +22,14 @@ def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None
 
 def count(options: Txt2imgOptions) -> int:
     """The number of images.  Raises ValueError for options that are wrong whatever the model."""
-    options = with_picture(options)
+    options = with_variants(with_picture(options))
     check(options)
     return len(read_prompts(options)) * options.repeats
 
 
 def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInputs]]:
     """Return the job and its single set of inputs.  Raises ValueError as txt2img does."""
-    options = with_picture(options, model)
+    options = with_variants(with_picture(options, model))
     check(options)
     check_task(model, "txt2img")
     options = as_original(model, options, "txt2img")

@@ -1,0 +1,124 @@
+"""Templates of prompts: dynamicprompts' syntax, draws by the seed, files of wildcards, hostile texts."""
+
+import contextlib
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ldm_lite
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.text.variants import MOST_DEPTH, Prompts
+from ldm_lite.txt2img import main
+
+# What the package dynamicprompts 0.31 (CombinatorialPromptGenerator) makes of each, sorted.
+GOLDENS: dict[str, list[str]] = json.loads((Path(__file__).parents[1] / "data" / "variants.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "colour.txt").write_text("red\n# no\nblue  # the sky's\n\n")
+    (tmp_path / "sub" / "animal.txt").write_text("cat\ndog __colour__\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", GOLDENS)
+def test_all_prompts_are_those_of_dynamicprompts(text: str, folder: Path) -> None:
+    prompts = Prompts(folder)
+    assert sorted(set(prompts.all(text))) == GOLDENS[text]
+    drawn = {prompts.one(text, seed) for seed in range(len(GOLDENS[text]) * 30)}
+    assert sorted(drawn) == GOLDENS[text]
+
+
+def test_a_seed_always_draws_the_same() -> None:
+    text = "{a|b|c} {2$$x|y|z}"
+    assert [Prompts(None).one(text, seed) for seed in range(9)] == [Prompts(None).one(text, seed) for seed in range(9)]
+
+
+def test_weights_are_shares() -> None:
+    counts = Counter(Prompts(None).one("{3::a|b|0::c}", seed) for seed in range(4000))
+    assert counts.keys() == {"a", "b"}
+    assert abs(counts["a"] / 4000 - 0.75) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        (r"a \{b\|c\} \__x__", "a {b|c} __x__"),
+        ("a|b $5 snake_case __ x", "a|b $5 snake_case __ x"),
+        ("{a $$ b}", "a $$ b"),
+        ("(a:1.3) [b]", "(a:1.3) [b]"),
+        ("", ""),
+    ],
+)
+def test_ordinary_text_stays(text: str, made: str) -> None:
+    assert Prompts(None).all(text) == [made]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a {b|c", "has an opening brace without its closing one"),
+        ("a b}", "has a closing brace without its opening one"),
+        ("{3-1$$a|b}", "takes 3-1 variants"),
+        ("__none__", "holds no line for the wildcard __none__, wanted none.txt"),
+        ("__../secret__", "wanted a name inside"),
+        ("__/etc/passwd__", "wanted a name inside"),
+        ("__loop__", "does a wildcard hold itself"),
+        ("{" * (MOST_DEPTH + 1) + "}" * (MOST_DEPTH + 1), "deep, wanted at most"),
+    ],
+)
+def test_errors_are_one_line(text: str, message: str, folder: Path) -> None:
+    (folder / "loop.txt").write_text("a __loop__\n")
+    (folder.parent / "secret.txt").write_text("x\n")
+    for make in (lambda: Prompts(folder).one(text, 0), lambda: Prompts(folder).all(text)):
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(ValueError, match="give one with `wildcards=DIR`"):
+        Prompts(None).one("__colour__", 0)
+    with pytest.raises(ValueError, match="is no folder"):
+        Prompts(folder / "colour.txt")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{a|b}" * 4000, "{" * 20000, "}" * 20000, "|" * 20000, "{a|" * 6000, "_" * 20000, "{9$$" + "a|" * 9000 + "}"],
+)
+def test_hostile_texts_take_no_time(text: str) -> None:
+    start = time.perf_counter()
+    for make in (lambda: Prompts(None).one(text, 0), lambda: Prompts(None).all(text)):
+        with contextlib.suppress(ValueError):
+            assert isinstance(make(), (str, list))
+    assert time.perf_counter() - start < 5
+
+
+def test_images_take_their_own_prompts(small_path: Path, folder: Path) -> None:
+    pipe: Pipeline = ldm_lite.load(small_path, device="cpu")
+    run: dict[str, Any] = {"steps": 1, "seed": 5, "output": "result", "wildcards": folder}
+    made = pipe.txt2img("a __colour__ {car|bus}", batch_size=3, n_iter=2, **run)
+    prompts = Prompts(folder)
+    assert [each.prompt for each in made] == [prompts.one("a __colour__ {car|bus}", 5 + k) for k in range(6)]
+    assert [each.seed for each in made] == [5, 6, 7, 8, 9, 10]
+    assert all(each.parameters.startswith(each.prompt) for each in made)
+    alone = pipe.txt2img(made[4].prompt, steps=1, seed=9, output="numpy")[0]
+    assert np.abs(alone.astype(int) - made[4].array).max() <= 1
+    every = pipe.txt2img("a __colour__ {car|bus}", dynamic="all", **run)
+    assert [each.prompt for each in every] == ["a red car", "a red bus", "a blue car", "a blue bus"]
+    image = np.zeros((64, 64, 3), np.uint8)
+    assert len(pipe.img2img("{a|b}", [image, image], dynamic="all", steps=2, output="result")) == 4
+    with pytest.raises(ValueError, match="take prompts as they are"):
+        pipe.txt2img("{a|b}", dynamic="all", compat=True)
+    assert pipe.txt2img("{a|b}", steps=1, output="result")[0].prompt == "{a|b}"
+
+
+def test_the_command(small_path: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ckpt", str(small_path), "--device", "cpu", "--steps", "1", "--out", str(tmp_path / "out")]
+    assert main(["a {b|c} __colour__", *arguments, "--wildcards", str(folder), "--dynamic", "all", "--skip_grid"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["a {b|c", *arguments, "--dynamic", "random"]) == 2
+    assert "opening brace without its closing one" in capsys.readouterr().err
