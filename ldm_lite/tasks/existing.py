@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from ldm_lite.checkpoint.digest import sampled
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.files import open_file
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.tasks.job import Job
 
 BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
-SAMPLED = 32  # values of each weight
 # Options that are part of a key in another form, or of none: they say which images there are, not what is in one.
 OTHERS = (
     *(
@@ -96,15 +95,12 @@ def _models(job: Job) -> list[Model]:
     return [job.model] if job.refiner is None else [job.model, job.refiner[0]]
 
 
-@torch.no_grad()
 def _weights(model: Model) -> str:
     """Digest the names, shapes, types and some values of all weights: a merged LoRA changes them too."""
     parts: list[object] = []
     for role, network in model.networks.items():
-        for name, value in network.state_dict().items():
-            places = np.linspace(0, value.numel() - 1, min(SAMPLED, value.numel())).astype(np.int64)
-            index = tuple(torch.from_numpy(axis).to(value.device) for axis in np.unravel_index(places, value.shape))
-            parts += [role, name, value.shape, value.dtype, value[index].float().cpu().numpy().tobytes()]
+        for name, value, values in sampled(network):
+            parts += [role, name, value.shape, value.dtype, values]
     return _digest(*parts)
 
 
