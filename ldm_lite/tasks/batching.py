@@ -94,29 +94,57 @@ def results(
 
 def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[DenoisingState | Result]:
     """Run all prompts and repetitions of a job on each of the inputs; yield states after every step, and results."""
-    model = job.model
-    text = PromptEncoder(model, job)
-    refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
-    generator = torch.Generator(model.device).manual_seed(job.seeds.first) if job.compat else None
+    runner = Runner(job)
     for number, given in enumerate(inputs):
         batches = list(_batches(job, number, given, existing))
         if not batches:
             continue
         image = given.make() if isinstance(given, Later) else given
+        for event in runner.run(image, batches):
+            if isinstance(event, DenoisingState):
+                yield event
+                continue
+            batch, latents = event
+            decoded = generate.decode(job.model, latents)
+            for pixels, row, seed, variation, key in zip(
+                decoded, batch.rows, batch.seeds, batch.variations, batch.keys, strict=True
+            ):
+                settings = {**noise_settings(job, variation), **image.settings}
+                result = job.result(image.finish(pixels), row, seed, settings)
+                yield dataclasses.replace(result, key=key)
+
+
+def noise_settings(job: Job, variation: int) -> dict[str, object]:
+    """Return the settings of an image's text that concern its noise."""
+    return {} if job.compat or job.noise is not None else job.noise_source.settings(variation)
+
+
+class Runner:
+    """Runs batches of a job's images, up to their latents."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._text = PromptEncoder(job.model, job)
+        self._refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
+        self._generator = torch.Generator(job.model.device).manual_seed(job.seeds.first) if job.compat else None
+
+    def run(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
+        """Run batches on one input; yield states after every step, and each batch with its latents (B,C,h,w)."""
+        job, model = self.job, self.job.model
         if job.depth is not None:
             image = dataclasses.replace(image, concat=depth_latent(job.depth, image.latent_shape[1:]))
-        initial, controls = InitialLatents(job, image, generator), None
+        initial, controls = InitialLatents(job, image, self._generator), None
         for place, batch in enumerate(batches):
             rows = batch.rows
             if model.offloader is not None and place % AHEAD == 0:
-                text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image)
-            branches = _branches(job, model, image, text.encode(rows, image), len(rows))
+                self._text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image)
+            branches = _branches(job, model, image, self._text.encode(rows, image), len(rows))
             if controls is None:
                 controls = _controls(job, image, len(branches.conditionings))
             switch = None
-            if job.refiner is not None and refining is not None:
+            if job.refiner is not None and self._refining is not None:
                 refiner, step = job.refiner
-                refined = _branches(job, refiner, image, refining.encode(rows, image), len(rows))
+                refined = _branches(job, refiner, image, self._refining.encode(rows, image), len(rows))
                 switch = RefinerSwitch(refiner, refined, step)
             latents, mask, draw = initial.draw(batch)
             if job.plan is not None:
@@ -125,12 +153,7 @@ def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[
                 for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
                     latents = state.latents
                     yield state
-            made = zip(generate.decode(model, latents), rows, batch.seeds, batch.variations, batch.keys, strict=True)
-            for pixels, row, seed, variation, key in made:
-                own = job.compat or job.noise is not None
-                settings = {**({} if own else job.noise_source.settings(variation)), **image.settings}
-                result = job.result(image.finish(pixels), row, seed, settings)
-                yield dataclasses.replace(result, key=key)
+            yield batch, latents
 
 
 def _batches(job: Job, number: int, given: ImageInputs | Later, existing: Existing | None) -> Iterator[Batch]:
