@@ -38,6 +38,21 @@ class TrainingBar:
             self._bar.set_postfix(loss=f"{loss:.4f}")
 
 
+class ImagesBar:
+    """A progress bar over the images of a batch job; call it with the number of those that are new."""
+
+    def __init__(self, images: int) -> None:
+        self._bar: Any = tqdm(total=images, unit="image", smoothing=0)
+
+    def __call__(self, images: int) -> None:
+        """Show that so many more are done."""
+        self._bar.update(images)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+
 def memory() -> str:
     """Describe the peak memory of this process so far (unknown on Windows), and of CUDA if it was used."""
     parts = []

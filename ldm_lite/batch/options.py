@@ -1,0 +1,101 @@
+"""Options of `python -m ldm_lite.batch`, and the columns of its table.  Nothing here imports torch."""
+
+import dataclasses
+import re
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from ldm_lite.cli.options import MOST, CheckedOptions, option
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
+
+# Options of one image, each of which may be a column of the table and, for rows without a value, a flag.
+SHARED = (
+    *("negative_prompt", "seed", "steps", "scale", "sampler", "spacing", "eta", "churn", "width", "height"),
+    *("guidance_rescale", "dynamic_threshold", "prompt_syntax", "clip_skip", "strength", "exact_steps"),
+    *("image_scale", "resize", "sample_posterior", "invert_mask", "feather", "no_paste"),
+    *("original_size", "crop_top_left", "target_size", "aesthetic_score", "negative_aesthetic_score"),
+)
+FILES = {"init_image": "init_img", "init_img": "init_img", "mask": "mask"}  # columns that name files
+COLUMNS = ("id", "prompt", *SHARED, *FILES)
+
+_ALL = {each.name: each for kind in (InpaintOptions, Img2imgOptions) for each in dataclasses.fields(kind)}
+_HINTS = typing.get_type_hints(InpaintOptions) | typing.get_type_hints(Img2imgOptions)
+
+RowOptions = dataclasses.make_dataclass(
+    "RowOptions",
+    [
+        (name, _HINTS[name], dataclasses.field(default=_ALL[name].default, metadata=_ALL[name].metadata))
+        for name in (*SHARED, "embedding")
+    ],
+    bases=(CheckedOptions,),
+    frozen=True,
+    namespace={"__doc__": "What rows of the table take that have no value of their own."},
+)
+
+
+@dataclass(frozen=True)
+class BatchOptions(CheckedOptions):
+    """What to make, and who makes it."""
+
+    prompts: str | None = option(
+        None, "table of prompts: .parquet, .jsonl, .csv or .txt; with --encode, captioned images", positional=True
+    )
+    out: str | None = option(None, "folder of the results; the same command continues it (default: outputs/batch)")
+    format: str = option("shards", "shards: tar files as WebDataset reads them", choices=("shards", "folder"))
+    manifest: str = option("parquet", "format of the list of all images", choices=("parquet", "jsonl"))
+    shard_size: int = option(1000, "rows of a shard, which one process makes; it is kept when whole", within=(1, MOST))
+    batch_size: int = option(8, "images at a time, of rows with the same settings", within=(1, 4096))
+    most_pixels: int | None = option(
+        None, "rows of more pixels fail (default: 16 times those of the model, or 2048 x 2048)", within=(1, MOST)
+    )
+    shard: str | None = option(
+        None, "make only each N-th shard, from the I-th: 1/8 to 8/8 in a Slurm array of 8", metavar="I/N"
+    )
+    encode: bool = option(False, "encode the images and captions of a folder for training, into memory-mapped files")
+    engine: str = option("process", "process: this one; ray: a cluster of Ray", choices=("process", "ray"))
+    workers: str | None = option(None, "processes of the engine, or MIN:MAX, between which Ray scales (default: 1)")
+    gpus_per_worker: float | None = option(
+        None, "GPUs of each worker; 0.5 lets two share one (default: 1, or 0 with --device cpu)", within=(0, 64)
+    )
+    cpus_per_worker: float = option(1.0, "CPU cores of each worker", within=(0.01, 4096))
+    address: str | None = option(None, "address of a running Ray cluster, or auto (default: a new one on this machine)")
+    debug: bool = option(False, "show the traceback of an error")
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Of how many processes this is which, counted from 0.  Raises ValueError for text that is not I/N."""
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", "1/1" if self.shard is None else self.shard)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"got `shard` {self.shard!r}, wanted I/N with I from 1 to N, 1/8 for instance")
+        return int(match[1]) - 1, int(match[2])
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """The least and the greatest number of workers.  Raises ValueError for text that is no such bounds."""
+        match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", "1" if self.workers is None else self.workers)
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise ValueError(f"got `workers` {self.workers!r}, wanted a number from 1, or MIN:MAX, 2:8 for instance")
+        return int(match[1]), int(match[2] or match[1])
+
+
+def check(options: BatchOptions) -> None:
+    """Raises ValueError, one line, for options that do not fit each other."""
+    if options.prompts is None:
+        raise ValueError("no table of prompts: give a .parquet, .jsonl, .csv or .txt, or with `encode` a folder")
+    if options.engine != "ray":
+        given = {name: getattr(options, name) for name in ("workers", "gpus_per_worker", "address")}
+        if used := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"`{used[0]}` is for the engine Ray: add `engine=ray`, or leave it out")
+    assert options.turn
+    assert options.pool
+
+
+def column_type(name: str) -> Any:
+    """The type of a column's values: int, float, bool or str, or None for what the option parses itself."""
+    if name in ("id", "prompt", *FILES):
+        return str
+    if _ALL[name].metadata["parse"] is not None:
+        return None
+    hint = _HINTS[name]
+    return next(kind for kind in (int, float, bool, str) if kind in (hint, *typing.get_args(hint)))

@@ -1,0 +1,180 @@
+"""Rows of a table as options of a task."""
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ldm_lite.batch.options import COLUMNS, FILES, SHARED, column_type
+from ldm_lite.batch.table import Row
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.options import CheckedOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.conditioning.prompts import OPTIONAL, count_chunks
+from ldm_lite.tasks import img2img, inpaint, txt2img
+from ldm_lite.text.tokenizer import check_length
+
+log = logging.getLogger("ldm_lite")
+
+TASKS: dict[type[Txt2imgOptions], Any] = {
+    Txt2imgOptions: txt2img.prepare,
+    Img2imgOptions: img2img.prepare,
+    InpaintOptions: inpaint.prepare,
+}
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row that can be made into an image."""
+
+    number: int  # in the table
+    name: str  # its id
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+    files: tuple[str, ...]  # the image to start from, and the mask
+    options: Txt2imgOptions  # everything else: those of rows that run together are equal
+    chunks: int  # of the prompts: see PromptOptions
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A row that cannot, and why."""
+
+    number: int
+    name: str
+    error: str
+    seed: int | None = None
+
+
+@dataclass
+class Rows:
+    """Reads rows, for a model; `defaults` are RowOptions, `folders` are where files are looked for."""
+
+    model: Model
+    defaults: CheckedOptions
+    most_pixels: int | None
+    folders: Sequence[Path]
+    _ignored: set[str] = field(default_factory=set)
+
+    def read(self, first: int, rows: Sequence[Row]) -> list[Item | Failed]:
+        """Return the rows of a shard whose first one has this number in the table."""
+        return [self._read(first + i, row) for i, row in enumerate(rows)]
+
+    def _read(self, number: int, row: Row) -> Item | Failed:
+        name, seed = str(number), None
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            values = self._values(row)
+            name, prompt = values.pop("id", name), values.pop("prompt", None)
+            seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
+            return self._item(number, name, prompt, seed, values)
+        except (ValueError, TypeError, OSError) as error:
+            return Failed(number, name, describe(error), seed)
+
+    def _item(self, number: int, name: str, prompt: str | None, seed: int, values: dict[str, Any]) -> Item:
+        if "mask" in values and "init_img" not in values:
+            raise ValueError("got a mask, but no init_image")
+        files = tuple(self._find(values.pop(each)) for each in ("init_img", "mask") if each in values)
+        if prompt is None and self.model.family.conditioner not in OPTIONAL:
+            raise ValueError("has no prompt")
+        negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
+        check_length(prompt or "")
+        check_length(negative or "")
+        kind = list(TASKS)[len(files)]
+        known = {each.name for each in dataclasses.fields(kind)}
+        if unused := sorted(values.keys() - known):
+            needs = "" if files else ": it needs an init_image"
+            raise ValueError(f"got {unused[0]}, which {kind.__name__.removesuffix('Options').lower()} has not{needs}")
+        shared = {each: getattr(self.defaults, each) for each in (*SHARED, "embedding") if each in known}
+        options = kind(**shared | values | {"seed": seed})
+        options = dataclasses.replace(options, seed=0, negative_prompt=None)
+        self._check_pixels(options)
+        chunks = count_chunks(self.model, (prompt, negative), options.prompt_syntax)
+        return Item(number, name, prompt or "", negative, seed, files, options, chunks)
+
+    def files(self, row: Row) -> list[str]:
+        """The files that a row names, and that exist."""
+        found: list[str] = []
+        given = {} if isinstance(row, str) else row
+        for path in (given[name] for name in FILES if name in given):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found.append(self._find(path))
+        return found
+
+    def _find(self, path: str) -> str:
+        """Return the first file of this name in the folders.  Raises OSError if there is none."""
+        for folder in self.folders:
+            if (folder / path).exists():
+                return os.fspath(folder / path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def _values(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The values of a row by option, with the types of their options."""
+        values: dict[str, Any] = {}
+        for given, value in row.items():
+            name = given.strip().replace("-", "_")
+            if name not in COLUMNS:
+                self._ignore(given)
+                continue
+            values[FILES.get(name, name)] = convert(name, value)
+        return values
+
+    def _ignore(self, name: str) -> None:
+        if name not in self._ignored and len(self._ignored) < 100:
+            self._ignored.add(name)
+            near = difflib.get_close_matches(name, COLUMNS, n=1)
+            log.warning("column %r is ignored%s", name, f": did you mean {near[0]}?" if near else "")
+
+    def _check_pixels(self, options: Txt2imgOptions) -> None:
+        side = self.model.family.resolution
+        most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
+        height, width = (side if each is None else each for each in (options.height, options.width))
+        if height * width > most:
+            raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
+
+
+def convert(name: str, value: Any) -> Any:
+    """Return a cell's value with the type of its column; numbers may be texts.  Raises ValueError for another type."""
+    kind = column_type(name)
+    if name == "id":
+        if isinstance(value, (str, int)):
+            return str(value)
+    elif kind is None or (kind is str and isinstance(value, str)):
+        return value
+    elif kind is bool:
+        known = {"true": True, "false": False, "1": True, "0": False}
+        if str(value).strip().lower() in known:
+            return known[str(value).strip().lower()]
+    elif kind in (int, float) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        try:
+            number = kind(value)
+            if number == value or isinstance(value, str) or kind is float:
+                return number
+        except (ValueError, OverflowError):
+            pass
+    raise ValueError(f"got {name} {value!r:.60}, wanted {WANTED[str if name == 'id' else kind]}")
+
+
+def group(items: Sequence[Item]) -> list[list[Item]]:
+    """Items that can run together, in the order of their first ones."""
+    groups: dict[object, list[Item]] = {}
+    for item in items:
+        groups.setdefault((type(item.options), item.options, item.chunks), []).append(item)
+    return list(groups.values())
+
+
+def describe(error: Exception) -> str:
+    """One line about why a row failed."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if isinstance(error, (ValueError, TypeError, OSError)) else f"{type(error).__name__}: {line}"

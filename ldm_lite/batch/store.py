@@ -1,0 +1,250 @@
+"""The folder of a job: whole shards, a list of what is in each, and the manifest of all.
+
+A shard is written beside its name and renamed, so that what has its name is whole.  Its list is written before it: a
+shard is done if its list tells of the rows that it is asked for, and if all its bytes are there.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from ldm_lite.batch.table import extra
+from ldm_lite.cli.files import read_json
+
+JOB = "job.json"
+COLUMNS = {  # of the manifest, with their types in Parquet
+    "id": "string",
+    "row": "int64",
+    "shard": "string",
+    "seed": "int64",
+    "sha256": "string",
+    "time": "float64",
+    "error": "string",
+}
+
+
+@dataclass
+class Shard:
+    """A shard that is being written."""
+
+    name: str
+    add: Callable[[str, bytes], None]  # a file's name and content
+    lines: list[Mapping[str, Any]] = field(default_factory=list)  # of the manifest
+
+
+@dataclass(frozen=True)
+class Store:
+    """Shards in a folder: .tar files, or folders."""
+
+    out: Path
+    suffix: str  # of a shard's name: ".tar", or "" for folders
+
+    def name(self, number: int) -> str:
+        """The name of a shard."""
+        return f"{number:05}{self.suffix}"
+
+    def list_of(self, number: int) -> Path:
+        """The file that lists what is in a shard: what it is made of, and lines of the manifest."""
+        return self.out / "parts" / f"{number:05}.jsonl"
+
+    def is_done(self, number: int, rows: str | None = None) -> bool:
+        """Whether a shard is whole and, unless None, made of rows with this digest."""
+        try:
+            with open(self.list_of(number), "rb") as file:
+                head = json.loads(file.readline())
+            return rows in (None, head["rows"]) and head["size"] == _size(self.out / self.name(number))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    @contextlib.contextmanager
+    def writing(self, number: int, rows: str) -> Iterator[Shard]:
+        """Write a shard of the rows with this digest; at the end of the block it is in its place, else nowhere.
+
+        What was there before is removed.  Raises OSError, with the shard's name, if the disk is full.
+        """
+        path = self.out / self.name(number)
+        with _named(path), contextlib.ExitStack() as stack:
+            self._remove(number)
+            make = tempfile.mkstemp if self.suffix else tempfile.mkdtemp
+            made: Any = make(".part", f".{path.name}.", self.out)
+            part = Path(made if isinstance(made, str) else made[1])
+            stack.callback(_remove, part)
+            if self.suffix:
+                with (
+                    os.fdopen(made[0], "wb") as file,
+                    tarfile.open(None, "w", file, format=tarfile.USTAR_FORMAT) as tar,
+                ):
+                    shard = Shard(path.name, lambda key, content: _add(tar, key, content))
+                    yield shard
+            else:
+                shard = Shard(path.name, lambda key, content: _write(part / key, content))
+                yield shard
+            part.chmod(0o644 if self.suffix else 0o755)
+            _flush(part)
+            lines = sorted(shard.lines, key=lambda line: int(line["row"]))
+            head = {"rows": rows, "size": _size(part)}
+            write_file(self.list_of(number), b"".join(_json(each) + b"\n" for each in (head, *lines)))
+            part.rename(path)
+            _flush(self.out)
+
+    def _remove(self, number: int) -> None:
+        for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
+            _remove(self.out / name)
+
+    def lines(self, number: int) -> list[dict[str, Any]]:
+        """Return a shard's lines of the manifest.  Raises OSError."""
+        with open(self.list_of(number), encoding="utf-8") as file:
+            return [json.loads(line) for line in file][1:]
+
+    def clean(self, mine: Callable[[int], bool]) -> None:
+        """Remove what a killed process has left of its shards."""
+        for path in (*self.out.glob(".*.part"), *(self.out / "parts").glob(".*.part")):
+            number = path.name[1:].partition(".")[0]
+            if not number.isdecimal() or mine(int(number)):
+                _remove(path)
+
+    def beyond(self, count: int) -> list[str]:
+        """The names of shards whose number is `count` or more."""
+        numbers = [path.stem for path in (self.out / "parts").glob("[!.]*.jsonl")]
+        return sorted(self.name(int(each)) for each in numbers if each.isdecimal() and int(each) >= count)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file beside its name and rename it.  Raises OSError."""
+    with _replacing(path) as part:
+        part.write_bytes(content)
+
+
+def write_manifest(store: Store, count: int, kind: str) -> Path:
+    """Write the manifest of all `count` shards from their lists, one shard in memory at a time; return its path."""
+    path = store.out / f"manifest.{kind}"
+    with _replacing(path) as part:
+        if kind == "jsonl":
+            with open(part, "wb") as file:
+                for number in range(count):
+                    file.writelines(_json(line) + b"\n" for line in store.lines(number))
+            return path
+        arrow, parquet = extra("pyarrow", "batch"), extra("pyarrow.parquet", "batch")
+        schema = arrow.schema([(name, getattr(arrow, type)()) for name, type in COLUMNS.items()])
+        with parquet.ParquetWriter(part, schema) as writer:
+            for number in range(count):
+                writer.write_table(arrow.Table.from_pylist(store.lines(number), schema))
+    return path
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a new file to write, which at the end of the block gets its name."""
+    with _named(path):
+        descriptor, name = tempfile.mkstemp(".part", f".{path.name}.", path.parent)
+        os.close(descriptor)
+        part = Path(name)
+        try:
+            yield part
+            part.chmod(0o644)
+            _flush(part)
+            part.replace(path)
+        finally:
+            _remove(part)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system that names none, as when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def check_job(out: Path, job: Mapping[str, Any]) -> None:
+    """Write what the job is, or compare it with what the folder's results were made with.
+
+    Raises ValueError, one line, if they differ.
+    """
+    path = out / JOB
+    content = json.dumps(job, indent=1, sort_keys=True).encode()
+    if not path.exists():
+        write_file(path, content)
+        return
+    before, now = read_json(path), json.loads(content)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            a, b = (json.dumps(each.get(name), ensure_ascii=False) for each in (before, now))
+            raise ValueError(f"{out}: was made with {name} {a:.200}, now it is {b:.200}: take that, or another `out`")
+
+
+@contextlib.contextmanager
+def locked(out: Path, turn: tuple[int, int]) -> Iterator[None]:
+    """Keep other processes from the folder within the block, but for those with other turns of as many.
+
+    The system ends a lock with its process.  Raises ValueError, one line, if another process has it.
+    """
+    advice = "wait for its end, or share the work: `shard=1/2` and `shard=2/2`"
+    with contextlib.ExitStack() as stack:
+
+        def take(name: str, kind: int) -> TextIO:
+            file = stack.enter_context(open(out / name, "a"))
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"{out}: another process is writing to it ({name} is locked): {advice}") from error
+            return file
+
+        which, of = turn
+        take(".lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)
+        if of > 1:
+            for path in out.glob(".lock-*-of-*"):
+                if not path.name.endswith(f"-of-{of}"):
+                    take(path.name, fcntl.LOCK_EX)
+            take(f".lock-{which + 1}-of-{of}", fcntl.LOCK_EX)
+        yield
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)  # owner 0, time 0, mode 644
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _flush(path)
+
+
+def _json(line: Mapping[str, Any]) -> bytes:
+    """A line of JSON; the halves of characters, which UTF-8 does not have, become JSON's escapes."""
+    return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def _size(path: Path) -> int:
+    """The bytes of a file, or of the files in a folder."""
+    return sum(each.stat().st_size for each in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def _flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,194 @@
+"""Tables of prompts, read shard by shard: .parquet, .jsonl, .csv and .txt.
+
+No more than a shard is in memory.  A row is a dict, or a text that says why it cannot be read.  Lines without any text
+are no rows.
+"""
+
+import csv
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ldm_lite.cli.files import open_file
+
+MOST_LINE = 2**20  # bytes of a row
+Row = dict[str, Any] | str
+
+
+def extra(module: str, name: str) -> Any:
+    """Import a module of an optional extra.  Raises ValueError, one line, if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f'{module.split(".")[0]} is not installed: pip install "ldm_lite[{name}]"') from error
+
+
+@dataclass
+class Table:
+    """The rows of a file in shards of `size` rows, of which the last may have fewer."""
+
+    path: Path
+    size: int
+    count: int  # rows
+    starts: list[int] = field(default_factory=list, repr=False)  # of text: the byte where each shard begins
+    columns: list[str] = field(default_factory=list)  # of .csv and .parquet
+    _open: tuple[int, Iterator[Row]] | None = field(default=None, repr=False)  # the next shard and its rows
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return -(-self.count // self.size)
+
+    def rows(self, shard: int) -> list[Row]:
+        """Return the rows of a shard, quickest in the order of the file.  Raises ValueError, OSError."""
+        if self._open is None or self._open[0] != shard:
+            rows = self._parquet(shard) if self.path.suffix.lower() == ".parquet" else self._text(shard)
+            self._open = shard, rows
+        found = list(islice(self._open[1], self.size))
+        self._open = shard + 1, self._open[1]
+        return found
+
+    def _text(self, shard: int) -> Iterator[Row]:
+        with open_file(self.path) as file:
+            file.seek(self.starts[shard])
+            for row, _ in _records(file, self.path.suffix.lower(), self.columns):
+                yield row
+
+    def _parquet(self, shard: int) -> Iterator[Row]:
+        parquet, first = extra("pyarrow.parquet", "batch"), shard * self.size
+        with open_file(self.path) as opened, parquet.ParquetFile(opened) as file:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            group = 0
+            while group < len(sizes) and first >= sizes[group]:
+                first, group = first - sizes[group], group + 1
+            for batch in file.iter_batches(self.size, row_groups=range(group, len(sizes)), columns=self.columns):
+                for row in batch.to_pylist()[first:]:
+                    yield {name: value for name, value in row.items() if value is not None}
+                first = max(0, first - batch.num_rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_open": None}
+
+
+def open_table(path: Path, size: int) -> Table:
+    """Count the rows of a table, and find where its shards begin.
+
+    Raises ValueError, one line, for another kind of file, one without rows, a .csv or .parquet without a column of
+    prompts, and a .parquet without pyarrow; OSError.
+    """
+    kind = path.suffix.lower()
+    if kind == ".parquet":
+        table = _open_parquet(path, size)
+    elif kind in (".jsonl", ".csv", ".txt"):
+        table = Table(path, size, 0)
+        with open_file(path) as file:
+            if kind == ".csv":
+                header = next(_records(file, kind, []), ({}, 0))
+                table.columns = list(header[0])
+            position = file.tell()
+            for _, after in _records(file, kind, table.columns):
+                if table.count % size == 0:
+                    table.starts.append(position)
+                table.count, position = table.count + 1, after
+    else:
+        raise ValueError(f"{path}: is no table of prompts, wanted .parquet, .jsonl, .csv or .txt")
+    if table.columns and "prompt" not in table.columns:
+        raise ValueError(f"{path}: has no column prompt, but {', '.join(table.columns[:9])}: name one so")
+    if not table.count:
+        raise ValueError(f"{path}: holds no prompt")
+    return table
+
+
+def _open_parquet(path: Path, size: int) -> Table:
+    parquet, arrow = extra("pyarrow.parquet", "batch"), extra("pyarrow", "batch")
+    try:
+        with open_file(path) as opened, parquet.ParquetFile(opened) as file:
+            return Table(path, size, file.metadata.num_rows, columns=list(file.schema_arrow.names))
+    except arrow.ArrowException as error:
+        raise ValueError(f"{path}: is not a Parquet file that can be read ({error})") from error
+
+
+def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Row, int]]:
+    """Yield the rows of a text from its position on, each with the position after it.
+
+    Without columns the row of a .csv is its header, as a dict of the names.
+    """
+    lines = _Lines(file)
+    if kind == ".csv":
+        reader = csv.reader(lines, strict=True)
+        while True:
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except (csv.Error, UnicodeDecodeError) as error:
+                yield f"is not a row of a table ({error})", file.tell()
+                continue
+            if not values:
+                continue
+            if not columns:
+                yield {name.strip(): "" for name in values}, file.tell()
+                return
+            yield _as_row(columns, values), file.tell()
+    for line in lines.lenient():
+        if isinstance(line, str) and not line.strip():
+            continue
+        if isinstance(line, Exception):
+            yield f"is not a line of text in UTF-8 ({line})", file.tell()
+        elif kind == ".txt":
+            yield {"prompt": line.strip()}, file.tell()
+        else:
+            yield _as_json(line), file.tell()
+
+
+class _Lines:
+    """The lines of a file as text, of limited length; each ends where file.tell() is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        begins = self.file.tell() == 0
+        line = self.file.readline(MOST_LINE)
+        if not line:
+            raise StopIteration
+        rest = line
+        while len(rest) == MOST_LINE and not rest.endswith(b"\n"):
+            rest = self.file.readline(MOST_LINE)
+        if rest is not line:
+            raise UnicodeDecodeError("utf-8", b"", 0, 1, f"more than {MOST_LINE} bytes")
+        return line.decode("utf-8-sig" if begins else "utf-8")
+
+    def lenient(self) -> Iterator[str | UnicodeDecodeError]:
+        """Yield every line, or why it is none."""
+        while True:
+            try:
+                yield next(self)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _as_row(columns: list[str], values: list[str]) -> Row:
+    """A row of a .csv; empty cells are missing, except a prompt."""
+    if len(values) != len(columns):
+        return f"has {len(values)} cells, wanted {len(columns)}, those of the header"
+    return {name: value for name, value in zip(columns, values, strict=True) if value or name == "prompt"}
+
+
+def _as_json(line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error})"
+    if not isinstance(row, dict):
+        return 'is not an object of JSON, wanted {"prompt": ...}'
+    return {name: value for name, value in row.items() if value is not None}

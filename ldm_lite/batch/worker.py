@@ -1,0 +1,171 @@
+"""A worker makes shards: it holds the model, and needs to know only a shard's number."""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ldm_lite.batch.images import Made, Maker
+from ldm_lite.batch.options import BatchOptions
+from ldm_lite.batch.rows import Failed, Item, Rows
+from ldm_lite.batch.store import COLUMNS, Shard, Store, check_job
+from ldm_lite.batch.table import Row, Table
+from ldm_lite.checkpoint.digest import digest
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.options import CheckedOptions, LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.version import __version__
+from ldm_lite.runtime.precision import short_name
+from ldm_lite.tasks import txt2img
+from ldm_lite.tasks.existing import contents
+from ldm_lite.tasks.job import TASKS
+
+log = logging.getLogger("ldm_lite")
+
+# Options of loading that a digest of the weights stands for, or that do not change an image.
+NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker needs; it can be sent to another process."""
+
+    options: BatchOptions
+    defaults: CheckedOptions  # RowOptions
+    load: LoadOptions
+    table: Table
+    out: Path
+    folder: Path  # where the command was given
+
+    @property
+    def store(self) -> Store:
+        """Where the shards go."""
+        return Store(self.out, ".tar" if self.options.format == "shards" else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a shard."""
+
+    number: int
+    rows: int
+    made: bool  # False: it was there
+    failed: int = 0  # rows
+    messages: tuple[str, ...] = ()
+
+
+class Worker(Protocol):
+    """What makes shards."""
+
+    def make(self, number: int) -> Report:
+        """Make a shard, unless it is there and made of the same rows."""
+
+
+class ImageWorker:
+    """Makes shards of images."""
+
+    def __init__(self, task: Task) -> None:
+        """Load the model.  Raises ValueError, one line, for options that fit no row, or that are not the folder's."""
+        self.task, self.store = task, task.store
+        self.model = load_model(task.load, Model)
+        able = TASKS[self.model.family.task]
+        if not {"txt2img", "img2img", "inpaint"} & set(able):
+            raise ValueError(
+                f"{self.model.name}: {self.model.family.title} cannot be used here: take {' or '.join(able)}"
+            )
+        folders = [(task.folder / task.table.path).parent, task.folder]
+        self.rows = Rows(self.model, task.defaults, task.options.most_pixels, folders)
+        if "txt2img" in able:
+            self._check_defaults()
+        self.maker = Maker(self.model, task.options.batch_size)
+        check_job(task.out, self._job())
+
+    def make(self, number: int) -> Report:
+        """Make a shard, unless it is there and made of the same rows."""
+        rows = self.task.table.rows(number)
+        first, code = number * self.task.table.size, self._digest(rows)
+        if self.store.is_done(number, code):
+            return Report(number, len(rows), False)
+        failed = 0
+        with collected() as messages, self.store.writing(number, code) as shard:
+            read = self.rows.read(first, rows)
+            items = [each for each in read if isinstance(each, Item)]
+            unread = (each for each in read if isinstance(each, Failed))
+            for outcome in chain(unread, self.maker.make(items)):
+                _put(shard, outcome)
+                failed += isinstance(outcome, Failed)
+        return Report(number, len(rows), True, failed, tuple(messages))
+
+    def _digest(self, rows: Sequence[Row]) -> str:
+        """Digest rows, with the contents of the files that they name."""
+        code = hashlib.sha256()
+        for row in rows:
+            code.update(repr(row).encode("utf-8", "surrogatepass"))
+            for path in self.rows.files(row):
+                code.update(contents(path).encode("utf-8", "surrogatepass"))
+        return code.hexdigest()
+
+    def _check_defaults(self) -> None:
+        """Raises ValueError for options that would make every row fail."""
+        known = {each.name for each in dataclasses.fields(Txt2imgOptions)}
+        values = {each.name: getattr(self.task.defaults, each.name) for each in dataclasses.fields(self.task.defaults)}
+        txt2img.prepare(self.model, Txt2imgOptions("", **{name: values[name] for name in values if name in known}))
+
+    def _job(self) -> dict[str, Any]:
+        """All that the images depend on besides the rows."""
+        options, model = self.task.options, self.model
+        given = {
+            each.name: contents(getattr(group, each.name))
+            for group in (self.task.defaults, self.task.load)
+            for each in dataclasses.fields(group)
+            if each.name not in NOT_OF_THE_JOB and getattr(group, each.name) != each.default
+        }
+        shape = {name: getattr(options, name) for name in ("format", "shard_size", "batch_size", "most_pixels")}
+        family = f"{model.family.title}, {model.schedule.prediction}, {model.family.scale_factor:g}"
+        place = {"device": model.device.type, "dtype": short_name(model.dtype)}
+        versions = {"ldm_lite": __version__, "torch": torch.__version__}
+        return {**given, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
+
+
+def worker_of(task: Task) -> Worker:
+    """Return the worker of a task.  Raises as its class does."""
+    return ImageWorker(task)
+
+
+def _put(shard: Shard, outcome: Made | Failed) -> None:
+    """Write an image, and its line or that of a failure."""
+    line = dict.fromkeys(COLUMNS) | {"shard": shard.name}
+    if isinstance(outcome, Failed):
+        about = {"id": outcome.name, "row": outcome.number, "seed": outcome.seed, "error": outcome.error}
+        shard.lines.append(line | about)
+        return
+    shard.lines.append(line | outcome.line)
+    key = f"{outcome.line['row']:09}"
+    shard.add(f"{key}.png", outcome.png)
+    shard.add(f"{key}.json", outcome.parameters)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """Within the block keep messages for the report: the first warnings, each once.  A job may have millions."""
+    found: list[str] = []
+    logger = logging.getLogger("ldm_lite")
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage() if record.levelno >= logging.WARNING and len(found) < 10 else ""
+        if text and text not in found:
+            found.append(text)
+        return False
+
+    logger.addFilter(keep)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(keep)
