@@ -6,41 +6,50 @@ that all machines share.  A worker that ends is replaced, and makes the shard ag
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ldm_lite.batch.table import extra
-from ldm_lite.batch.worker import Report, Task, worker_of
+from ldm_lite.batch.task import Report, Task, Worker
 
-RETRIES = 10  # of a shard whose worker was lost
+MOST_LOST = 10  # workers that may end while they make a shard
 
 
 class _Actor:
     """A worker in a process of Ray's.  Errors are results: Ray would show tracebacks, and try again."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, make_worker: Callable[[Task], Worker]) -> None:
+        self._store, self._worker, self._error = task.store, None, None
         os.chdir(task.folder)
-        self._worker, self._error = None, None
         try:
-            self._worker = worker_of(task)
+            self._worker = make_worker(task)
         except (ValueError, TypeError, OSError) as error:
             self._error = error
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        done: list[Any] = []
-        for number in batch["id"]:
-            try:
-                done.append(self._error if self._worker is None else self._worker.make(int(number)))
-            except (ValueError, TypeError, OSError) as error:
-                done.append(error)
-            except RuntimeError as error:
-                if "CUDA error" in str(error):  # this process cannot use its GPU any more
-                    os._exit(1)
-                raise
-        return {"report": done}
+        return {"report": [self._make(int(number)) for number in batch["id"]]}
+
+    def _make(self, number: int) -> Report | Exception:
+        if self._worker is None:
+            return self._error or AssertionError()
+        tries = self._store.out / f".{self._store.name(number)}.tries.part"
+        try:
+            with open(tries, "ab") as file:
+                file.write(b".")
+            if (lost := tries.stat().st_size - 1) >= MOST_LOST:
+                return ChildProcessError(f"{self._store.name(number)}: {lost} workers ended while they made it")
+            report = self._worker.make(number)
+            tries.unlink(missing_ok=True)
+            return report
+        except RuntimeError as error:
+            if "CUDA error" in str(error):  # this process cannot use its GPU any more: Ray starts another
+                os._exit(1)
+            return error
+        except Exception as error:
+            return error
 
 
-def reports(task: Task, numbers: Sequence[int]) -> Iterator[Report]:
+def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence[int]) -> Iterator[Report]:
     """Make shards in a cluster, and yield a report of each when it is made.
 
     Raises ValueError, one line, if Ray is not installed, for options that fit no row, and if there is no cluster at
@@ -52,26 +61,23 @@ def reports(task: Task, numbers: Sequence[int]) -> Iterator[Report]:
     if gpus is None:
         gpus = 0.0 if task.load.device == "cpu" else 1.0
     address = task.options.address
-    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(
             address=address, log_to_driver=task.options.debug, logging_level=logging.ERROR, include_dashboard=False
         )
     except ConnectionError as error:
         raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
-    context = data.DataContext.get_current()
-    context.enable_progress_bars = context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    data.DataContext.get_current().enable_progress_bars = False
     try:
         shards = data.from_items([{"id": number} for number in numbers], override_num_blocks=len(numbers))
         made = shards.map_batches(
             _Actor,
-            fn_constructor_args=(task,),
+            fn_constructor_args=(task, make_worker),
             batch_size=1,
             compute=data.ActorPoolStrategy(min_size=least, max_size=most),
             num_cpus=task.options.cpus_per_worker,
             num_gpus=gpus,
-            max_restarts=-1,
-            max_task_retries=RETRIES,
         )
         for row in made.iter_rows():
             if isinstance(row["report"], Exception):
@@ -79,6 +85,6 @@ def reports(task: Task, numbers: Sequence[int]) -> Iterator[Report]:
             yield row["report"]
     except ray.exceptions.RayError as error:
         line = str(error).strip().splitlines()[-1]
-        raise ChildProcessError(f"workers of Ray were lost: {line}: the same command continues") from error
+        raise ChildProcessError(f"Ray ended: {line}: the same command continues") from error
     finally:
         ray.shutdown()

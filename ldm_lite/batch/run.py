@@ -1,16 +1,19 @@
 """A batch job, from its options to its manifest."""
 
+import importlib.util
 import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ldm_lite.batch.encode import EncodeWorker, count, write_index
+from ldm_lite.batch.image_worker import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
 from ldm_lite.batch.store import locked, write_manifest
-from ldm_lite.batch.table import extra, open_table
-from ldm_lite.batch.worker import Report, Task, worker_of
-from ldm_lite.cli.options import CheckedOptions, LoadOptions
+from ldm_lite.batch.table import Table, open_table
+from ldm_lite.batch.task import Report, Task, Worker
+from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
 from ldm_lite.cli.progress import ImagesBar, memory
 
 log = logging.getLogger("ldm_lite")
@@ -23,9 +26,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
     """
     check(options)
     which, of = options.turn
-    if options.manifest == "parquet":
-        extra("pyarrow.parquet", "batch")
-    table = open_table(Path(os.path.expanduser(str(options.prompts))), options.shard_size)
+    table = _open(options, defaults)
     out = Path("outputs/batch" if options.out is None else os.path.expanduser(options.out)).absolute()
     (out / "parts").mkdir(parents=True, exist_ok=True)
     task = Task(options, defaults, load, table, out, Path.cwd())
@@ -42,8 +43,24 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
         if missing:
             log.info("%d of %d shards are missing: the last process writes the manifest", missing, table.shards)
             return None
-        path = out / f"manifest.{options.manifest}"
-        return path if path.exists() else write_manifest(task.store, table.shards, options.manifest)
+        path = out / ("index.json" if options.encode else f"manifest.{options.manifest}")
+        if path.exists():
+            return path
+        if options.encode:
+            return write_index(task.store, table.count)
+        return write_manifest(task.store, table.shards, options.manifest)
+
+
+def _open(options: BatchOptions, defaults: CheckedOptions) -> Table:
+    """Open what the job is made of."""
+    path = Path(os.path.expanduser(str(options.prompts)))
+    if options.encode:
+        if unused := sorted(given(defaults)):
+            raise ValueError(f"`{unused[0]}` has no effect with `encode`: leave it out")
+        return Table(path, options.shard_size, count(path))
+    if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ValueError('manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take `manifest=jsonl`')
+    return open_table(path, options.shard_size)
 
 
 def _report(task: Task, numbers: Sequence[int]) -> None:
@@ -71,8 +88,13 @@ def _reports(task: Task, numbers: Sequence[int]) -> Iterator[Report]:
     if task.options.engine == "ray":
         from ldm_lite.batch.ray_engine import reports  # of an extra
 
-        yield from reports(task, numbers)
+        yield from reports(task, worker_of, numbers)
         return
     worker = worker_of(task)
     for number in numbers:
         yield worker.make(number)
+
+
+def worker_of(task: Task) -> Worker:
+    """Return the worker of a task.  Raises as its class does."""
+    return EncodeWorker(task) if task.options.encode else ImageWorker(task)

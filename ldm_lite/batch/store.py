@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from ldm_lite.batch.table import extra
 from ldm_lite.cli.files import read_json
@@ -34,10 +34,12 @@ COLUMNS = {  # of the manifest, with their types in Parquet
 
 @dataclass
 class Shard:
-    """A shard that is being written."""
+    """Files that are being written, beside their place."""
 
-    name: str
+    path: Path
+    part: Path  # where they are now
     add: Callable[[str, bytes], None]  # a file's name and content
+    close: Callable[[], None]  # when all files are there
     lines: list[Mapping[str, Any]] = field(default_factory=list)  # of the manifest
 
 
@@ -71,30 +73,42 @@ class Store:
 
         What was there before is removed.  Raises OSError, with the shard's name, if the disk is full.
         """
-        path = self.out / self.name(number)
-        with _named(path), contextlib.ExitStack() as stack:
-            self._remove(number)
-            make = tempfile.mkstemp if self.suffix else tempfile.mkdtemp
-            made: Any = make(".part", f".{path.name}.", self.out)
-            part = Path(made if isinstance(made, str) else made[1])
-            stack.callback(_remove, part)
-            if self.suffix:
-                with (
-                    os.fdopen(made[0], "wb") as file,
-                    tarfile.open(None, "w", file, format=tarfile.USTAR_FORMAT) as tar,
-                ):
-                    shard = Shard(path.name, lambda key, content: _add(tar, key, content))
-                    yield shard
-            else:
-                shard = Shard(path.name, lambda key, content: _write(part / key, content))
-                yield shard
-            part.chmod(0o644 if self.suffix else 0o755)
-            _flush(part)
+        self._remove(number)
+        with self.placing(self.name(number)) as shard:
+            yield shard
+            shard.close()
             lines = sorted(shard.lines, key=lambda line: int(line["row"]))
-            head = {"rows": rows, "size": _size(part)}
+            head = {"rows": rows, "size": _size(shard.part)}
             write_file(self.list_of(number), b"".join(_json(each) + b"\n" for each in (head, *lines)))
-            part.rename(path)
-            _flush(self.out)
+
+    @contextlib.contextmanager
+    def placing(self, name: str) -> Iterator[Shard]:
+        """Write a tar file if this name ends so, else a folder; at the end of the block it has its name."""
+        path = self.out / name
+        with _named(path):
+            if path.suffix == ".tar":
+                descriptor, made = tempfile.mkstemp(".part", f".{name}.", self.out)
+                file = os.fdopen(descriptor, "wb")
+                tar = tarfile.open(None, "w", file, format=tarfile.USTAR_FORMAT)  # noqa: SIM115  # closed below
+                shard = Shard(path, Path(made), lambda key, content: _add(tar, key, content), lambda: _close(tar, file))
+            else:
+                part = Path(tempfile.mkdtemp(".part", f".{name}.", self.out))
+                shard = Shard(path, part, lambda key, content: _write(part / key, content), lambda: None)
+            try:
+                yield shard
+                shard.close()
+                shard.part.chmod(0o755 if shard.part.is_dir() else 0o644)
+                _flush(shard.part)
+                try:
+                    shard.part.rename(path)
+                except OSError:
+                    if not path.is_dir():  # another worker was quicker
+                        raise
+                _flush(self.out)
+            finally:
+                with contextlib.suppress(OSError):
+                    shard.close()
+                _remove(shard.part)
 
     def _remove(self, number: int) -> None:
         for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
@@ -216,6 +230,11 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)  # owner 0, time 0, mode 644
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
+
+
+def _close(tar: tarfile.TarFile, file: BinaryIO) -> None:
+    tar.close()
+    file.close()
 
 
 def _write(path: Path, content: bytes) -> None:

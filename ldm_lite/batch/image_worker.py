@@ -1,25 +1,20 @@
-"""A worker makes shards: it holds the model, and needs to know only a shard's number."""
+"""The worker that makes shards of images."""
 
-import contextlib
 import dataclasses
 import hashlib
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ldm_lite.batch.images import Made, Maker
-from ldm_lite.batch.options import BatchOptions
 from ldm_lite.batch.rows import Failed, Item, Rows
-from ldm_lite.batch.store import COLUMNS, Shard, Store, check_job
-from ldm_lite.batch.table import Row, Table
+from ldm_lite.batch.store import COLUMNS, Shard, check_job
+from ldm_lite.batch.table import Row
+from ldm_lite.batch.task import Report, Task, collected
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.cli.options import CheckedOptions, LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.runtime.precision import short_name
@@ -27,45 +22,8 @@ from ldm_lite.tasks import txt2img
 from ldm_lite.tasks.existing import contents
 from ldm_lite.tasks.job import TASKS
 
-log = logging.getLogger("ldm_lite")
-
 # Options of loading that a digest of the weights stands for, or that do not change an image.
 NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a worker needs; it can be sent to another process."""
-
-    options: BatchOptions
-    defaults: CheckedOptions  # RowOptions
-    load: LoadOptions
-    table: Table
-    out: Path
-    folder: Path  # where the command was given
-
-    @property
-    def store(self) -> Store:
-        """Where the shards go."""
-        return Store(self.out, ".tar" if self.options.format == "shards" else "")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of a shard."""
-
-    number: int
-    rows: int
-    made: bool  # False: it was there
-    failed: int = 0  # rows
-    messages: tuple[str, ...] = ()
-
-
-class Worker(Protocol):
-    """What makes shards."""
-
-    def make(self, number: int) -> Report:
-        """Make a shard, unless it is there and made of the same rows."""
 
 
 class ImageWorker:
@@ -134,14 +92,9 @@ class ImageWorker:
         return {**given, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
 
 
-def worker_of(task: Task) -> Worker:
-    """Return the worker of a task.  Raises as its class does."""
-    return ImageWorker(task)
-
-
 def _put(shard: Shard, outcome: Made | Failed) -> None:
     """Write an image, and its line or that of a failure."""
-    line = dict.fromkeys(COLUMNS) | {"shard": shard.name}
+    line = dict.fromkeys(COLUMNS) | {"shard": shard.path.name}
     if isinstance(outcome, Failed):
         about = {"id": outcome.name, "row": outcome.number, "seed": outcome.seed, "error": outcome.error}
         shard.lines.append(line | about)
@@ -150,22 +103,3 @@ def _put(shard: Shard, outcome: Made | Failed) -> None:
     key = f"{outcome.line['row']:09}"
     shard.add(f"{key}.png", outcome.png)
     shard.add(f"{key}.json", outcome.parameters)
-
-
-@contextlib.contextmanager
-def collected() -> Iterator[list[str]]:
-    """Within the block keep messages for the report: the first warnings, each once.  A job may have millions."""
-    found: list[str] = []
-    logger = logging.getLogger("ldm_lite")
-
-    def keep(record: logging.LogRecord) -> bool:
-        text = record.getMessage() if record.levelno >= logging.WARNING and len(found) < 10 else ""
-        if text and text not in found:
-            found.append(text)
-        return False
-
-    logger.addFilter(keep)
-    try:
-        yield found
-    finally:
-        logger.removeFilter(keep)

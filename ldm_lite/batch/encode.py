@@ -1,0 +1,139 @@
+"""Encode captioned images for training: the moments of their latents and the embeddings of their captions.
+
+Shard K is the folder K of .npy files, which training maps into memory:
+
+    index.json            what there is; written last, so its presence means that everything is there
+    00000/moments.npy     (n,2C,h,w) float16: mean and log variance of the latents, unscaled
+    00000/context.npy     (n,T,D) float16: what the UNet reads of the captions, if it reads text
+    00000/y.npy           (n,V) float32: the vectors that SDXL reads besides
+    00000/captions.jsonl  n lines, each a JSON string
+    empty/                context.npy and y.npy of the empty caption, for caption dropout
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ldm_lite import generate
+from ldm_lite.batch.store import JOB, Store, check_job, write_file
+from ldm_lite.batch.task import Report, Task, collected
+from ldm_lite.checkpoint.digest import digest
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.files import read_json
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
+from ldm_lite.runtime.precision import short_name
+from ldm_lite.tasks.existing import contents
+from ldm_lite.train.data import ImageFolder, open_folder, to_float
+
+FORMAT = "ldm_lite encoded 1"
+
+
+class EncodeWorker:
+    """Makes shards of encoded images."""
+
+    def __init__(self, task: Task) -> None:
+        """Load the model.  Raises ValueError, one line, if the images cannot be opened, or are another job's."""
+        self.task, self.store = task, task.store
+        self.model = model = load_model(task.load, Model)
+        self.data = open_folder(task.folder / task.table.path, model.family.resolution)
+        check_job(task.out, self._job())
+        self._readers = ThreadPoolExecutor(4)
+        if not (task.out / "empty").exists():
+            with self.store.placing("empty") as empty:
+                for name, values in self._text([""]).items():
+                    empty.add(f"{name}.npy", _npy(values))
+
+    def make(self, number: int) -> Report:
+        """Make a shard, unless it is there and made of the same images.  Raises ValueError for a broken image."""
+        size = self.task.table.size
+        indices = range(number * size, min((number + 1) * size, self.task.table.count))
+        code = self._digest(indices)
+        if self.store.is_done(number, code):
+            return Report(number, len(indices), False)
+        with collected() as messages, self.store.writing(number, code) as shard:
+            captions: list[str] = []
+            parts: dict[str, list[NDArray[Any]]] = {}
+            for pixels, texts in self._batches(indices):
+                captions += texts
+                for name, values in {"moments": self._moments(pixels), **self._text(texts)}.items():
+                    parts.setdefault(name, []).append(values)
+            for name, each in parts.items():
+                shard.add(f"{name}.npy", _npy(np.concatenate(each)))
+            shard.add("captions.jsonl", "".join(f"{json.dumps(caption)}\n" for caption in captions).encode())
+        return Report(number, len(indices), True, 0, tuple(messages))
+
+    def _batches(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
+        """Yield pixels (B,3,R,R) uint8 and captions, while the next ones are read."""
+        size = self.task.options.batch_size
+        groups = [indices[first : first + size] for first in range(0, len(indices), size)]
+        ahead = [self._readers.submit(self.data.example, index) for index in groups[0]]
+        for following in (*groups[1:], ()):
+            now = ahead
+            ahead = [self._readers.submit(self.data.example, index) for index in following]
+            examples = [future.result() for future in now]
+            yield torch.stack([each[0] for each in examples]), [each[1] for each in examples]
+
+    def _moments(self, pixels: Tensor) -> NDArray[np.float16]:
+        scale = self.model.family.scale_factor
+        mean, deviation = generate.encode(self.model, to_float(pixels, self.model.device))
+        log_variance = (2 * (deviation / scale).log()).clamp(-30, 20)
+        return torch.cat([mean / scale, log_variance], dim=1).half().cpu().numpy()
+
+    def _text(self, captions: Sequence[str]) -> dict[str, NDArray[Any]]:
+        side = self.model.family.resolution
+        found = encode_prompts(self.model, captions, PromptOptions(size=(side, side)))
+        values = {"context": (found.context, torch.float16), "y": (found.y, torch.float32)}
+        return {name: value.to(dtype).cpu().numpy() for name, (value, dtype) in values.items() if value is not None}
+
+    def _digest(self, indices: Sequence[int]) -> str:
+        """Digest images and captions, by the files' contents."""
+        assert isinstance(self.data, ImageFolder)
+        about = [(contents(path), caption) for path, caption in (self.data.items[index] for index in indices)]
+        return hashlib.sha256(repr(about).encode()).hexdigest()
+
+    def _job(self) -> dict[str, Any]:
+        model, options = self.model, self.task.options
+        encoder = [part for name, part in model.vae.named_children() if name in ("encoder", "quant_conv")]
+        texts = [part for part in (model.text_encoder, model.text_encoder_2) if part is not None]
+        return {
+            "shard": options.shard_size,
+            "batch_size": options.batch_size,
+            "device": model.device.type,
+            "dtype": short_name(model.dtype),
+            "resolution": model.family.resolution,
+            "scale_factor": model.family.scale_factor,
+            "vae": digest(*encoder),
+            "text_encoder": digest(*texts) if texts else None,
+        }
+
+
+def count(path: Path) -> int:
+    """Return the number of images.  Raises as the worker does."""
+    return open_folder(path, 8).size
+
+
+def write_index(store: Store, examples: int) -> Path:
+    """Write the index of whole shards; return its path."""
+    job, path = read_json(store.out / JOB), store.out / "index.json"
+    about: dict[str, Any] = {"format": FORMAT, "examples": examples, "shard": job["shard"]}
+    for name in ("moments", "context", "y"):
+        values = store.out / store.name(0) / f"{name}.npy"
+        about[name] = list(np.load(values, mmap_mode="r").shape[1:]) if values.exists() else None
+    about |= {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
+    write_file(path, json.dumps(about, indent=1).encode())
+    return path
+
+
+def _npy(values: NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
