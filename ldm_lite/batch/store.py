@@ -63,7 +63,8 @@ class Store:
         try:
             with open(self.list_of(number), "rb") as file:
                 head = json.loads(file.readline())
-            return rows in (None, head["rows"]) and head["size"] == _size(self.out / self.name(number))
+                whole = os.fstat(file.fileno()).st_size == file.tell() + head["lines"]
+            return whole and rows in (None, head["rows"]) and head["size"] == _size(self.out / self.name(number))
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -77,9 +78,9 @@ class Store:
         with self.placing(self.name(number)) as shard:
             yield shard
             shard.close()
-            lines = sorted(shard.lines, key=lambda line: int(line["row"]))
-            head = {"rows": rows, "size": _size(shard.part)}
-            write_file(self.list_of(number), b"".join(_json(each) + b"\n" for each in (head, *lines)))
+            lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
+            head = {"rows": rows, "size": _size(shard.part), "lines": len(lines)}
+            write_file(self.list_of(number), _json(head) + lines)
 
     @contextlib.contextmanager
     def placing(self, name: str) -> Iterator[Shard]:
@@ -145,7 +146,7 @@ def write_manifest(store: Store, count: int, kind: str) -> Path:
         if kind == "jsonl":
             with open(part, "wb") as file:
                 for number in range(count):
-                    file.writelines(_json(line) + b"\n" for line in store.lines(number))
+                    file.writelines(_json(line) for line in store.lines(number))
             return path
         arrow, parquet = extra("pyarrow", "batch"), extra("pyarrow.parquet", "batch")
         schema = arrow.schema([(name, getattr(arrow, type)()) for name, type in COLUMNS.items()])
@@ -244,7 +245,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _json(line: Mapping[str, Any]) -> bytes:
     """A line of JSON; the halves of characters, which UTF-8 does not have, become JSON's escapes."""
-    return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _size(path: Path) -> int:

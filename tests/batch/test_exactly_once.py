@@ -1,0 +1,274 @@
+"""Whatever happens to a job, the same command finishes it, and the result has the same bytes."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import contents
+from PIL import Image
+
+from ldm_lite.batch import store
+from ldm_lite.batch.__main__ import main
+from ldm_lite.batch.store import locked
+
+Batch = Callable[..., list[dict[str, Any]]]
+Write = Callable[..., Path]
+KILLS = int(os.environ.get("LDM_LITE_TEST_KILLS", "4"))
+
+
+def changed(folder: Path) -> dict[str, int]:
+    """When each file was last changed."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+
+
+def test_a_job_that_is_done_is_not_touched(
+    tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch(table(7))
+    before = changed(tmp_path / "out")
+    batch(table(7))
+    assert changed(tmp_path / "out") == before
+    assert "3 of 3 shards were there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["00001.tar", "parts/00001.jsonl", "manifest.jsonl"])
+def test_only_what_is_missing_is_made(tmp_path: Path, what: str, table: Write, batch: Batch) -> None:
+    batch(table(7))
+    before, times = contents(tmp_path / "out"), changed(tmp_path / "out")
+    (tmp_path / "out" / what).unlink()
+    batch(table(7))
+    assert contents(tmp_path / "out") == before
+    made = {name for name, when in changed(tmp_path / "out").items() if when != times[name]}
+    assert made == {"manifest.jsonl"} | ({"00001.tar", "00001.jsonl"} if what != "manifest.jsonl" else set())
+
+
+def test_a_shard_that_was_cut_is_made_again(tmp_path: Path, table: Write, batch: Batch) -> None:
+    batch(table(4))
+    before = contents(tmp_path / "out")
+    for path in (tmp_path / "out" / "00000.tar", tmp_path / "out" / "parts" / "00001.jsonl"):
+        path.write_bytes(path.read_bytes()[: -path.stat().st_size // 2])
+    batch(table(4))
+    assert contents(tmp_path / "out") == before
+
+
+def test_changed_rows_are_made_again_and_others_are_not(tmp_path: Path, table: Write, batch: Batch) -> None:
+    batch(table(7))
+    times = changed(tmp_path / "out")
+    rows = [{"prompt": f"picture {i}"} for i in range(9)]  # two more, in the last shard
+    rows[1] = {"prompt": "another"}
+    batch(table(rows))
+    made = {name for name, when in changed(tmp_path / "out").items() if when != times[name]}
+    assert made == {"00000.tar", "00002.tar", "00000.jsonl", "00002.jsonl", "manifest.jsonl"}
+    batch(table(rows), out="new")
+    assert contents(tmp_path / "out") == contents(tmp_path / "new")
+
+
+def test_a_changed_image_is_a_changed_row(tmp_path: Path, table: Write, batch: Batch) -> None:
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
+    path = table([{"prompt": "a", "init_image": "a.png"}, {"prompt": "b", "init_image": "late.png"}])
+    first = batch(path)
+    assert "late.png" in first[1]["error"]
+    Image.new("RGB", (32, 32), "blue").save(tmp_path / "a.png")
+    Image.new("RGB", (32, 32), "blue").save(tmp_path / "late.png")
+    second = batch(path)
+    assert second[0]["sha256"] != first[0]["sha256"]
+    assert second[1]["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["--steps", "2"], 'was made with steps "1", now it is "2": take that, or another --out'),
+        (["--batch-size", "3"], "was made with batch_size 2, now it is 3"),
+        (["--shard-size", "2"], "was made with shard_size 3, now it is 2"),
+        (["--negative-prompt", "b"], "was made with negative_prompt null, now it is"),
+        (["--dtype", "bf16"], 'was made with dtype "fp32", now it is "bf16"'),
+        (["--format", "folder"], 'was made with format "shards", now it is "folder"'),
+        (["--prediction", "v"], "was made with model"),
+    ],
+)
+def test_changed_options_are_refused(
+    tmp_path: Path, more: list[str], wanted: str, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(1)
+    batch(path)
+    before = changed(tmp_path / "out")
+    batch(path, *more, status=2)
+    assert wanted in capsys.readouterr().err
+    assert changed(tmp_path / "out") == before
+
+
+def test_fewer_rows_leave_no_stale_shards(table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    batch(table(7))
+    batch(table(3), status=2)
+    assert "holds 00001.tar, but" in (errors := capsys.readouterr().err)
+    assert "has 1 shards of 3 rows" in errors
+
+
+def test_processes_share_a_job_or_are_locked_out(
+    tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(8)
+    batch(path)
+    assert batch(path, "--shard", "2/2", out="shared") == []
+    assert "2 of 3 shards are missing: the last process writes the manifest" in capsys.readouterr().err
+    with locked(tmp_path / "shared", (1, 2)):
+        batch(path, out="shared", status=2)
+        batch(path, "--shard", "2/2", out="shared", status=2)
+        batch(path, "--shard", "1/3", out="shared", status=2)
+        errors = capsys.readouterr().err
+        assert errors.count("another process is writing to it") == 3
+        assert "--shard 1/2" in errors
+        assert len(batch(path, "--shard", "1/2", out="shared")) == 8
+    assert contents(tmp_path / "out") == contents(tmp_path / "shared")
+
+
+class DiskFull:
+    """Makes the n-th write of a shard fail, as a full disk does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        self.left, self.add = after, store._add
+        monkeypatch.setattr(store, "_add", self)
+
+    def __call__(self, *given: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.add(*given)
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_lost(
+    tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch(table(4), out="whole")
+    with monkeypatch.context() as patch:
+        DiskFull(patch, 7)
+        batch(table(4), status=1)
+    assert f"error: the disk is full: {tmp_path / 'out' / '00001.tar'} was not written" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "00000.tar", "job.json", "parts"]
+    batch(table(4))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full(tmp_path: Path, arguments: list[str], table: Write) -> None:
+    """A file system of 64 KiB, in a mount namespace of its own."""
+    out, path = tmp_path / "out", table(30)
+    out.mkdir()
+    command = [sys.executable, "-m", "ldm_lite.batch", path, *arguments, "--out", out]
+    script = 'mount -t tmpfs -o size=64k none "$1" && shift && "$@"; s=$?; ls -A "$OUT"; exit $s'
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    argv = ["unshare", "-rm", "sh", "-c", script, "sh", out, *command]
+    env = {**os.environ, "OUT": os.fspath(out), "PYTHONPATH": os.fspath(Path(__file__).parents[2])}
+    done = subprocess.run(list(map(os.fspath, argv)), capture_output=True, text=True, env=env)
+    assert done.returncode == 1, done.stderr
+    assert "error: the disk is full: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "00000.tar" in done.stdout
+    assert ".part" not in done.stdout
+
+
+class Killer:
+    """Kills the process before its n-th call that changes the file system."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*given, **named)
+
+        return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shards", "folder"])
+def test_killed_before_every_change_of_the_file_system(
+    tmp_path: Path, kind: str, arguments: list[str], table: Write, batch: Batch
+) -> None:
+    path, steps = table(2), 0
+    batch(path, "--format", kind, "--shard-size", 1, out="whole")
+    argv = [os.fspath(path), *arguments, "--format", kind, "--shard-size", "1"]
+    names = ("rename", "replace", "unlink", "fsync", "link", "rmdir", "mkdir", "chmod", "open")
+    for steps in range(200):
+        if (pid := os.fork()) == 0:
+            killer = Killer(steps)
+            for name in names:
+                setattr(os, name, killer.around(getattr(os, name)))
+            os._exit(main([*argv, "--out", os.fspath(tmp_path / "out")]))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        if status == 0:
+            break
+        if steps % 6 == 0:  # go on from there, else begin anew
+            batch(path, "--format", kind, "--shard-size", 1)
+            assert contents(tmp_path / "out") == contents(tmp_path / "whole"), steps
+            shutil.rmtree(tmp_path / "out")
+    assert steps > 20
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(
+    tmp_path: Path, arguments: list[str], table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LDM_LITE_TEST_KILLS=50 kills it 50 times."""
+    path, chance, killed, out = table(12 * KILLS), random.Random(0), 0, tmp_path / "out"
+    batch(path, out="whole")
+    argv = [sys.executable, "-m", "ldm_lite.batch", os.fspath(path), *arguments, "--out", os.fspath(out)]
+    while killed < KILLS:
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
+        assert process.stderr is not None
+        if killed % 5:  # else at any time, also before there is a model
+            while b"loaded in" not in process.stderr.readline() and process.poll() is None:
+                pass
+            time.sleep(chance.uniform(0, 2))
+        else:
+            time.sleep(chance.uniform(0, 6))
+        assert process.poll() is None, "it was done too soon"
+        process.kill()
+        process.wait()
+        killed += 1
+    there = len(list(out.glob("[!.]*.tar")))
+    assert len(batch(path)) == 12 * KILLS
+    assert contents(out) == contents(tmp_path / "whole")
+    with capsys.disabled():
+        print(f"\nkilled {killed} times, which left {there} of {4 * KILLS} shards")
+
+
+@pytest.mark.slow
+def test_a_signal_ends_it_with_a_line(tmp_path: Path, arguments: list[str], table: Write) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "ldm_lite.batch",
+        os.fspath(table(300)),
+        *arguments,
+        "--out",
+        os.fspath(tmp_path / "o"),
+    ]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    while not list((tmp_path / "o").glob("[!.]*.tar")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 143
+    assert "interrupted: finished shards are kept, the same command continues" in errors
+    assert "Traceback" not in errors
+    assert not list((tmp_path / "o").glob(".*.part"))
+    lists = [json.loads(line) for line in (tmp_path / "o" / "parts" / "00000.jsonl").read_text().splitlines()]
+    assert len(lists) == 4

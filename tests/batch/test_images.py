@@ -1,0 +1,298 @@
+"""A table of prompts becomes shards of images, row by row what a single run makes."""
+
+import csv
+import hashlib
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import random_checkpoint
+from batch_files import contents, members
+from PIL import Image
+
+import ldm_lite
+from ldm_lite.batch.options import RowOptions
+from ldm_lite.batch.rows import Item, Rows, convert
+from ldm_lite.batch.table import open_table
+
+Batch = Callable[..., list[dict[str, Any]]]
+Write = Callable[..., Path]
+
+
+def pixels(out: Path, row: int, size: int = 3) -> np.ndarray:
+    files = members(out / f"{row // size:05}.tar")
+    return np.asarray(Image.open(io.BytesIO(files[f"{row:09}.png"]))).astype(int)
+
+
+def test_every_row_is_what_a_single_run_makes(tmp_path: Path, small_path: Path, table: Write, batch: Batch) -> None:
+    """Also of images, masks, per-row negative prompts, long prompts; only rounding depends on the batch."""
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 48, 3), np.uint8)).save(tmp_path / "a.png")
+    Image.new("L", (48, 40), 255).save(tmp_path / "m.png")
+    long = " ".join(["word"] * 90)
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a cat"},
+        {"prompt": "a dog", "seed": 7, "negative_prompt": "blue", "id": "dog/1"},
+        {"prompt": "a cow", "negative_prompt": "red", "sampler": "euler a", "steps": 3, "scale": 3},
+        {"prompt": "a pig", "sampler": "euler a", "steps": 3, "scale": 3},
+        {"prompt": long, "prompt_syntax": "a1111"},
+        {"prompt": "a hen", "prompt_syntax": "a1111", "width": 64},
+        {"prompt": "a fox", "init_image": "a.png", "strength": 0.5, "steps": 4},
+        {"prompt": "a bee", "init_image": "a.png", "strength": 0.5, "steps": 4, "width": 64, "negative_prompt": "b"},
+        {"prompt": "an ant", "init_image": "a.png", "mask": "m.png", "steps": 2},
+        {"prompt": "an elk", "init_image": "a.png", "strength": 0.5, "steps": 4, "sampler": "ddim", "eta": 1},
+    ]
+    manifest = batch(table(rows), "--shard-size", 10, "--batch-size", 4)
+    assert [(line["id"], line["row"], line["seed"], line["error"]) for line in manifest] == [
+        (row.get("id", str(i)), i, row.get("seed", 42 + i), None) for i, row in enumerate(rows)
+    ]
+    pipe = ldm_lite.load(small_path, device="cpu")
+    for i, (row, line) in enumerate(zip(rows, manifest, strict=True)):
+        options = {"steps": 1, "width": 32, "height": 32, "seed": 42 + i, **row}
+        options.pop("id", None)
+        prompt, image, mask = options.pop("prompt"), options.pop("init_image", None), options.pop("mask", None)
+        if mask is not None:
+            [wanted] = pipe.inpaint(prompt, tmp_path / image, tmp_path / mask, output="numpy", **options)
+        elif image is not None:
+            [wanted] = pipe.img2img(prompt, tmp_path / image, output="numpy", **options)
+        else:
+            [wanted] = pipe.txt2img(prompt, output="numpy", **options)
+        found = pixels(tmp_path / "out", i, 10)
+        assert abs(found - wanted).max() <= 1
+        assert line["sha256"] == hashlib.sha256(found.astype(np.uint8).tobytes()).hexdigest()
+        assert line["shard"] == "00000.tar"
+        assert line["time"] > 0
+
+
+def test_alone_in_its_batch_a_row_has_the_bits_of_a_single_run(
+    tmp_path: Path, small_path: Path, table: Write, batch: Batch
+) -> None:
+    batch(table(2), "--batch-size", 1, "--shard-size", 1)
+    pipe = ldm_lite.load(small_path, device="cpu")
+    for i in range(2):
+        [wanted] = pipe.txt2img(f"picture {i}", seed=42 + i, steps=1, width=32, height=32, output="numpy")
+        np.testing.assert_array_equal(pixels(tmp_path / "out", i, 1), wanted)
+
+
+def test_shards_are_webdatasets(tmp_path: Path, table: Write, batch: Batch) -> None:
+    batch(table(4), "--negative-prompt", "grey")
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["00000.tar", "00001.tar"]
+    files = members(tmp_path / "out" / "00001.tar")
+    assert list(files) == ["000000003.png", "000000003.json"]
+    about = json.loads(files["000000003.json"])
+    assert (about["id"], about["prompt"], about["negative_prompt"], about["seed"]) == ("3", "picture 3", "grey", 45)
+    assert (about["width"], about["height"], about["settings"]["Steps"]) == (32, 32, 1)
+    image = Image.open(io.BytesIO(files["000000003.png"]))
+    assert image.info["parameters"] == about["parameters"]
+    with tarfile.open(tmp_path / "out" / "00001.tar") as tar:
+        assert {(each.mtime, each.uid, each.gid, each.uname, each.mode) for each in tar} == {(0, 0, 0, "", 0o644)}
+
+
+def test_a_folder_instead_of_shards(tmp_path: Path, table: Write, batch: Batch) -> None:
+    batch(table(4))
+    manifest = batch(table(4), "--format", "folder", out="folder")
+    assert manifest[3]["shard"] == "00001"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "folder" / "00000").iterdir()} == members(
+        tmp_path / "out" / "00000.tar"
+    )
+    before = contents(tmp_path / "folder")
+    (tmp_path / "folder" / "00000" / "000000001.png").unlink()
+    batch(table(4), "--format", "folder", out="folder")
+    assert contents(tmp_path / "folder") == before
+
+
+BAD: dict[str, Any] = {
+    "multiples of 8": {"prompt": "a", "width": 33},
+    "wanted at most 4194304": {"prompt": "a", "width": 8192, "height": 8192},
+    "got `height` 0, wanted 1 to": {"prompt": "a", "height": 0},
+    "got prompt 5, wanted a text": {"prompt": 5},
+    "got prompt ['a', 'b'], wanted a text": {"prompt": ["a", "b"]},
+    "got steps 1.5, wanted a whole number": {"prompt": "a", "steps": 1.5},
+    "got seed True, wanted a whole number": {"prompt": "a", "seed": True},
+    "got `seed` -1, wanted 0 to": {"prompt": "a", "seed": -1},
+    "got `scale` nan, wanted a finite number": '{"prompt": "a", "scale": NaN}',
+    "got scale 'high', wanted a number": {"prompt": "a", "scale": "high"},
+    "not finite": {"prompt": "a", "scale": 1e38},
+    "has no prompt": {"seed": 1},
+    "characters, wanted at most": {"prompt": "a" * 200_000},
+    "unknown sampler": {"prompt": "a", "sampler": "best"},
+    "none.png: No such file": {"prompt": "a", "init_image": "none.png"},
+    "is not an image": {"prompt": "a", "init_image": "table.jsonl"},
+    "got a mask, but no init_image": {"prompt": "a", "mask": "table.jsonl"},
+    "it needs an init_image": {"prompt": "a", "strength": 0.5},
+    "is not JSON": "{",
+    "is not an object of JSON": "[1]",
+    "got `steps` 2000": {"prompt": "a", "steps": 2000},
+    "got id [1], wanted a text": {"prompt": "a", "id": [1]},
+}
+
+
+def test_bad_rows_are_lines_of_the_manifest(
+    tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row for bad in BAD.values() for row in (bad, {"prompt": "good"})]
+    manifest = batch(table(rows), "--shard-size", 100, "--batch-size", 8)
+    assert len(manifest) == len(rows)
+    for wanted, line, good in zip(BAD, manifest[::2], manifest[1::2], strict=True):
+        assert wanted in (line["error"] or ""), line
+        assert line["sha256"] is None
+        assert good["error"] is None
+        assert len(good["sha256"]) == 64
+    assert f"{len(BAD)} rows failed: the manifest says why" in capsys.readouterr().err
+    alone = batch(table([rows[1]] * 2, "alone.jsonl"), "--seed", manifest[1]["seed"], out="alone")
+    assert abs(pixels(tmp_path / "out", 1, 100) - pixels(tmp_path / "alone", 0, 3)).max() <= 1
+    assert alone[0]["error"] is None
+
+
+def test_a_row_that_fails_in_its_batch_does_not_change_the_others(tmp_path: Path, table: Write, batch: Batch) -> None:
+    """A batch that cannot run is run row by row: here the lengths of embeddings differ."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    rows = [{"prompt": "x", "init_image": name, "strength": 1} for name in ("a.png", "b.png", "a.png")]
+    manifest = batch(table(rows), "--batch-size", 3)
+    assert [line["error"] is None for line in manifest] == [True, False, True]
+
+
+def test_many_rows_that_fail_leave_no_trace_in_the_terminal(
+    table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch(table([{"prompt": " ".join(["word"] * 90 + [str(i)])} for i in range(6)]))
+    errors = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
+    assert [line.partition(": prompt is")[0] for line in errors] == ["warning: 00000.tar", "warning: 00001.tar"]
+    assert all("(and 2 more)" in line for line in errors)
+
+
+def test_every_kind_of_table(tmp_path: Path, table: Write, batch: Batch) -> None:
+    batch(table([{"prompt": f"a, b {i}", "seed": i} for i in range(4)]))
+    with open(tmp_path / "t.csv", "w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([["seed", "prompt", "scale"], *([str(i), f"a, b {i}", ""] for i in range(4))])
+    batch(tmp_path / "t.csv", out="csv")
+    (tmp_path / "t.txt").write_text("a, b 0\n\na, b 1\r\n a, b 2\na, b 3")
+    batch(tmp_path / "t.txt", "--seed", 0, out="txt")
+    tars = {name: [path.read_bytes() for path in sorted((tmp_path / name).glob("*.tar"))] for name in ("csv", "txt")}
+    assert tars["csv"] == tars["txt"] == [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.tar"))]
+
+
+@pytest.mark.extra
+def test_parquet(tmp_path: Path, table: Write, batch: Batch) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": f"p {i}", "seed": i, "steps": None if i % 2 else 1} for i in range(8)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet", row_group_size=5)
+    batch(table([{**row, "steps": 1} for row in rows]))
+    batch(tmp_path / "t.parquet", "--manifest", "parquet", out="parquet")
+    for path in sorted((tmp_path / "out").glob("*.tar")):
+        assert path.read_bytes() == (tmp_path / "parquet" / path.name).read_bytes()
+    manifest = parquet.read_table(tmp_path / "parquet" / "manifest.parquet")
+    assert manifest.column_names == ["id", "row", "shard", "seed", "sha256", "time", "error"]
+    assert manifest["seed"].to_pylist() == list(range(8))
+    opened = open_table(tmp_path / "t.parquet", 3)
+    assert [[row["seed"] for row in opened.rows(i)] for i in (2, 0, 1, 2)] == [[6, 7], [0, 1, 2], [3, 4, 5], [6, 7]]  # type: ignore[index]
+
+
+def test_shards_of_a_table_are_read_in_any_order(tmp_path: Path) -> None:
+    lines = ["prompt,seed", *(f'"line {i}\nof two, ""quoted""",{i}' for i in range(7)), "one cell", '"é",7']
+    (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8")
+    opened = open_table(tmp_path / "t.csv", 2)
+    assert (opened.count, opened.shards) == (9, 5)
+    for number in (4, 0, 2, 3, 1, 4):
+        rows = opened.rows(number)
+        assert len(rows) == (1 if number == 4 else 2)
+        for i, row in enumerate(rows, start=2 * number):
+            wanted = {7: "has 1 cells, wanted 2, those of the header", 8: {"prompt": "é", "seed": "7"}}
+            assert row == wanted.get(i, {"prompt": f'line {i}\nof two, "quoted"', "seed": str(i)})
+
+
+def test_broken_lines_are_rows(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbf{"prompt": "a"}\n\xff\xfe\n' + b'{"prompt": "' + b"x" * 2**21 + b'"}\n   \n{"prompt": "b"}'
+    (tmp_path / "t.jsonl").write_bytes(content)
+    opened = open_table(tmp_path / "t.jsonl", 10)
+    first, second, third, last = opened.rows(0)
+    assert (first, last) == ({"prompt": "a"}, {"prompt": "b"})
+    assert "UTF-8" in str(second)
+    assert "more than 1048576 bytes" in str(third)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("t.json", "[]", "t.json: is no table of prompts, wanted .parquet, .jsonl, .csv or .txt"),
+        ("t.jsonl", "\n\n", "t.jsonl: holds no prompt"),
+        ("t.csv", "text,seed\na,1\n", "t.csv: has no column prompt, but text, seed: name one so"),
+        ("t.csv", "", "t.csv: holds no prompt"),
+    ],
+)
+def test_what_is_no_table(
+    tmp_path: Path, name: str, content: str, wanted: str, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    batch(tmp_path / name, status=2)
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["--shard", "3/2"], "got --shard '3/2', wanted I/N with I from 1 to N"),
+        (["--workers", "2"], "--workers is for the engine Ray: add --engine ray"),
+        (["--width", "33"], "wanted multiples of 8"),
+        (["--sampler", "best"], "unknown sampler 'best'"),
+        (
+            ["--manifest", "parquet"],
+            'manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take --manifest jsonl',
+        ),
+        (["--engine", "ray"], 'ray is not installed: pip install "ldm_lite[ray]"'),
+        (["--engine", "ray", "--workers", "2:1"], "got --workers '2:1', wanted a number from 1, or MIN:MAX"),
+    ],
+)
+def test_bad_options_are_one_line_before_any_work(
+    more: list[str],
+    wanted: str,
+    table: Write,
+    batch: Batch,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("pyarrow", "ray"):
+        monkeypatch.setitem(sys.modules, name, None)
+    batch(table(1), *more, status=2)
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_model_that_makes_no_images_of_prompts_is_refused(
+    tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import toy_zoo
+
+    random_checkpoint.write(tmp_path / "up.safetensors", toy_zoo.small("x4"))
+    batch(table(1), "--ckpt", tmp_path / "up.safetensors", status=2)
+    assert "cannot be used here: take upscale" in capsys.readouterr().err
+
+
+def test_unknown_columns_are_named_once(table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    batch(table([{"prompt": "a", "step": 1, "url": "x"}] * 3))
+    errors = capsys.readouterr().err
+    assert errors.count("column 'step' is ignored: did you mean steps?") == 1
+    assert "and 1 more" in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [("steps", "20", 20), ("steps", 20.0, 20), ("scale", "7.5", 7.5), ("exact_steps", "true", True), ("id", 5, "5")],
+)
+def test_cells_have_the_types_of_their_columns(name: str, value: object, wanted: object) -> None:
+    assert convert(name, value) == wanted
+    assert type(convert(name, value)) is type(wanted)
+
+
+def test_the_pixels_of_a_row_may_be_limited(small_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    rows = Rows(pipe, RowOptions(), 64 * 64, [Path()])
+    first, second = rows.read(0, [{"prompt": "a", "width": 64}, {"prompt": "a", "width": 72}])
+    assert isinstance(first, Item)
+    assert not isinstance(second, Item)
