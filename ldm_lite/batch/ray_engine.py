@@ -67,7 +67,7 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
         )
     except ConnectionError as error:
         raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     data.DataContext.get_current().enable_progress_bars = False
     try:
         shards = data.from_items([{"id": number} for number in numbers], override_num_blocks=len(numbers))

@@ -41,7 +41,10 @@ def test_a_job_that_is_done_is_not_touched(
     assert "3 of 3 shards were there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["00001.tar", "parts/00001.jsonl", "manifest.jsonl"])
+@pytest.mark.parametrize(
+    "what",
+    ["00001.tar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("parts/00001.jsonl", "manifest.jsonl"))],
+)
 def test_only_what_is_missing_is_made(tmp_path: Path, what: str, table: Write, batch: Batch) -> None:
     batch(table(7))
     before, times = contents(tmp_path / "out"), changed(tmp_path / "out")
@@ -61,6 +64,7 @@ def test_a_shard_that_was_cut_is_made_again(tmp_path: Path, table: Write, batch:
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_changed_rows_are_made_again_and_others_are_not(tmp_path: Path, table: Write, batch: Batch) -> None:
     batch(table(7))
     times = changed(tmp_path / "out")
@@ -73,6 +77,7 @@ def test_changed_rows_are_made_again_and_others_are_not(tmp_path: Path, table: W
     assert contents(tmp_path / "out") == contents(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_changed_image_is_a_changed_row(tmp_path: Path, table: Write, batch: Batch) -> None:
     Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
     path = table([{"prompt": "a", "init_image": "a.png"}, {"prompt": "b", "init_image": "late.png"}])
@@ -108,6 +113,7 @@ def test_changed_options_are_refused(
     assert changed(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_fewer_rows_leave_no_stale_shards(table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     batch(table(7))
     batch(table(3), status=2)
@@ -115,6 +121,7 @@ def test_fewer_rows_leave_no_stale_shards(table: Write, batch: Batch, capsys: py
     assert "has 1 shards of 3 rows" in errors
 
 
+@pytest.mark.slow
 def test_processes_share_a_job_or_are_locked_out(
     tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
 ) -> None:

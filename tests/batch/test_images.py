@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import random_checkpoint
+import toy_zoo
 from batch_files import contents, members
 from PIL import Image
 
@@ -30,6 +31,7 @@ def pixels(out: Path, row: int, size: int = 3) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(files[f"{row:09}.png"]))).astype(int)
 
 
+@pytest.mark.slow
 def test_every_row_is_what_a_single_run_makes(tmp_path: Path, small_path: Path, table: Write, batch: Batch) -> None:
     """Also of images, masks, per-row negative prompts, long prompts; only rounding depends on the batch."""
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 48, 3), np.uint8)).save(tmp_path / "a.png")
@@ -167,6 +169,7 @@ def test_many_rows_that_fail_leave_no_trace_in_the_terminal(
     assert all("(and 2 more)" in line for line in errors)
 
 
+@pytest.mark.slow
 def test_every_kind_of_table(tmp_path: Path, table: Write, batch: Batch) -> None:
     batch(table([{"prompt": f"a, b {i}", "seed": i} for i in range(4)]))
     with open(tmp_path / "t.csv", "w", newline="", encoding="utf-8-sig") as file:
@@ -264,11 +267,10 @@ def test_bad_options_are_one_line_before_any_work(
     assert wanted in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_makes_no_images_of_prompts_is_refused(
     tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import toy_zoo
-
     random_checkpoint.write(tmp_path / "up.safetensors", toy_zoo.small("x4"))
     batch(table(1), "--ckpt", tmp_path / "up.safetensors", status=2)
     assert "cannot be used here: take upscale" in capsys.readouterr().err
