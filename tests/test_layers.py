@@ -16,19 +16,14 @@ LAYERS = [
     {"checkpoint"},
     {"generate", "conditioning", "control"},
     {"tasks", "train"},
-<<<<<<< HEAD
-    {"bench"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"},
-=======
     {"bench", "batch"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "pipeline"},
->>>>>>> 8e1a128 (A table of prompts becomes shards of images: python -m ldm_lite.batch)
+    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"},
     {"__init__", "__main__"},
 ]
 # Within a layer.
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
-<<<<<<< HEAD
-PRINTING = {"tasks.serve", "tasks.compare", "tasks.export", "train.__main__"}  # the main parts of commands
+# The main parts of commands.
+PRINTING = {"tasks.serve", "tasks.compare", "tasks.export", "train.__main__", "batch.__main__"}
 COMMANDS = {
     "txt2img",
     "img2img",
@@ -41,11 +36,6 @@ COMMANDS = {
     "verify",
     "__main__",
 }
-=======
-# The main parts of commands.
-PRINTING = {"tasks.serve", "tasks.compare", "tasks.export", "train.__main__", "batch.__main__"}
-COMMANDS = {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "__main__"}
->>>>>>> 8e1a128 (A table of prompts becomes shards of images: python -m ldm_lite.batch)
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
 BLOCKS |= {"models.unet": {"models.transformer"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.style_adapter": {"models.clip", "models.open_clip"}}

@@ -24,7 +24,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.runtime.tiling import out_of_memory
-from ldm_lite.tasks.batching import Batch, ImageInputs, Later, PromptEncoder, Runner
+from ldm_lite.tasks.batching import Batch, ImageInputs, Later, PromptEncoder, Runner, noise_settings
 from ldm_lite.tasks.job import Job, Result
 
 TEXTS = 64  # prompts that are encoded in one run of the text encoder
@@ -128,6 +128,7 @@ class Maker:
     def _batches(self, found: Group) -> Iterator[tuple[list[Item], list[ImageInputs]] | Failed]:
         """Yield items of one shape, as many as run together, with what each begins with."""
         shapes: dict[object, tuple[list[Item], list[ImageInputs]]] = {}
+        alone = found.items[0].options.noise in ("diffusers", "comfy")  # which draw the noise of a batch from one seed
         for item, given in zip(found.items, found.inputs, strict=True):
             try:
                 image = given.make() if isinstance(given, Later) else given
@@ -137,7 +138,7 @@ class Maker:
             items, images = shapes.setdefault(image.latent_shape, ([], []))
             items.append(item)
             images.append(image)
-            if len(items) == self.batch_size:
+            if alone or len(items) == self.batch_size:
                 yield shapes.pop(image.latent_shape)
         yield from shapes.values()
 
@@ -168,7 +169,8 @@ class Maker:
             image = joined(images)
             job = self._with_text(dataclasses.replace(job, prompts=[item.prompt for item in items]), items, image)
             rows = list(range(len(items)))
-        batch = Batch(0, rows, [item.seed for item in items], [""] * len(items))
+        variations = [item.options.variation_seed or 0 for item in items]
+        batch = Batch(0, rows, [item.seed for item in items], variations, [""] * len(items))
         *_, last = Runner(job).run(image, [batch])
         assert isinstance(last, tuple)
         return job, last[1]
@@ -190,8 +192,9 @@ class Maker:
             try:
                 [pixels] = decoded.result()
                 one = dataclasses.replace(job, prompts=[item.prompt], negative_prompt=item.negative_prompt)
-                result = one.result(pixels, 0, item.seed, image.settings)
-                return _made(item, one, result, image.settings, seconds + time.perf_counter() - begun)
+                settings = {**noise_settings(job, item.options.variation_seed or 0), **image.settings}
+                result = one.result(pixels, 0, item.seed, settings)
+                return _made(item, one, result, settings, seconds + time.perf_counter() - begun)
             except Exception as error:
                 return _failed(item, error)
 

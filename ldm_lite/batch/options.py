@@ -14,6 +14,7 @@ SHARED = (
     *("negative_prompt", "seed", "steps", "scale", "sampler", "spacing", "eta", "churn", "width", "height"),
     *("guidance_rescale", "dynamic_threshold", "prompt_syntax", "clip_skip", "strength", "exact_steps"),
     *("image_scale", "resize", "sample_posterior", "invert_mask", "feather", "no_paste"),
+    *("noise", "ensd", "variation_seed", "variation_strength"),
     *("original_size", "crop_top_left", "target_size", "aesthetic_score", "negative_aesthetic_score"),
 )
 FILES = {"init_image": "init_img", "init_img": "init_img", "mask": "mask"}  # columns that name files
@@ -93,7 +94,7 @@ def check(options: BatchOptions) -> None:
 
 def column_type(name: str) -> Any:
     """The type of a column's values: int, float, bool or str, or None for what the option parses itself."""
-    if name in ("id", "prompt", *FILES):
+    if name in ("id", "prompt", "noise", *FILES):
         return str
     if _ALL[name].metadata["parse"] is not None:
         return None

@@ -47,9 +47,12 @@ def test_every_row_is_what_a_single_run_makes(tmp_path: Path, small_path: Path, 
         {"prompt": "a fox", "init_image": "a.png", "strength": 0.5, "steps": 4},
         {"prompt": "a bee", "init_image": "a.png", "strength": 0.5, "steps": 4, "width": 64, "negative_prompt": "b"},
         {"prompt": "an ant", "init_image": "a.png", "mask": "m.png", "steps": 2},
+        {"prompt": "a cod", "noise": "comfy", "seed": 5},
+        {"prompt": "an eel", "noise": "comfy", "seed": 9},
+        {"prompt": "an owl", "variation_seed": 3, "variation_strength": 0.4},
         {"prompt": "an elk", "init_image": "a.png", "strength": 0.5, "steps": 4, "sampler": "ddim", "eta": 1},
     ]
-    manifest = batch(table(rows), "--shard-size", 10, "--batch-size", 4)
+    manifest = batch(table(rows), "--shard-size", 20, "--batch-size", 4)
     assert [(line["id"], line["row"], line["seed"], line["error"]) for line in manifest] == [
         (row.get("id", str(i)), i, row.get("seed", 42 + i), None) for i, row in enumerate(rows)
     ]
@@ -64,7 +67,7 @@ def test_every_row_is_what_a_single_run_makes(tmp_path: Path, small_path: Path, 
             [wanted] = pipe.img2img(prompt, tmp_path / image, output="numpy", **options)
         else:
             [wanted] = pipe.txt2img(prompt, output="numpy", **options)
-        found = pixels(tmp_path / "out", i, 10)
+        found = pixels(tmp_path / "out", i, 20)
         assert abs(found - wanted).max() <= 1
         assert line["sha256"] == hashlib.sha256(found.astype(np.uint8).tobytes()).hexdigest()
         assert line["shard"] == "00000.tar"
