@@ -52,10 +52,10 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
 def test_workers_nodes_and_drivers_may_be_lost(
     tmp_path: Path, cluster: Cluster, arguments: list[str], table: Write, batch: Batch
 ) -> None:
-    path, out = table(120), tmp_path / "out"
+    path, out = table(600), tmp_path / "out"
     batch(path, out="whole")
     argv = [sys.executable, "-m", "ldm_lite.batch", path, *arguments, "--out", out, "--engine", "ray"]
-    argv += ["--workers", "1:3", "--address", cluster.address]
+    argv += ["--workers", "3", "--address", cluster.address]
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(list(map(os.fspath, argv)), env=environment(), cwd=tmp_path)
@@ -67,9 +67,9 @@ def test_workers_nodes_and_drivers_may_be_lost(
     there = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*.tar")}
     driver = start()
     wait_for(out / f"{len(there):05}.tar", driver)
-    for line in ("add", "add", "kill", "remove"):  # the workers of "kill" and "remove" are at work
+    for line in ("add", "add", "kill", "remove"):
         cluster.tell(line)
-    assert len(list(out.glob("[!.]*.tar"))) < 40
+    assert len(list(out.glob("[!.]*.tar"))) < 200  # so it is still at work
     assert driver.wait() == 0
     assert contents(out) == contents(tmp_path / "whole")
     assert all((out / name).stat().st_mtime_ns == when for name, when in there.items())
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, arguments: list[str], table: 
     argv = [sys.executable, "-m", "ldm_lite.batch", path, *arguments, "--out", tmp_path / "out", "--engine", "ray"]
     for more, wanted in (
         (["--address", "127.0.0.1:1"], "error: got --address 127.0.0.1:1, where no Ray cluster answers"),
-        (["--steps", "2"], "error: "),
+        (["--steps", "2"], 'was made with steps "1", now it is "2"'),
     ):
         done = subprocess.run(
             [*map(os.fspath, argv), *more], capture_output=True, text=True, env=environment(), cwd=ROOT

@@ -1,0 +1,90 @@
+"""Measure batch jobs: images a second of one process and of Ray's workers, in turn, and memory over a long job.
+
+    python scripts/batch_scale.py                        # one process, Ray with 1 worker, with 2; three rounds
+    python scripts/batch_scale.py --memory --rows 10000  # the memory of one process, while it makes many images
+
+The bundled model on the CPU, one thread for each process.  A rate is that of the shards after the first, so that
+starting Python, Ray and the model does not count.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ENGINES = {
+    "one process": [],
+    "Ray, 1 worker": ["--engine", "ray", "--workers", "1"],
+    "Ray, 2 workers": ["--engine", "ray", "--workers", "2"],
+}
+
+
+def start(folder: Path, options: argparse.Namespace, more: list[str]) -> "subprocess.Popen[bytes]":
+    """Start a job in folder/out."""
+    table = folder / "prompts.jsonl"
+    table.write_text("".join(json.dumps({"prompt": f"a red apple, number {i}"}) + "\n" for i in range(options.rows)))
+    argv = [sys.executable, "-m", "ldm_lite.batch", table, "--out", folder / "out", "--manifest", "jsonl"]
+    argv += ["--device", "cpu", "--steps", options.steps, "--shard-size", options.shard_size, "--batch-size", 8]
+    argv += ["--width", options.side, "--height", options.side, *more]
+    threads = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    return subprocess.Popen(list(map(str, argv)), stderr=subprocess.PIPE, env={**os.environ, **threads})
+
+
+def rate(options: argparse.Namespace, more: list[str]) -> float:
+    """Run a job, and return its images a second."""
+    with tempfile.TemporaryDirectory() as name:
+        job = start(Path(name), options, more)
+        _, errors = job.communicate()
+        assert job.returncode == 0, errors.decode()
+        times = sorted(path.stat().st_mtime for path in (Path(name) / "out").glob("*.tar"))
+        first = int(more[-1]) if more else 1  # the workers' first shards, whose time includes their start
+        return (len(times) - first) * options.shard_size / (times[-1] - times[first - 1])
+
+
+def speed(options: argparse.Namespace) -> None:
+    """Print the rates of all engines, their medians, and what follows from them."""
+    rates: dict[str, list[float]] = {name: [] for name in ENGINES}
+    for number in range(options.rounds):
+        order = list(ENGINES) if number % 2 == 0 else list(reversed(ENGINES))
+        for name in order:
+            rates[name].append(rate(options, ENGINES[name]))
+            print(f"{name}: {rates[name][-1]:.2f} images/s, load {os.getloadavg()[0]:.1f}", flush=True)
+    alone, one, two = (statistics.median(rates[name]) for name in ENGINES)
+    print("\n| engine | images/s, median | of linear |\n|---|---:|---:|")
+    for name, count, found in zip(ENGINES, (1, 1, 2), (alone, one, two), strict=True):
+        print(f"| {name} | {found:.2f} | {found / (count * alone):.2f} |")
+    costs = [1000 / a - 1000 / b for a, b in zip(rates["Ray, 1 worker"], rates["one process"], strict=True)]
+    print(f"\nRay costs {statistics.median(costs):.1f} ms an image (median of the rounds' differences)")
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Print the resident memory of one process after each tenth of its shards."""
+    with tempfile.TemporaryDirectory() as name:
+        job, shown = start(Path(name), options, []), -1
+        while job.poll() is None:
+            done = len(list((Path(name) / "out").glob("[!.]*.tar")))
+            tenth = 10 * done * options.shard_size // options.rows
+            if tenth != shown and done:
+                status = Path(f"/proc/{job.pid}/status").read_text()
+                kib = int(status.partition("VmRSS:")[2].split()[0])
+                print(f"{done * options.shard_size} images: {kib / 1024:.0f} MiB", flush=True)
+                shown = tenth
+            time.sleep(0.5)
+        assert job.returncode == 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--rows", type=int, default=160)
+    parser.add_argument("--shard-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--side", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    memory(given) if given.memory else speed(given)
