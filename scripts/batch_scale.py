@@ -65,7 +65,7 @@ def speed(options: argparse.Namespace) -> None:
 def memory(options: argparse.Namespace) -> None:
     """Print the resident memory of one process after each tenth of its shards."""
     with tempfile.TemporaryDirectory() as name:
-        job, shown = start(Path(name), options, []), -1
+        job, shown = start(Path(name), options, ["--scale", "1"]), -1
         while job.poll() is None:
             done = len(list((Path(name) / "out").glob("[!.]*.tar")))
             tenth = 10 * done * options.shard_size // options.rows

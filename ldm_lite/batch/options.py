@@ -57,7 +57,7 @@ class BatchOptions(CheckedOptions):
     engine: str = option("process", "process: this one; ray: a cluster of Ray", choices=("process", "ray"))
     workers: str | None = option(None, "processes of the engine, or MIN:MAX, between which Ray scales (default: 1)")
     gpus_per_worker: float | None = option(
-        None, "GPUs of each worker; 0.5 lets two share one (default: 1, or 0 with --device cpu)", within=(0, 64)
+        None, "GPUs of each worker; 0.5 lets two share one (default: 1, or 0 if the cluster has none)", within=(0, 64)
     )
     cpus_per_worker: float = option(1.0, "CPU cores of each worker", within=(0.01, 4096))
     address: str | None = option(None, "address of a running Ray cluster, or auto (default: a new one on this machine)")

@@ -12,6 +12,8 @@ from typing import Any
 from ldm_lite.batch.table import extra
 from ldm_lite.batch.task import Report, Task, Worker
 
+log = logging.getLogger("ldm_lite")
+
 MOST_LOST = 10  # workers that may end while they make a shard
 
 
@@ -57,9 +59,6 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
     """
     ray, data = extra("ray", "ray"), extra("ray.data", "ray")
     least, most = task.options.pool
-    gpus = task.options.gpus_per_worker
-    if gpus is None:
-        gpus = 0.0 if task.load.device == "cpu" else 1.0
     address = task.options.address
     try:
         ray.init(
@@ -67,6 +66,11 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
         )
     except ConnectionError as error:
         raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
+    gpus = task.options.gpus_per_worker
+    if gpus is None:
+        gpus = 1.0 if task.load.device != "cpu" and ray.cluster_resources().get("GPU") else 0.0
+        if not gpus and task.load.device != "cpu":
+            log.warning("the cluster has no GPU: workers run on CPUs; `gpus_per_worker=1` waits for GPUs")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     data.DataContext.get_current().enable_progress_bars = False
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.batch.options import COLUMNS, FILES, SHARED, column_type
-from ldm_lite.batch.table import Row
+from ldm_lite.batch.table import Row, as_column
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
@@ -121,7 +121,7 @@ class Rows:
         """The values of a row by option, with the types of their options."""
         values: dict[str, Any] = {}
         for given, value in row.items():
-            name = given.strip().replace("-", "_")
+            name = as_column(given)
             if name not in COLUMNS:
                 self._ignore(given)
                 continue

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import io
 import json
+import logging
 import os
 import shutil
 import tarfile
@@ -19,6 +20,8 @@ from typing import Any, BinaryIO, TextIO
 
 from ldm_lite.batch.table import extra
 from ldm_lite.cli.files import read_json
+
+log = logging.getLogger("ldm_lite")
 
 JOB = "job.json"
 COLUMNS = {  # of the manifest, with their types in Parquet
@@ -215,6 +218,8 @@ def locked(out: Path, turn: tuple[int, int]) -> Iterator[None]:
                 fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(f"{out}: another process is writing to it ({name} is locked): {advice}") from error
+            except OSError as error:  # some network file systems
+                log.warning("%s: has no locks (%s): take care that only one process writes to it", out, error.strerror)
             return file
 
         which, of = turn

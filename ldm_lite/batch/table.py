@@ -7,13 +7,17 @@ are no rows.
 import csv
 import importlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ldm_lite.batch.options import COLUMNS
 from ldm_lite.cli.files import open_file
+
+log = logging.getLogger("ldm_lite")
 
 MOST_LINE = 2**20  # bytes of a row
 Row = dict[str, Any] | str
@@ -74,6 +78,11 @@ class Table:
         return vars(self) | {"_open": None}
 
 
+def as_column(name: str) -> str:
+    """A column's name as an option's in Python."""
+    return name.strip().replace("-", "_")
+
+
 def open_table(path: Path, size: int) -> Table:
     """Count the rows of a table, and find where its shards begin.
 
@@ -96,8 +105,8 @@ def open_table(path: Path, size: int) -> Table:
                 table.count, position = table.count + 1, after
     else:
         raise ValueError(f"{path}: is no table of prompts, wanted .parquet, .jsonl, .csv or .txt")
-    if table.columns and "prompt" not in table.columns:
-        raise ValueError(f"{path}: has no column prompt, but {', '.join(table.columns[:9])}: name one so")
+    if kind in (".csv", ".parquet") and table.count and "prompt" not in map(as_column, table.columns):
+        raise ValueError(f"{path}: has no column prompt: name the one with the prompts so")
     if not table.count:
         raise ValueError(f"{path}: holds no prompt")
     return table
@@ -107,7 +116,11 @@ def _open_parquet(path: Path, size: int) -> Table:
     parquet, arrow = extra("pyarrow.parquet", "batch"), extra("pyarrow", "batch")
     try:
         with open_file(path) as opened, parquet.ParquetFile(opened) as file:
-            return Table(path, size, file.metadata.num_rows, columns=list(file.schema_arrow.names))
+            names = list(file.schema_arrow.names)
+            known = [name for name in names if as_column(name) in COLUMNS]
+            if len(known) < len(names):
+                log.warning("%s: columns %s are ignored", path, ", ".join(sorted(set(names) - set(known))))
+            return Table(path, size, file.metadata.num_rows, columns=known)
     except arrow.ArrowException as error:
         raise ValueError(f"{path}: is not a Parquet file that can be read ({error})") from error
 

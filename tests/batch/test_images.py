@@ -188,9 +188,9 @@ def test_every_kind_of_table(tmp_path: Path, table: Write, batch: Batch) -> None
 @pytest.mark.extra
 def test_parquet(tmp_path: Path, table: Write, batch: Batch) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"prompt": f"p {i}", "seed": i, "steps": None if i % 2 else 1} for i in range(8)]
+    rows = [{"prompt": f"p {i}", "seed": i, "steps": None if i % 2 else 1, "bytes": b"x"} for i in range(8)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet", row_group_size=5)
-    batch(table([{**row, "steps": 1} for row in rows]))
+    batch(table([{"prompt": row["prompt"], "seed": row["seed"], "steps": 1} for row in rows]))
     batch(tmp_path / "t.parquet", "--manifest", "parquet", out="parquet")
     for path in sorted((tmp_path / "out").glob("*.tar")):
         assert path.read_bytes() == (tmp_path / "parquet" / path.name).read_bytes()
@@ -198,6 +198,7 @@ def test_parquet(tmp_path: Path, table: Write, batch: Batch) -> None:
     assert manifest.column_names == ["id", "row", "shard", "seed", "sha256", "time", "error"]
     assert manifest["seed"].to_pylist() == list(range(8))
     opened = open_table(tmp_path / "t.parquet", 3)
+    assert opened.columns == ["prompt", "seed", "steps"]
     assert [[row["seed"] for row in opened.rows(i)] for i in (2, 0, 1, 2)] == [[6, 7], [0, 1, 2], [3, 4, 5], [6, 7]]  # type: ignore[index]
 
 
@@ -229,7 +230,7 @@ def test_broken_lines_are_rows(tmp_path: Path) -> None:
     [
         ("t.json", "[]", "t.json: is no table of prompts, wanted .parquet, .jsonl, .csv or .txt"),
         ("t.jsonl", "\n\n", "t.jsonl: holds no prompt"),
-        ("t.csv", "text,seed\na,1\n", "t.csv: has no column prompt, but text, seed: name one so"),
+        ("t.csv", "text,seed\na,1\n", "t.csv: has no column prompt: name the one with the prompts so"),
         ("t.csv", "", "t.csv: holds no prompt"),
     ],
 )
