@@ -84,6 +84,7 @@ def test_only_what_is_missing_is_encoded(tmp_path: Path, images: Path, encode: E
     assert changed == {"00002/context.npy", "00002/captions.jsonl", "parts/00002.jsonl"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_encoded_is_one_line(
     tmp_path: Path, images: Path, encode: Encode, capsys: pytest.CaptureFixture[str]
 ) -> None:

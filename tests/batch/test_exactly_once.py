@@ -55,6 +55,7 @@ def test_only_what_is_missing_is_made(tmp_path: Path, what: str, table: Write, b
     assert made == {"manifest.jsonl"} | ({"00001.tar", "00001.jsonl"} if what != "manifest.jsonl" else set())
 
 
+@pytest.mark.slow
 def test_a_shard_that_was_cut_is_made_again(tmp_path: Path, table: Write, batch: Batch) -> None:
     batch(table(4))
     before = contents(tmp_path / "out")
@@ -90,6 +91,7 @@ def test_a_changed_image_is_a_changed_row(tmp_path: Path, table: Write, batch: B
     assert second[1]["error"] is None
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [

@@ -74,6 +74,7 @@ def test_every_row_is_what_a_single_run_makes(tmp_path: Path, small_path: Path, 
         assert line["time"] > 0
 
 
+@pytest.mark.slow
 def test_alone_in_its_batch_a_row_has_the_bits_of_a_single_run(
     tmp_path: Path, small_path: Path, table: Write, batch: Batch
 ) -> None:
@@ -98,6 +99,7 @@ def test_shards_are_webdatasets(tmp_path: Path, table: Write, batch: Batch) -> N
         assert {(each.mtime, each.uid, each.gid, each.uname, each.mode) for each in tar} == {(0, 0, 0, "", 0o644)}
 
 
+@pytest.mark.slow
 def test_a_folder_instead_of_shards(tmp_path: Path, table: Write, batch: Batch) -> None:
     batch(table(4))
     manifest = batch(table(4), "--format", "folder", out="folder")
