@@ -118,7 +118,7 @@ class EncodeWorker:
 
 def count(path: Path) -> int:
     """Return the number of images.  Raises as the worker does."""
-    return open_folder(path, 8).size
+    return len(open_folder(path, 8).items)
 
 
 def write_index(store: Store, examples: int) -> Path:
