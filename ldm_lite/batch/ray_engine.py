@@ -6,6 +6,8 @@ that all machines share.  A worker that ends is replaced, and makes the shard ag
 
 import logging
 import os
+import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +24,8 @@ class _Actor:
 
     def __init__(self, task: Task, make_worker: Callable[[Task], Worker]) -> None:
         self._store, self._worker, self._error = task.store, None, None
-        os.chdir(task.folder)
         try:
+            os.chdir(task.folder)
             self._worker = make_worker(task)
         except (ValueError, TypeError, OSError) as error:
             self._error = error
@@ -51,6 +53,15 @@ class _Actor:
             return error
 
 
+def _check_address(address: str | None) -> None:
+    """Raises ValueError, one line, if nothing answers at HOST:PORT, for which Ray would wait minutes."""
+    if address is not None and (match := re.fullmatch(r"([\w.-]+):(\d{1,5})", address)):
+        try:
+            socket.create_connection((match[1], int(match[2])), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
+
+
 def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence[int]) -> Iterator[Report]:
     """Make shards in a cluster, and yield a report of each when it is made.
 
@@ -60,9 +71,13 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
     ray, data = extra("ray", "ray"), extra("ray.data", "ray")
     least, most = task.options.pool
     address = task.options.address
+    _check_address(address)
     try:
         ray.init(
-            address=address, log_to_driver=task.options.debug, logging_level=logging.ERROR, include_dashboard=False
+            address=address or "local",
+            log_to_driver=task.options.debug,
+            logging_level=logging.ERROR,
+            include_dashboard=False,
         )
     except ConnectionError as error:
         raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
