@@ -76,17 +76,22 @@ def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]
     Raises ValueError if either fails, if it is no regular file, or beyond MOST_BYTES or MOST_PIXELS; OSError.
     """
     with open_file(path, MOST_BYTES) as file:  # a missing file raises OSError
-        with _readable(path):
-            _check_tags(file)
-            image = Image.open(file, formats=_formats())
-        try:
-            _check_size(image.size)
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's further views of a picture
-            log.info("%s: holds several images: the first is taken", path)
-        with _readable(path):
-            return convert(image)
+        return decode_image(file, path, convert)
+
+
+def decode_image(file: BinaryIO, path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
+    """As read_image, from an open file, of which messages speak as `path`."""
+    with _readable(path):
+        _check_tags(file)
+        image = Image.open(file, formats=_formats())
+    try:
+        _check_size(image.size)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's further views of a picture
+        log.info("%s: holds several images: the first is taken", path)
+    with _readable(path):
+        return convert(image)
 
 
 @contextlib.contextmanager

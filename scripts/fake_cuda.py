@@ -37,6 +37,7 @@ from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.tasks.upscale import upscale
+from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
@@ -129,7 +130,7 @@ def loss(family: Family, model: Model) -> Tensor:
     model = replace(model, **networks)
     compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1, min_snr=5.0)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-    return compute(pixels, ["a red apple", ""], torch.Generator())
+    return compute(Batch(pixels, ["a red apple", ""], None, (0, 1)), Draws(0, (0, 1)))
 
 
 def run_commands(names: Iterable[str]) -> int:

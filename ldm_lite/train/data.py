@@ -1,45 +1,66 @@
-"""Training data: a folder of captioned images, or a Python file that draws them.
+"""Training data: a folder of captioned images, tar files of them, or a Python file that draws them.
 
-A dataset is a sequence of (pixels (3,R,R) uint8, caption), of finite or infinite length.  The examples of a step depend
-only on the seed and the step, so a run can be resumed at any step.
+A dataset is a sequence of (pixels (3,R,R) uint8, caption), of finite or infinite length.
 """
 
 import contextlib
+import functools
 import importlib.util
+import io
 import json
-import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tarfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils import data as torch_data
 
 from ldm_lite.cli.files import open_file, read_text
-from ldm_lite.cli.signals import ignore_signals
-from ldm_lite.image import SUFFIXES, list_images, open_image
-from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, to_rgb
 from ldm_lite.text.tokenizer import MOST_CHARACTERS
 
-log = logging.getLogger("ldm_lite")
+CAPTIONS = ("text", "caption", "prompt")  # what others call it in JSON
+MOST_CAPTION = 2**20  # bytes
+OPEN_SHARDS = 64  # whose lists of files are in memory: more than batches.MIXED
 
-T = TypeVar("T")
+
+class Example(NamedTuple):
+    """A captioned image."""
+
+    pixels: Tensor  # (3,R,R) uint8; or the moments (2C,h,w) of its latents, encoded beforehand
+    caption: str
+    context: Tensor | None = None  # (T,D): the caption, encoded beforehand
 
 
 class Dataset(Protocol):
     """Captioned images of one size."""
 
     @property
-    def size(self) -> int | None:
-        """Number of examples; None: infinitely many."""
+    def shards(self) -> Sequence[int] | None:
+        """Number of examples in each file, which are best read together; None: infinitely many examples."""
 
-    def example(self, index: int) -> tuple[Tensor, str]:
-        """Return pixels (3,R,R) uint8 and the caption."""
+    def example(self, index: int) -> Example:
+        """Return an example, of a finite dataset 0 <= index < sum(shards)."""
+
+
+def open_data(path: Path, resolution: int) -> Dataset:
+    """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
+
+    Raises ValueError, one line, if these are none, or a caption is missing; OSError.
+    """
+    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
+    return open_tars(tars, resolution) if tars else open_folder(path, resolution)
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,40 +71,41 @@ class ImageFolder:
     resolution: int
 
     @property
-    def size(self) -> int:
+    def shards(self) -> tuple[int]:
         """Number of images."""
-        return len(self.items)
+        return (len(self.items),)
 
-    def example(self, index: int) -> tuple[Tensor, str]:
+    def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
         path, caption = self.items[index]
-        image = open_image(path)
-        side = min(image.size)
-        left, top = (image.width - side) // 2, (image.height - side) // 2
-        square = image.resize(
-            (self.resolution, self.resolution), Image.Resampling.LANCZOS, (left, top, left + side, top + side)
-        )
-        return _to_tensor(square), caption
+        return Example(_square(open_image(path), self.resolution), caption)
 
 
 def open_folder(folder: Path, resolution: int) -> ImageFolder:
-    """Open images with a .txt of the same name beside each, or a .jsonl with {"file_name": ..., "text": ...} lines.
+    """Open images with a .txt of the same name beside each, or listed in .jsonl files.
 
-    Raises ValueError, one line, if this is not a folder, has no images, or a caption is missing, empty or
-    too long.
+    A list is metadata.jsonl, as Hugging Face's image folders have one in every folder of images, or the only other
+    .jsonl; its lines are {"file_name": ..., "text": ...}, or the caption is under one of CAPTIONS.  Raises ValueError,
+    one line, if this is not a folder, has no images, or a caption is missing, empty or too long.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: is not a folder, wanted one with captioned images")
-    lists = sorted(folder.glob("*.jsonl"))
-    pairs = _from_list(lists[0]) if lists else _from_text_files(folder)
+        raise ValueError(f"{folder}: is not a folder, wanted one with captioned images, or a .tar file")
+    lists = sorted(folder.rglob("metadata.jsonl")) or sorted(folder.glob("*.jsonl"))
+    if len(lists) > 1 and lists[0].name != "metadata.jsonl":
+        raise ValueError(f"{folder}: holds {len(lists)} lists of captions: name the one to use metadata.jsonl")
+    pairs = [pair for path in lists for pair in _from_list(path)] if lists else _from_text_files(folder)
     if not pairs:
-        raise ValueError(f"{folder}: holds no images ({', '.join(SUFFIXES)})")
+        raise ValueError(f"{folder}: holds no images ({', '.join(SUFFIXES)}), and no .tar files")
     for path, caption in pairs:
-        if not caption:
-            raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
-        if len(caption) > MOST_CHARACTERS:
-            raise ValueError(f"{path}: its caption has {len(caption):,} characters, wanted at most {MOST_CHARACTERS:,}")
+        _check_caption(caption, path)
     return ImageFolder(tuple(pairs), resolution)
+
+
+def _check_caption(caption: str, path: object) -> None:
+    if not caption:
+        raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
+    if len(caption) > MOST_CHARACTERS:
+        raise ValueError(f"{path}: its caption has {len(caption):,} characters, wanted at most {MOST_CHARACTERS:,}")
 
 
 def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
@@ -94,7 +116,7 @@ def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
         raise ValueError(
             f"{without[0]}: has no caption: wanted {without[0].stem}.txt beside it ({len(without)} images have none)"
         )
-    return [(path, read_text(path.with_suffix(".txt"), 2**20).strip()) for path in paths]
+    return [(path, read_text(path.with_suffix(".txt"), MOST_CAPTION).strip()) for path in paths]
 
 
 def _from_list(path: Path) -> list[tuple[Path, str]]:
@@ -102,18 +124,116 @@ def _from_list(path: Path) -> list[tuple[Path, str]]:
     for number, line in enumerate(read_text(path, 2**30).split("\n"), start=1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
             row = json.loads(line)
-            name, caption = row["file_name"], row["text"]
-            if not isinstance(name, str) or not isinstance(caption, str):
+            name, caption = row["file_name"], _caption(row, where)
+            if not isinstance(name, str):
                 raise TypeError
         except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f'{path}, line {number}: wanted {{"file_name": ..., "text": ...}}') from error
+            raise ValueError(f'{where}: wanted {{"file_name": ..., "text": ...}}') from error
         image = path.parent / name
         if not image.is_file():
-            raise ValueError(f"{path}, line {number}: there is no file {name}")
-        pairs.append((image, caption.strip()))
+            raise ValueError(f"{where}: there is no file {name}")
+        pairs.append((image, caption))
     return pairs
+
+
+def _caption(row: object, where: object) -> str:
+    """Return the caption in a JSON object.  Raises ValueError if there is none."""
+    found = row if isinstance(row, dict) else {}
+    for name in CAPTIONS:
+        if isinstance(text := found.get(name), str):
+            return text.strip()
+    raise ValueError(f"{where}: wanted a JSON object with a caption called {' or '.join(CAPTIONS)}")
+
+
+# ---- WebDataset -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TarShards:
+    """WebDataset shards: images in .tar files, each with its caption in a .txt or .json file of the same name.
+
+    Only the shards in use have their lists of files in memory.
+    """
+
+    tars: tuple[tuple[Path, int], ...]  # with the time of their last change, in ns
+    shards: tuple[int, ...]
+    resolution: int
+
+    @functools.cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.shards)
+
+    def example(self, index: int) -> Example:
+        """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        path, changed = self.tars[shard]
+        name, image, text, is_json = _members(path, changed)[index - int(self._ends[shard])]
+        where = f"{path}, {name}"
+        with open_file(path) as file:
+            caption = _read(file, text, where).decode("utf-8-sig", errors="replace")
+            pixels = decode_image(io.BytesIO(_read(file, image, where)), where, to_rgb)
+        if is_json:
+            try:
+                caption = _caption(json.loads(caption), where)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"{where}: its .json cannot be read ({error})") from error
+        _check_caption(caption.strip(), where)
+        return Example(_square(pixels, self.resolution), caption.strip())
+
+
+def open_tars(paths: Sequence[Path], resolution: int) -> TarShards:
+    """Open WebDataset shards.  Raises ValueError, one line, if one cannot be read, or a caption is missing."""
+    tars = tuple((path, path.stat().st_mtime_ns) for path in paths)
+    counts = tuple(len(_members(*tar)) for tar in tars)
+    if not sum(counts):
+        raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
+    return TarShards(tars, counts, resolution)
+
+
+_Place = tuple[int, int]  # offset and size of a file in a tar
+
+
+@functools.lru_cache(maxsize=OPEN_SHARDS)
+def _members(path: Path, changed: int) -> list[tuple[str, _Place, _Place, bool]]:
+    """Return the examples of a tar: name, image, caption, and whether that is JSON."""
+    images: dict[str, _Place] = {}
+    texts: dict[str, _Place] = {}
+    rows: dict[str, _Place] = {}
+    try:
+        with open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                folder, name = os.path.split(member.name)
+                stem, _, suffix = name.partition(".")
+                kind = {"txt": texts, "json": rows}.get(suffix.lower(), images)
+                if member.isfile() and stem and (kind is not images or f".{suffix.lower()}" in SUFFIXES):
+                    if (key := os.path.join(folder, stem)) in kind:
+                        raise ValueError(f"{path}, {member.name}: is the second file of {key} of its kind")
+                    kind[key] = (member.offset_data, member.size)
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"{path}: is not an uncompressed tar file, or damaged ({error})") from error
+    without = [key for key in images if key not in texts and key not in rows]
+    if without:
+        raise ValueError(
+            f"{path}, {without[0]}: has no caption: wanted a .txt or .json of its name ({len(without)} have none)"
+        )
+    return [(key, place, texts.get(key) or rows[key], key not in texts) for key, place in images.items()]
+
+
+def _read(file: BinaryIO, place: _Place, where: str) -> bytes:
+    offset, size = place
+    if size > MOST_BYTES:
+        raise ValueError(f"{where}: is too large, wanted at most {MOST_BYTES / 2**20:,.0f} MiB")
+    file.seek(offset)
+    if len(content := file.read(size)) < size:
+        raise ValueError(f"{where}: ends too early")
+    return content
+
+
+# ---- renderers ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,13 +241,18 @@ class RenderedScenes:
     """Scenes that a Python file draws: its scenes(resolution, ...) returns a function index -> (PIL image, caption)."""
 
     draw: Callable[[int], tuple[Image.Image, str]]
-    size: int | None = None
+    size: int | None = None  # of them; None: a new one each time
 
-    def example(self, index: int) -> tuple[Tensor, str]:
+    @property
+    def shards(self) -> tuple[int] | None:
+        """Number of scenes."""
+        return None if self.size is None else (self.size,)
+
+    def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, if the file cannot draw it."""
         try:
             image, caption = self.draw(index)
-            return _to_tensor(image), caption
+            return Example(_to_tensor(image), caption)
         except Exception as error:  # the user's code may raise anything
             raise ValueError(f"the renderer fails at scene {index}: {type(error).__name__}: {error}") from error
 
@@ -151,171 +276,38 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: 
         raise ValueError(f"{path}: scenes() does not take these options: {error}") from error
 
 
-@dataclass(frozen=True)
-class LatentDataset:
-    """Examples of another dataset, encoded once: the mean and log variance of their latents, (2C,h,w) float16."""
-
-    moments: Tensor  # (N,2C,h,w)
-    captions: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of examples."""
-        return len(self.captions)
-
-    def example(self, index: int) -> tuple[Tensor, str]:
-        """Return moments (2C,h,w) and the caption."""
-        return self.moments[index], self.captions[index]
-
-    def write(self, path: Path, key: str) -> None:
-        """Write a file.  The key identifies the images and the autoencoder."""
-        content = {"key": key, "moments": self.moments, "captions": list(self.captions)}
-        write_atomically(path, lambda part: torch.save(content, part))
-
-    @classmethod
-    def read(cls, path: Path, key: str) -> "LatentDataset | None":
-        """Read a file; None if there is none, if it has another key, or, with a message, if it is damaged."""
-        if not path.exists():
-            return None
-        with open_file(path) as file:
-            try:
-                content = torch.load(file, weights_only=True)
-                if content["key"] != key:
-                    return None
-                moments, captions = content["moments"], tuple(content["captions"])
-                if len(moments) != len(captions) or moments.ndim != 4 or not bool(torch.isfinite(moments).all()):
-                    raise ValueError
-            except Exception:  # torch raises nearly anything for a damaged file
-                log.warning("%s: is damaged: the images are encoded again", path)
-                return None
-        return cls(moments, captions)
-
-
-@torch.no_grad()
-def encode_dataset(dataset: Dataset, vae: AutoencoderKL, batch: int, workers: int) -> LatentDataset:
-    """Encode every example of a finite dataset.  Raises what `example` raises."""
-    device, parts, captions = next(vae.parameters()).device, [], []
-    loader = torch_data.DataLoader(
-        _Examples(dataset), batch_size=batch, num_workers=workers, collate_fn=list, worker_init_fn=ignore_signals
-    )
-    with reported_workers():
-        for items in loader:
-            pairs = list(_reraised(items))
-            pixels = torch.stack([pixels for pixels, _ in pairs])
-            parts.append(torch.cat(vae.encode(to_float(pixels, device)), dim=1).half().cpu())
-            captions += [caption for _, caption in pairs]
-    return LatentDataset(torch.cat(parts), tuple(captions))
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
-def example_indices(dataset: Dataset, seed: int, first: int, count: int) -> list[int]:
-    """Return the dataset indices of a run's examples first, ..., first + count - 1: shuffled epochs, or new scenes."""
-    if dataset.size is None:
-        return [seed * 2**32 + i for i in range(first, first + count)]
-    epochs: dict[int, list[int]] = {}
-    indices = []
-    for i in range(first, first + count):
-        epoch, position = divmod(i, dataset.size)
-        if epoch not in epochs:
-            epochs[epoch] = np.random.default_rng([seed, epoch]).permutation(dataset.size).tolist()
-        indices.append(epochs[epoch][position])
-    return indices
-
-
-def batches(dataset: Dataset, seed: int, batch: int, steps: range, workers: int) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield (pixels (B,3,R,R) uint8, captions) of these steps, prefetched by worker processes."""
-    loader = torch_data.DataLoader(
-        _Batches(dataset, seed, batch, steps.stop),
-        batch_size=None,
-        sampler=steps,
-        num_workers=workers,
-        prefetch_factor=8 if workers else None,
-        worker_init_fn=ignore_signals,
-    )
-    return _reraised(loader)
-
-
-class _Examples(torch_data.Dataset["tuple[Tensor, str] | Exception"]):
-    """The examples of a finite dataset, for torch's DataLoader."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        assert dataset.size is not None
-        self.dataset, self.size = dataset, dataset.size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str] | Exception:
-        return _caught(lambda: self.dataset.example(index))
-
-
-class _Batches(torch_data.Dataset["tuple[Tensor, list[str]] | Exception"]):
-    """Batch k is the batch of step k, for torch's DataLoader."""
-
-    def __init__(self, dataset: Dataset, seed: int, batch: int, steps: int) -> None:
-        self.dataset, self.seed, self.batch, self.steps = dataset, seed, batch, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, step: int) -> tuple[Tensor, list[str]] | Exception:
-        if step >= self.steps:
-            raise IndexError(step)
-        return _caught(lambda: self._batch(step))
-
-    def _batch(self, step: int) -> tuple[Tensor, list[str]]:
-        indices = example_indices(self.dataset, self.seed, step * self.batch, self.batch)
-        examples = [self.dataset.example(i) for i in indices]
-        return torch.stack([pixels for pixels, _ in examples]), [caption for _, caption in examples]
-
-
-def _caught(make: Callable[[], T]) -> T | Exception:
-    """Return the result, or the error of a bad file as a value: a worker would turn it into a traceback."""
-    try:
-        return make()
-    except (ValueError, OSError) as error:
-        return error
-
-
-def _reraised(items: Iterable[T | Exception]) -> Iterator[T]:
-    for item in items:
-        if isinstance(item, Exception):
-            raise item
-        yield item
-
-
-@contextlib.contextmanager
-def reported_workers() -> Iterator[None]:
-    """Turn torch's error for a worker that died, which comes at any place, into a ChildProcessError of one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise ChildProcessError(
-            "a process that reads images was ended from outside, usually because memory ran out: use fewer "
-            "`workers`, or a smaller `batch`; the state of the last save is kept, `resume=True` continues"
-        ) from error
-
-
 # ---- files and tensors ----------------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file and rename it to `path`; an earlier file stays as it is if writing fails."""
+    """Write a temporary file and rename it to `path`; an earlier file stays as it is if writing fails.
+
+    Raises OSError, also for the errors of torch and safetensors when a disk is full.
+    """
     temporary = path.with_name(f".{path.name}.part")
     try:
-        write(temporary)
+        try:
+            write(temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())  # a machine that loses power must not keep the name without the content
+        except (RuntimeError, SafetensorError) as error:
+            raise OSError(f"{path}: cannot be written ({str(error).splitlines()[0]:.200})") from error
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def to_float(pixels: Tensor, device: torch.device) -> Tensor:
     """Convert pixels uint8 [0,255] to float32 [-1,1] on the device."""
     return pixels.to(device, non_blocking=True).float() / 127.5 - 1
+
+
+def _square(image: Image.Image, side: int) -> Tensor:
+    """Crop an image to the square in its middle and resize it.  Return pixels (3,side,side) uint8."""
+    least = min(image.size)
+    left, top = (image.width - least) // 2, (image.height - least) // 2
+    return _to_tensor(image.resize((side, side), Image.Resampling.LANCZOS, (left, top, left + least, top + least)))
 
 
 def _to_tensor(image: Image.Image) -> Tensor:

@@ -1,15 +1,20 @@
 """Train with several processes: `torchrun --nproc-per-node 2 -m ldm_lite.train ...`.
 
-Each process has its own batches.  A step uses the mean of all gradients, so the effective batch grows with the
-number of processes.  In a single process, which has rank 0 of 1, these functions do nothing.
+Each process takes its share of every batch, so a run is the same on any number of them, up to rounding.  In a single
+process, which has rank 0 of 1, these functions do nothing.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 def init() -> None:
@@ -33,21 +38,29 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
+def parallel(module: nn.Module) -> nn.Module:
+    """Return a module whose backward pass leaves the mean of all processes' gradients in each; alone, the module."""
+    if world_size() == 1:
+        return module
+    # Not every loss uses all parameters: that of a decoder alone leaves out the encoder's.
+    return DistributedDataParallel(module, find_unused_parameters=True, broadcast_buffers=False)
+
+
+def without_exchange(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within the block backward passes add to the gradients of this process only: for all but a step's last."""
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+
 @torch.no_grad()
-def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace each gradient by its mean over all processes."""
-    grads = [p.grad for p in parameters if p.grad is not None] if world_size() > 1 else []
-    if grads:
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        flat /= world_size()
-        first = 0
-        for grad in grads:
-            grad.copy_(flat[first : first + grad.numel()].view_as(grad))
-            first += grad.numel()
+def total(value: Tensor) -> Tensor:
+    """Return the sum of a tensor over all processes."""
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
 
 
-def broadcast(answer: bool) -> bool:
+def broadcast(answer: T) -> T:
     """Return the answer of process 0 in every process."""
     answers = [answer]
     if world_size() > 1:
@@ -59,3 +72,17 @@ def barrier() -> None:
     """Wait until every process is here."""
     if world_size() > 1:
         dist.barrier()
+
+
+@contextlib.contextmanager
+def reported_peers() -> Iterator[None]:
+    """Turn the errors of torch for a process that is gone into a ChildProcessError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise ChildProcessError(
+            f"process {rank()} of {world_size()} lost the others ({str(error).splitlines()[0]:.100}): the state of the "
+            "last save is kept, `resume=True` continues, on any number of processes"
+        ) from error

@@ -18,6 +18,7 @@ from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import Block, UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import to_float
 
 
@@ -26,10 +27,10 @@ class Loss(Protocol):
 
     networks: dict[str, nn.Module]  # the trained networks, by name
 
-    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
-        """Return the loss () of pixels (B,3,R,R) uint8 and B captions.
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return the loss () of a batch: the mean of its examples' losses.
 
-        All random numbers come from `generator`, on the CPU.
+        All random numbers come from `draws`, so that they do not depend on how examples are batched.
         """
 
 
@@ -44,13 +45,13 @@ class AutoencoderLoss:
     def __post_init__(self) -> None:
         self.networks: dict[str, nn.Module] = {"vae": self.vae}
 
-    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss of one batch; captions are ignored."""
         device = next(self.vae.parameters()).device
-        x = to_float(pixels, device)
+        x = to_float(batch.pixels, device)
         with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
             mean, logvar = self.vae.encode(x)
-        noise = torch.randn(mean.shape, generator=generator).to(device)
+        noise = draws.normal(mean.shape[1:]).to(device)
         y = self.vae.decode(mean + (logvar / 2).exp() * noise)
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         edges = sum(F.l1_loss(y.diff(dim=dim), x.diff(dim=dim)) for dim in (2, 3))
@@ -69,6 +70,7 @@ class DiffusionLoss:
     caption_dropout: float = 0.0  # share of captions replaced by the empty one
     min_snr: float | None = None  # gamma
     tokens: int | None = None  # captions are cut or padded to this length; default: the text encoder's
+    empty: Tensor | None = None  # (T,D), the empty caption: batches bring their text embeddings, no encoder runs
 
     def __post_init__(self) -> None:
         vae, text = self.model.vae, self.model.text_encoder
@@ -80,32 +82,27 @@ class DiffusionLoss:
         alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
         self._a, self._s = (value.sqrt().float().to(device) for value in (alpha_bar, 1 - alpha_bar))
 
-    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
-        """Return the loss of one batch; pixels may also be the moments (B,2C,h,w) of a LatentDataset."""
-        mean, logvar = self._moments(pixels)
-        z, noise = (torch.randn(mean.shape, generator=generator).to(mean.device) for _ in range(2))
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return the loss of one batch."""
+        mean, logvar = moments(self._vae, batch.pixels, self._a.device)
+        z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
         x0 = self.model.family.scale_factor * (mean + (logvar / 2).exp() * z)
-        t = torch.randint(len(self._a), (len(x0),), generator=generator).to(x0.device)
+        t = draws.integers(len(self._a)).to(x0.device)
         a, s = self._a[t][:, None, None, None], self._s[t][:, None, None, None]
 
-        dropped = torch.rand(len(captions), generator=generator) < self.caption_dropout
-        clean = self._tokenizer.clean
-        ids = self._tokenizer(
-            ["" if drop else clean(caption) for caption, drop in zip(captions, dropped.tolist(), strict=True)]
-        )
-        out = self.model.unet(a * x0 + s * noise, t, self._text(ids.to(x0.device)))
+        context = self._context(batch, draws.uniform() < self.caption_dropout)
+        out = self.model.unet(a * x0 + s * noise, t, context)
         target = {"eps": noise, "v": a * noise - s * x0, "x0": x0}[self.model.schedule.prediction]
         errors = (out.float() - target).square().mean(dim=(1, 2, 3))
         return errors.mean() if self.min_snr is None else (self._weights(t, self.min_snr) * errors).mean()
 
-    @torch.no_grad()
-    def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the latents, from pixels or from moments encoded beforehand."""
+    def _context(self, batch: Batch, dropped: Tensor) -> Tensor:
+        """Return the text embeddings (B,T,D) of a batch's captions, the dropped ones (B,) replaced by the empty one."""
         device = self._a.device
-        if pixels.dtype == torch.uint8:
-            return self._vae.encode(to_float(pixels, device))
-        mean, logvar = pixels.to(device).float().chunk(2, dim=1)
-        return mean, logvar
+        if self.empty is not None and batch.context is not None:
+            return torch.where(dropped[:, None, None], self.empty, batch.context).to(device).float()
+        clean, pairs = self._tokenizer.clean, zip(batch.captions, dropped.tolist(), strict=True)
+        return self._text(self._tokenizer(["" if drop else clean(caption) for caption, drop in pairs]).to(device))
 
     def _weights(self, t: Tensor, gamma: float) -> Tensor:
         """Return the min-SNR weights (B,) of timesteps (B,)."""
@@ -131,7 +128,16 @@ def checkpoint_activations(unet: UNet) -> contextlib.ExitStack:
 
 
 @torch.no_grad()
+def moments(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and log variance (B,C,h,w) of the latents, from a batch's pixels or moments."""
+    if pixels.dtype == torch.uint8:
+        return vae.encode(to_float(pixels, device))
+    mean, logvar = pixels.to(device).float().chunk(2, dim=1)
+    return mean, logvar
+
+
+@torch.no_grad()
 def measure_scale(vae: AutoencoderKL, pixels: Tensor) -> float:
-    """Return the factor that scales the latents of pixels (B,3,R,R) uint8 to unit variance.  Rombach 2022, app. G."""
-    mean, logvar = vae.encode(to_float(pixels, next(vae.parameters()).device))
+    """Return the factor that scales the latents of a batch's pixels to unit variance.  Rombach 2022, app. G."""
+    mean, logvar = moments(vae, pixels, next(vae.parameters()).device)
     return float(1 / (mean.var() + logvar.exp().mean()).sqrt())

@@ -22,7 +22,8 @@ from ldm_lite.image import grid, to_pil
 from ldm_lite.train.data import write_atomically
 from ldm_lite.train.lora import LoRA, kohya_file
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.trainer import LOG, Trainer, read_log
+from ldm_lite.train.state import LOG, read_log
+from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.detection import describe
 
 SAMPLES = 4  # per prompt

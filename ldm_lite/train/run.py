@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,11 +13,13 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.train import distributed, outputs
+from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import Loss, checkpoint_activations
 from ldm_lite.train.norm import use_fast_backward
 from ldm_lite.train.options import TrainOptions, check
 from ldm_lite.train.setup import (
+    check_encoded,
     encoded,
     make_loss,
     make_model,
@@ -24,7 +27,8 @@ from ldm_lite.train.setup import (
     trained_networks,
     with_measured_scale,
 )
-from ldm_lite.train.trainer import STATE, TrainConfig, Trainer
+from ldm_lite.train.state import STATE, locked
+from ldm_lite.train.trainer import TrainConfig, Trainer
 
 log = logging.getLogger("ldm_lite")
 
@@ -40,27 +44,49 @@ def train(
     check(options, load)
     distributed.init()
     folder = Path(options.out)
-    if os.path.lexists(folder / STATE) and not options.resume:
-        raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder) if distributed.rank() == 0 else contextlib.nullcontext():
+        if os.path.lexists(folder / STATE) and not options.resume:
+            raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
+        _train(options, load, on_step)
+    return outputs.checkpoint_path(options)
+
+
+def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, float | None], None]) -> None:
     torch.manual_seed(options.seed)
     model = make_model(options, load)
-    dataset = open_dataset(options, model.family.resolution)
-    folder.mkdir(parents=True, exist_ok=True)
+    dataset = given = open_dataset(options, model.family.resolution)
+    empty = None
     if options.stage == "diffusion":
         model.vae.requires_grad_(False).eval()
+        reads_text = "text_encoder" not in trained_networks(options, model)
+        if isinstance(dataset, EncodedDataset):
+            check_encoded(options, model, dataset, reads_text)
+            empty = dataset.empty() if reads_text else None
         if options.preset is not None:
             model = with_measured_scale(model, dataset, options.seed)
-        if dataset.size is not None:
+        if dataset.shards is not None and not isinstance(dataset, EncodedDataset):
             dataset = encoded(options, dataset, model.vae)
-    loss = make_loss(options, model)
+    elif isinstance(dataset, EncodedDataset):
+        raise ValueError(f"{options.data}: holds latents: an autoencoder is trained on images")
+    loss = make_loss(options, model, empty)
+    released = ["vae", *["text_encoder"] * (empty is not None)] if isinstance(given, EncodedDataset) else []
+    for role in released:
+        getattr(model, role).to("meta")  # no step uses it
     with contextlib.ExitStack() as stack:
         if isinstance(lora := loss.networks.get("lora"), LoRA):
             stack.enter_context(lora.attach(trained_networks(options, model)))
         trainer = _trainer(options, model, loss)
         if options.checkpointing:  # after the trainer has copied the networks for the EMA
             stack.enter_context(checkpoint_activations(model.unet))
-        trainer.fit(dataset, on_step, lambda step: outputs.save(options, model, trainer))
-    return outputs.checkpoint_path(options)
+
+        def save(step: int) -> None:
+            if distributed.rank() == 0:
+                fresh = make_model(options, replace(load, device="cpu")) if released else model
+                whole = {role: getattr(fresh, role).to(model.device) for role in released}
+                outputs.save(options, replace(model, **whole), trainer)
+
+        trainer.fit(dataset, on_step, save)
 
 
 def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:

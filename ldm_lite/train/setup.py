@@ -1,14 +1,16 @@
 """Make the model, the dataset and the loss of a run from its options."""
 
+import hashlib
 import json
 import logging
-import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ldm_lite.checkpoint.digest import digest
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
 from ldm_lite.checkpoint.reader import load_weights
@@ -20,16 +22,11 @@ from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.train import distributed
-from ldm_lite.train.data import (
-    Dataset,
-    LatentDataset,
-    encode_dataset,
-    example_indices,
-    open_folder,
-    open_renderer,
-)
+from ldm_lite.train.batches import Batch, Order, in_order, reported_workers
+from ldm_lite.train.data import Dataset, ImageFolder, TarShards, open_data, open_renderer
+from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
 from ldm_lite.train.lora import LoRA
-from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale
+from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale, moments
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.zoo.detection import parse_prediction
@@ -97,9 +94,10 @@ def check_model(options: TrainOptions, model: Model) -> None:
 
 
 def open_dataset(options: TrainOptions, resolution: int) -> Dataset:
-    """Open the options' images.  Raises ValueError, one line, if they are not usable."""
+    """Open the options' data.  Raises ValueError, one line, if they are not usable."""
     if options.data is not None:
-        return open_folder(Path(options.data), resolution)
+        path = Path(options.data)
+        return open_encoded(path) if (path / INDEX).exists() else open_data(path, resolution)
     try:
         arguments = json.loads(options.renderer_options)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -110,33 +108,66 @@ def open_dataset(options: TrainOptions, resolution: int) -> Dataset:
 def with_measured_scale(model: Model, dataset: Dataset, seed: int) -> Model:
     """Return a new model with the scale factor that gives the latents of up to 512 images unit variance."""
     assert isinstance(model.vae, AutoencoderKL)
-    indices = example_indices(dataset, seed, 0, min(512, dataset.size or 512))
-    scale = measure_scale(model.vae, torch.stack([dataset.example(i)[0] for i in indices]))
+    count = 512 if dataset.shards is None else min(512, sum(dataset.shards))
+    order = Order(dataset, seed)
+    scale = measure_scale(model.vae, torch.stack([dataset.example(order[i]).pixels for i in range(count)]))
     log.info("scale factor %.4f", scale)
     return replace(model, family=replace(model.family, scale_factor=scale))
 
 
-def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module) -> LatentDataset:
-    """Encode a finite dataset, or read its latents from the run's folder if data and autoencoder are the same."""
+def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module) -> EncodedDataset:
+    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same."""
     assert isinstance(vae, AutoencoderKL)
-    path = Path(options.out) / "latents.pt"
-    encoder = [*vae.encoder.parameters(), *vae.quant_conv.parameters()]
-    weights = float(sum(p.double().abs().sum() for p in encoder))
-    code = "" if options.renderer is None else zlib.crc32(Path(options.renderer).read_bytes())
-    key = f"{options.data} {options.renderer} {code} {options.renderer_options} {dataset.size} {weights}"
-    if distributed.rank() == 0 and LatentDataset.read(path, key) is None:
-        log.info("encoding %d images", dataset.size)
-        encode_dataset(dataset, vae, options.batch, options.workers).write(path, key)
+    assert dataset.shards is not None
+    folder, autoencoder, count = Path(options.out) / "latents", vae, sum(dataset.shards)
+    about = {"data": _origin(options, dataset), "vae": encoder_digest(vae)}
+
+    @torch.no_grad()
+    def encode(first: int) -> Iterator[Batch]:
+        log.info("encoding %d images", count - first)
+        with reported_workers():
+            for batch in in_order(dataset, options.batch, options.workers, first):
+                values = moments(autoencoder, batch.pixels, next(autoencoder.parameters()).device)
+                yield replace(batch, pixels=torch.cat(values, dim=1).cpu())
+
+    if distributed.rank() == 0:
+        write_encoded(folder, encode, count, about)
     distributed.barrier()
-    latents = LatentDataset.read(path, key)
-    assert latents is not None
-    return latents
+    return open_encoded(folder)
 
 
-def make_loss(options: TrainOptions, model: Model) -> Loss:
+def _origin(options: TrainOptions, dataset: Dataset) -> str:
+    """Digest what identifies the data of a run: names, sizes and times of the files, captions, the renderer."""
+    if isinstance(dataset, ImageFolder):
+        stats = [(path.stat(), path, caption) for path, caption in dataset.items]
+        parts: list[object] = [(str(path), caption, stat.st_size, stat.st_mtime_ns) for stat, path, caption in stats]
+    elif isinstance(dataset, TarShards):
+        parts = [(str(path), changed) for path, changed in dataset.tars]
+    else:
+        parts = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
+    return hashlib.sha256(repr((parts, getattr(dataset, "resolution", None))).encode()).hexdigest()[:32]
+
+
+def check_encoded(options: TrainOptions, model: Model, dataset: EncodedDataset, reads_text: bool) -> None:
+    """Raise ValueError, one line, if data were encoded for another model; its text counts only if that is read."""
+    about, where = dataset.about, dataset.folder / INDEX
+    if about.get("vae") != encoder_digest(model.vae):
+        raise ValueError(f"{where}: was encoded by another autoencoder than this model's: encode the data again")
+    if not reads_text:
+        return
+    if options.tokens is not None:
+        raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
+    if about["context"] is None or model.text_encoder is None:
+        raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
+    if about.get("text_encoder") != digest(model.text_encoder):
+        raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
+
+
+def make_loss(options: TrainOptions, model: Model, empty: Tensor | None = None) -> Loss:
     """Return the loss with the networks to train: the autoencoder, the diffusion model, or a new LoRA for it.
 
-    The LoRA is not attached yet.
+    `empty` holds the embeddings (T,D) of the empty caption, if those of all captions are in the data.  The LoRA is not
+    attached yet.
     """
     if options.stage == "autoencoder":
         assert isinstance(model.vae, AutoencoderKL)
@@ -144,7 +175,7 @@ def make_loss(options: TrainOptions, model: Model) -> Loss:
     networks = trained_networks(options, model)
     if options.lora_rank is not None:
         networks = {"lora": LoRA(networks, options.lora_rank, options.lora_alpha)}
-    return DiffusionLoss(model, networks, options.caption_dropout, options.min_snr, options.tokens)
+    return DiffusionLoss(model, networks, options.caption_dropout, options.min_snr, options.tokens, empty)
 
 
 def trained_networks(options: TrainOptions, model: Model) -> dict[str, nn.Module]:

@@ -31,6 +31,7 @@ from ldm_lite.runtime import aot, attention
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.runtime.quantization import STORAGES
+from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 
 pytestmark = pytest.mark.cuda
@@ -413,7 +414,7 @@ def test_a_training_step(autocast: bool, small_path: Path, device: torch.device)
         loss = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.0, min_snr=5.0)
         pixels = torch.from_numpy(np.stack([toy.photo()[:64, :64]] * 2)).permute(0, 3, 1, 2)
         with torch.autocast(place.type, torch.bfloat16, enabled=autocast and place == device):
-            value = loss(pixels, ["a cat", "a dog"], torch.Generator().manual_seed(0))
+            value = loss(Batch(pixels, ["a cat", "a dog"], None, (0, 1)), Draws(0, (0, 1)))
         value.backward()  # type: ignore[no-untyped-call]
         gradients = torch.cat([p.grad.flatten().cpu() for p in model.unet.parameters() if p.grad is not None])
         found.append((value.item(), gradients))

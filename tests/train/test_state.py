@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.train import __main__ as command
-from ldm_lite.train.data import LatentDataset, reported_workers
-from ldm_lite.train.trainer import TrainConfig, Trainer, read_log
+from ldm_lite.train.batches import Batch, Draws, reported_workers
+from ldm_lite.train.data import Example
+from ldm_lite.train.state import read_log
+from ldm_lite.train.trainer import TrainConfig, Trainer
 
 CONFIG = TrainConfig(
     steps=4, batch=2, accumulate=1, lr=1e-3, warmup=2, weight_decay=0.01, ema_decay=0.9, clip=1.0, seed=0, minutes=None,
@@ -32,17 +35,17 @@ class Squares:
     def __init__(self) -> None:
         self.networks = {"unet": nn.Linear(2, 2)}
 
-    def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
-        return self.networks["unet"](pixels.float().mean(dim=(1, 2, 3))[:, None].expand(-1, 2)).square().mean()
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        return self.networks["unet"](batch.pixels.float().mean(dim=(1, 2, 3))[:, None].expand(-1, 2)).square().mean()
 
 
 class Grey:
     """Four grey pixels."""
 
-    size = 4
+    shards = (4,)
 
-    def example(self, index: int) -> tuple[Tensor, str]:
-        return torch.full((3, 1, 1), index, dtype=torch.uint8), "grey"
+    def example(self, index: int) -> Example:
+        return Example(torch.full((3, 1, 1), index, dtype=torch.uint8), "grey")
 
 
 def trainer(folder: Path, **config: object) -> Trainer:
@@ -164,20 +167,6 @@ def test_a_damaged_log_keeps_its_whole_lines(
     assert [json.loads(line) for line in log.read_text().splitlines()] == lines[:2]
 
 
-def test_damaged_latents_are_encoded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "latents.pt"
-    LatentDataset(torch.zeros(2, 8, 4, 4), ("a", "b")).write(path, "key")
-    whole = path.read_bytes()
-    assert LatentDataset.read(path, "key") is not None
-    for content in (b"", whole[: len(whole) // 2], b"text"):
-        path.write_bytes(content)
-        assert LatentDataset.read(path, "key") is None
-    for value in ([], {"key": "key"}, {"key": "key", "moments": torch.zeros(3, 8, 4, 4), "captions": ["a"]}):
-        torch.save(value, path)
-        assert LatentDataset.read(path, "key") is None
-    assert "latents.pt: is damaged: the images are encoded again" in caplog.text
-
-
 # ---- ends -----------------------------------------------------------------------------------------------------------
 
 CODE = """
@@ -262,7 +251,7 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
     monkeypatch.setattr(run.outputs, "save", lambda *args: None)
     assert command.main(command_line) == 0
     assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err
-    (tmp_path / "out" / "latents.pt").unlink()
+    shutil.rmtree(tmp_path / "out" / "latents")
     monkeypatch.setattr(run, "encoded", vanish)
     assert command.main(command_line) == 2
     error = capsys.readouterr().err.splitlines()[-1]

@@ -26,9 +26,11 @@ from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.text.tokenizer import EOT, SOT
 from ldm_lite.train import __main__ as command
 from ldm_lite.train import data, distributed, norm, outputs, setup, trainer
+from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.outputs import plot_losses
 from ldm_lite.train.run import train
+from tests.train.test_state import CONFIG
 
 
 def options(folder: Path, out: Path, **extra: object) -> TrainOptions:
@@ -78,7 +80,7 @@ def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path,
     wanted = losses(tmp_path)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 3
-    assert set(state) == {"step", "settings", "networks", "average", "optimizer"}
+    assert set(state) == {"step", "settings", "losses", "networks", "average", "optimizer"}
     train(options(folder, tmp_path / "again", steps=3, minutes=0.0), load_options(small_path))
     with open(tmp_path / "again" / "log.jsonl", "a") as log:  # as if it had gone on, and was killed
         log.write('{"step": 2, "loss": 99.0}\n')
@@ -190,16 +192,6 @@ def test_the_decoder_alone(tmp_path: Path, folder: Path, small_path: Path) -> No
     )
     assert torch.equal(after.encoder.conv_out.weight, before.encoder.conv_out.weight.half().float())
     assert not torch.equal(after.decoder.conv_out.weight, before.decoder.conv_out.weight.half().float())
-
-
-def test_latents_are_kept_for_the_same_images_and_autoencoder(tmp_path: Path) -> None:
-    kept = data.LatentDataset(torch.ones(2, 8, 4, 4).half(), ("a", "b"))
-    kept.write(tmp_path / "latents.pt", "these")
-    again = data.LatentDataset.read(tmp_path / "latents.pt", "these")
-    assert again is not None
-    assert again.captions == kept.captions
-    assert torch.equal(again.moments, kept.moments)
-    assert data.LatentDataset.read(tmp_path / "latents.pt", "others") is None
 
 
 def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) -> None:
@@ -359,9 +351,10 @@ def test_the_check_at_a_save_compiles_nothing() -> None:
     network.compile(backend=counter)
     run = trainer.Trainer.__new__(trainer.Trainer)
     run.loss = SumOfOutputs(network)
-    run._last = torch.ones(1, 2), [""]
-    run.loss(*run._last, torch.Generator())
-    run._verify()
+    run.config = replace(CONFIG, batch=1)
+    run._last = Batch(torch.ones(1, 2), [""], None, (0,))
+    run.loss(run._last, Draws(0, (0,)))
+    run._loss_now()
     assert counter.frame_count == 1
 
 
@@ -378,5 +371,5 @@ class SumOfOutputs:
     def __init__(self, network: torch.nn.Module) -> None:
         self.networks = {"network": network}
 
-    def __call__(self, pixels: torch.Tensor, captions: list[str], generator: torch.Generator) -> torch.Tensor:
-        return self.networks["network"](pixels).sum()
+    def __call__(self, batch: Batch, draws: Draws) -> torch.Tensor:
+        return self.networks["network"](batch.pixels).sum()

@@ -1,0 +1,198 @@
+"""The batches of a run: the examples of each step, and the random numbers of each example.
+
+Both depend only on the run's seed and on the example's number, counted over the whole run and all processes.  So they
+stay the same however a step is divided into processes and batches, and a run can be resumed at any step.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from ldm_lite.cli.signals import ignore_signals
+from ldm_lite.train.data import Dataset, Example
+
+T = TypeVar("T")
+
+MIXED = 16  # shards whose examples are shuffled together: memory and open files do not grow with the number of shards
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Examples of one size."""
+
+    pixels: Tensor  # (B,3,R,R) uint8; or moments (B,2C,h,w) of the latents, encoded beforehand
+    captions: list[str]
+    context: Tensor | None  # (B,T,D): the captions, encoded beforehand
+    numbers: tuple[int, ...]  # of the examples, counted from the beginning of the run
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], numbers: Sequence[int]) -> "Batch":
+        """Join examples."""
+        pixels, captions, contexts = zip(*examples, strict=True)
+        context = None if contexts[0] is None else torch.stack(contexts)
+        return cls(torch.stack(pixels), list(captions), context, tuple(numbers))
+
+
+class Draws:
+    """Random numbers for the examples of a batch, on the CPU; those of an example depend on its number and the seed.
+
+    (torch's generators are no substitute: on the CPU they use 32 bits of their seed.)
+    """
+
+    def __init__(self, seed: int, numbers: Sequence[int]) -> None:
+        """Seed and numbers are 0 or more."""
+        self._generators = [np.random.default_rng([1, seed, number]) for number in numbers]
+
+    def normal(self, shape: Sequence[int] = ()) -> Tensor:
+        """Return normal numbers (B,*shape) float32."""
+        return torch.from_numpy(
+            np.stack([each.standard_normal(tuple(shape), dtype=np.float32) for each in self._generators])
+        )
+
+    def uniform(self) -> Tensor:
+        """Return numbers (B,) float32 in [0,1)."""
+        return torch.tensor([each.random(dtype=np.float32) for each in self._generators])
+
+    def integers(self, end: int) -> Tensor:
+        """Return whole numbers (B,) in [0,end)."""
+        return torch.tensor([int(each.integers(end)) for each in self._generators])
+
+
+class Order:
+    """Which example of a dataset is the run's i-th: shuffled epochs of a finite dataset, or always a new scene.
+
+    In each epoch the shards are shuffled, and then the examples of every MIXED of them in a row.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.seed = seed
+        self.ends = None if dataset.shards is None else np.cumsum(dataset.shards)
+        self._epoch: tuple[int, NDArray[np.int64], NDArray[np.int64]] = (-1, np.zeros(0, int), np.zeros(0, int))
+        self._group: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, -1), np.zeros(0, int))
+
+    def __getitem__(self, number: int) -> int:
+        """Return the dataset's index of an example of the run."""
+        if self.ends is None:
+            return self.seed * 2**32 + number
+        epoch, position = divmod(number, int(self.ends[-1]))
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, *self._shuffled_shards(epoch))
+        _, shards, group_ends = self._epoch
+        group = int(np.searchsorted(group_ends, position, side="right"))
+        if self._group[0] != (epoch, group):
+            own = shards[group * MIXED : (group + 1) * MIXED]
+            starts = np.concatenate([[0], self.ends])
+            examples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in own])
+            self._group = ((epoch, group), np.random.default_rng([0, self.seed, epoch, group]).permutation(examples))
+        return int(self._group[1][position - (group_ends[group - 1] if group else 0)])
+
+    def _shuffled_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the shards in the order of an epoch, and where each MIXED of them end."""
+        assert self.ends is not None
+        shards = np.random.default_rng([2, self.seed, epoch]).permutation(len(self.ends))
+        ends = np.cumsum(np.diff(self.ends, prepend=0)[shards])
+        return shards, ends[[*range(MIXED - 1, len(ends) - 1, MIXED), len(ends) - 1]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which batches a process takes: `own` of each `batch` examples, from batch `first` to before batch `end`."""
+
+    batch: int
+    own: range
+    first: int
+    end: int
+
+
+def batches(dataset: Dataset, seed: int, share: Share, workers: int) -> Iterator[Batch]:
+    """Yield the batches of a process, prefetched by worker processes.  Raises what `example` raises."""
+    loader = torch_data.DataLoader(
+        _Batches(dataset, seed, share),
+        batch_size=None,
+        sampler=range(share.first, share.end),
+        num_workers=workers,
+        prefetch_factor=8 if workers else None,
+        worker_init_fn=ignore_signals,
+    )
+    return _reraised(loader)
+
+
+def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0) -> Iterator[Batch]:
+    """Yield all examples of a finite dataset once, from one on, in batches; the last may be smaller."""
+    assert dataset.shards is not None
+    loader = torch_data.DataLoader(
+        _Examples(dataset, sum(dataset.shards)),
+        batch_size=batch,
+        sampler=range(first, sum(dataset.shards)),
+        num_workers=workers,
+        collate_fn=list,
+        worker_init_fn=ignore_signals,
+    )
+    for examples in loader:
+        yield Batch.of(list(_reraised(examples)), range(first, first + len(examples)))
+        first += len(examples)
+
+
+class _Examples(torch_data.Dataset["Example | Exception"]):
+    """The examples of a finite dataset, for torch's DataLoader."""
+
+    def __init__(self, dataset: Dataset, size: int) -> None:
+        self.dataset, self.size = dataset, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Example | Exception:
+        return _caught(lambda: self.dataset.example(index))
+
+
+class _Batches(torch_data.Dataset["Batch | Exception"]):
+    """A process's part of each batch of the run, for torch's DataLoader."""
+
+    def __init__(self, dataset: Dataset, seed: int, share: Share) -> None:
+        self.dataset, self.order, self.share = dataset, Order(dataset, seed), share
+
+    def __len__(self) -> int:
+        return self.share.end
+
+    def __getitem__(self, index: int) -> Batch | Exception:
+        return _caught(lambda: self._batch([index * self.share.batch + i for i in self.share.own]))
+
+    def _batch(self, numbers: list[int]) -> Batch:
+        return Batch.of([self.dataset.example(self.order[number]) for number in numbers], numbers)
+
+
+def _caught(make: Callable[[], T]) -> T | Exception:
+    """Return the result, or the error of a bad file as a value: a worker would turn it into a traceback."""
+    try:
+        return make()
+    except (ValueError, OSError) as error:
+        return error
+
+
+def _reraised(items: Iterable[T | Exception]) -> Iterator[T]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+@contextlib.contextmanager
+def reported_workers() -> Iterator[None]:
+    """Turn torch's error for a worker that died, which comes at any place, into a ChildProcessError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ChildProcessError(
+            "a process that reads images was ended from outside, usually because memory ran out: use fewer "
+            "`workers`, or a smaller `batch`; the state of the last save is kept, `resume=True` continues"
+        ) from error

@@ -1,0 +1,181 @@
+"""Examples encoded beforehand, in memory-mapped shards: latents, and on request text embeddings.
+
+`python -m ldm_lite.batch DATA --encode --out FOLDER` writes a folder of them, with the text; a run writes the latents
+of its own data.  A folder holds, for example i in row i % shard of folder i // shard:
+
+    index.json               what there is; written last, so a folder with it is complete
+    00000/moments.npy        (n,2C,h,w) float16, mean and log variance of the latents, unscaled
+    00000/context.npy        (n,T,D) float16, if the text is encoded
+    00000/captions.jsonl     n JSON strings
+    empty/context.npy        (1,T,D) float16, the empty caption, if the text is encoded
+"""
+
+import functools
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ldm_lite.checkpoint.digest import digest
+from ldm_lite.cli.files import read_json, read_text
+from ldm_lite.train.batches import Batch
+from ldm_lite.train.data import OPEN_SHARDS, Example, write_atomically
+
+INDEX = "index.json"
+FORMAT = "ldm_lite encoded 1"
+SHARD = 1000  # examples
+ORIGIN = "origin"  # what a run's own latents were made of
+
+
+@dataclass(frozen=True)
+class EncodedDataset:
+    """A folder of encoded examples."""
+
+    folder: Path
+    about: dict[str, Any]  # index.json
+    written: int  # when, in ns
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Number of examples in each shard."""
+        whole, rest = divmod(self.about["examples"], self.about["shard"])
+        return (self.about["shard"],) * whole + (rest,) * (rest > 0)
+
+    def example(self, index: int) -> Example:
+        """Return moments (2C,h,w), the caption and, if there are, its embeddings (T,D).
+
+        Raises ValueError, one line, if a file is damaged, or not finite there; OSError.
+        """
+        shard, row = divmod(index, self.about["shard"])
+        captions = _captions(self._path(shard, "captions.jsonl"), self.written)
+        if len(captions) != self.shards[shard]:
+            raise ValueError(f"{self._path(shard, 'captions.jsonl')}: has {len(captions)} lines, not a shard's")
+        context = None if self.about["context"] is None else self._row(shard, "context", row)
+        return Example(self._row(shard, "moments", row), captions[row], context)
+
+    def empty(self) -> Tensor | None:
+        """Return the embeddings (T,D) of the empty caption, if the text is encoded.  Raises as example does."""
+        if self.about["context"] is None:
+            return None
+        return _finite(_mapped(self.folder / "empty" / "context.npy", self.written, (1, *self.about["context"])), 0)
+
+    def _path(self, shard: int, name: str) -> Path:
+        return self.folder / f"{shard:05}" / name
+
+    def _row(self, shard: int, name: str, row: int) -> Tensor:
+        path, shape = self._path(shard, f"{name}.npy"), (self.shards[shard], *self.about[name])
+        return _finite(_mapped(path, self.written, shape), row)
+
+
+def open_encoded(folder: Path) -> EncodedDataset:
+    """Open a folder of encoded examples.  Raises ValueError, one line, if it is none or damaged; OSError."""
+    path = folder / INDEX
+    about = read_json(path)
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{path}: wanted an index of encoded examples with the format {FORMAT!r}: encode them again")
+    sizes = {"moments": 3, "context": 2}
+    bad = [name for name in ("examples", "shard") if type(about.get(name)) is not int or about[name] < 1]
+    bad += [
+        name
+        for name, count in sizes.items()
+        if not (name == "context" and about.get(name) is None)
+        and not (isinstance(about.get(name), list) and len(about[name]) == count and _whole(about[name]))
+    ]
+    if bad:
+        raise ValueError(f"{path}: its {bad[0]} cannot be {about.get(bad[0])!r:.50}: encode the examples again")
+    return EncodedDataset(folder, about, path.stat().st_mtime_ns)
+
+
+def write_encoded(
+    folder: Path, encode: Callable[[int], Iterator[Batch]], count: int, about: dict[str, Any]
+) -> EncodedDataset:
+    """Write a folder of encoded examples, or finish one that has the same `about`, which is added to the index.
+
+    `encode(first)` yields batches with moments, from example `first` on, `count` examples in all.  A shard is written
+    beside its name and renamed; memory does not grow with their number.  Raises OSError, and what `encode` raises.
+    """
+    origin = folder / ORIGIN
+    key = json.dumps(about, sort_keys=True)
+    if not origin.is_file() or read_text(origin) != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_atomically(origin, lambda path: path.write_text(key, encoding="utf-8"))
+    done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
+    examples = (
+        (pixels, caption)
+        for batch in (encode(done * SHARD) if done * SHARD < count else ())
+        for pixels, caption in zip(batch.pixels.half().numpy(), batch.captions, strict=True)
+    )
+    while done * SHARD < count:
+        _write_shard(folder / f"{done:05}", examples, min(SHARD, count - done * SHARD))
+        done += 1
+    shape = list(np.load(folder / "00000" / "moments.npy", mmap_mode="r").shape[1:])
+    index = {"format": FORMAT, "examples": count, "shard": SHARD, "moments": shape, "context": None, **about}
+    write_atomically(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1), encoding="utf-8"))
+    return open_encoded(folder)
+
+
+def _write_shard(folder: Path, examples: Iterable[tuple[NDArray[np.float16], str]], count: int) -> None:
+    """Write the next `count` examples.  Files are written one value after the other: a full disk is an OSError then."""
+    part, captions = folder.with_name(f".{folder.name}.part"), list[str]()
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    with open(part / "moments.npy", "wb") as file:
+        for value, caption in itertools.islice(examples, count):
+            if not captions:
+                header = {"descr": "<f2", "fortran_order": False, "shape": (count, *value.shape)}
+                np.lib.format.write_array_header_1_0(file, header)
+            file.write(value.tobytes())
+            captions.append(json.dumps(caption, ensure_ascii=False) + "\n")
+    assert len(captions) == count
+    (part / "captions.jsonl").write_text("".join(captions), encoding="utf-8")
+    part.replace(folder)
+
+
+def encoder_digest(vae: nn.Module) -> str:
+    """Digest the weights that an autoencoder's latents depend on."""
+    return digest(*(part for name, part in vae.named_children() if name in ("encoder", "quant_conv")))
+
+
+def _whole(sizes: list[object]) -> bool:
+    return all(type(size) is int and 0 < size < 2**31 for size in sizes) and math.prod(sizes) < 2**40  # type: ignore[arg-type]
+
+
+def _finite(values: NDArray[np.float16], row: int) -> Tensor:
+    found = torch.from_numpy(values[row].copy())
+    if not bool(torch.isfinite(found).all()):
+        raise ValueError(f"{getattr(values, 'filename', 'encoded data')}: row {row} is not finite: encode it again")
+    return found
+
+
+@functools.lru_cache(maxsize=3 * OPEN_SHARDS)
+def _mapped(path: Path, written: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    """Map a file of float16 into memory.  Raises ValueError, one line, for a damaged one or another shape; OSError."""
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: is damaged ({str(error)!r:.100}): encode the examples again") from error
+    if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float16:
+        raise ValueError(f"{path}: wanted float16 of shape {shape}: encode the examples again")
+    return values
+
+
+@functools.lru_cache(maxsize=OPEN_SHARDS)
+def _captions(path: Path, written: int) -> list[str]:
+    """Read the captions of a shard.  Raises ValueError, one line, for anything but a JSON string in a line; OSError."""
+    try:
+        captions = [json.loads(line) for line in read_text(path, 2**30).split("\n") if line]
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read ({error}): encode the examples again") from error
+    if not all(isinstance(caption, str) for caption in captions):
+        raise ValueError(f"{path}: wanted a JSON string in each line: encode the examples again")
+    return captions

@@ -1,0 +1,162 @@
+"""The files that a run goes on from: its state and its log, and the lock that keeps other runs out of its folder.
+
+Whatever happens while they are written, the last good ones stay.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.cli.files import open_file, read_bytes
+from ldm_lite.train.data import write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("ldm_lite")
+
+STATE = "state.pt"
+LOG = "log.jsonl"
+LOCK = "lock"
+
+
+_own: set[Path] = set()  # folders that this process has locked: a process's lock does not keep out itself
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within the block nothing else trains in this folder.  The lock ends with the process, however that ends.
+
+    Raises ValueError, one line, if another process, or another thread, trains there.  On Windows, and where files
+    cannot be locked, other processes are not kept out.
+    """
+    folder = folder.resolve()
+    if folder in _own:
+        raise ValueError(f"{folder}: a run of this process is training there: choose another `out`")
+    _own.add(folder)
+    try:
+        with open(folder / LOCK, "a+", encoding="utf-8") as file:
+            _lock(file, folder)
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+    finally:
+        _own.remove(folder)
+
+
+def _lock(file: TextIO, folder: Path) -> None:
+    """Take the lock, which belongs to the process: those that it forks do not hold it after its death."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        raise ValueError(
+            f"{folder}: process {file.read(20).strip()} is training there: wait for it, or choose another `out`"
+        ) from error
+    except OSError as error:
+        log.warning("%s: its file system has no locks (%s): start no second run there", folder, error.strerror)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether a tensor holds finite floats."""
+    return tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
+
+
+def load_finite(network: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load a network's weights.  Raises any exception if they are not those of this network, or not finite."""
+    own = network.state_dict()
+    for name, value in weights.items():
+        if name in own and (value.dtype != own[name].dtype or (value.is_floating_point() and not usable(value))):
+            raise ValueError(f"{name} is of {value.dtype}, or not finite")
+    network.load_state_dict(weights)
+
+
+def check_averages(state: dict[int, dict[str, Tensor]], parameters: Sequence[Tensor], step: int) -> None:
+    """Check AdamW's averages of the parameters after a step.  Raises any exception for what cannot be them."""
+    if type(step) is not int or step < 1:
+        raise ValueError(f"it is of step {step!r:.50}")
+    for index, values in state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if values[name].shape != parameters[index].shape or not usable(values[name]):
+                raise ValueError(f"{name} of parameter {index} has another shape, or is not finite")
+        if float(values["exp_avg_sq"].min()) < 0 or set(values) != {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"the averages of parameter {index} are not AdamW's")
+    if max(int(values["step"]) for values in state.values()) != step:
+        raise ValueError(f"it is of step {step}, but its optimiser is not")
+
+
+@contextlib.contextmanager
+def opened_state(path: Path, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the content of a state file.  Any error of it in the block becomes a ValueError of one line; OSError."""
+    with open_file(path) as file:
+        try:
+            yield torch.load(file, map_location=device, weights_only=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # torch raises nearly anything for a damaged file
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{path}: is not the state of this run, or damaged ({line}): use the run's options, or another `out`"
+            ) from error
+
+
+# ---- log ------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """The log of a run: a line of JSON for each row.  Rows that find no room on the disk wait for the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOG
+        self._waiting: list[str] = []
+
+    def add(self, row: dict[str, float]) -> None:
+        """Append a row."""
+        self._waiting.append(json.dumps(row) + "\n")
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.tell()
+                text = "".join(self._waiting).encode()
+                if file.write(text) < len(text):  # a part of a line, which would spoil the next
+                    file.truncate(end)
+                    raise OSError(f"{self.path}: no room for a line")
+            self._waiting.clear()
+        except OSError as error:
+            log.warning("%s: cannot be written (%s): its lines wait for the next one", self.path, error)
+
+    def trim(self, step: int) -> None:
+        """Drop the rows after a step, which will be done again, and lines that cannot be read."""
+        if self.path.exists():
+            kept = "".join(json.dumps(row) + "\n" for row in read_log(self.path) if row["step"] <= step)
+            write_atomically(self.path, lambda part: part.write_text(kept, encoding="utf-8"))
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's log, with a warning if some lines cannot be read: a killed run may leave half a line.
+
+    Raises ValueError if it is no regular file; OSError.
+    """
+    rows, lines = [], read_bytes(path, 2**30).decode("utf-8", errors="replace").splitlines()
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+            row = json.loads(line)
+            if type(row["step"]) is int and isinstance(row["loss"], (int, float)):
+                rows.append(row)
+    if len(rows) < len(lines):
+        log.warning("%s: %d lines of it cannot be read, they are left out", path, len(lines) - len(rows))
+    return rows
