@@ -22,10 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: TrainOptions, load: LoadOptions) -> None:
-    """Train, and print the path of the checkpoint."""
+    """Train, and print the path of the checkpoint, of several processes in the first one."""
+    from ldm_lite.train import distributed
     from ldm_lite.train.run import train
 
-    print(train(options, load, TrainingBar(options.steps)))
+    path = train(options, load, TrainingBar(options.steps))
+    if distributed.rank() == 0:
+        print(path)
 
 
 if __name__ == "__main__":

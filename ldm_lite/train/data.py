@@ -4,11 +4,13 @@ A dataset is a sequence of (pixels (3,R,R) uint8, caption), of finite or infinit
 """
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import io
 import json
 import os
+import shutil
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
@@ -291,7 +293,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())  # a machine that loses power must not keep the name without the content
         except (RuntimeError, SafetensorError) as error:
-            raise OSError(f"{path}: cannot be written ({str(error).splitlines()[0]:.200})") from error
+            full = shutil.disk_usage(path.parent).free < 2**20  # they do not tell
+            why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
+            raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):

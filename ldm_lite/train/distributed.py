@@ -42,8 +42,7 @@ def parallel(module: nn.Module) -> nn.Module:
     """Return a module whose backward pass leaves the mean of all processes' gradients in each; alone, the module."""
     if world_size() == 1:
         return module
-    # Not every loss uses all parameters: that of a decoder alone leaves out the encoder's.
-    return DistributedDataParallel(module, find_unused_parameters=True, broadcast_buffers=False)
+    return DistributedDataParallel(module, broadcast_buffers=False)
 
 
 def without_exchange(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from ldm_lite.train.data import to_float
 class Loss(Protocol):
     """The networks to train, and the loss of a batch."""
 
-    networks: dict[str, nn.Module]  # the trained networks, by name
+    networks: dict[str, nn.Module]  # the trained networks, by name; every parameter that requires a gradient gets one
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss () of a batch: the mean of its examples' losses.
@@ -44,6 +44,9 @@ class AutoencoderLoss:
 
     def __post_init__(self) -> None:
         self.networks: dict[str, nn.Module] = {"vae": self.vae}
+        self.vae.requires_grad_(self.train_encoder)
+        for part in (self.vae.decoder, self.vae.post_quant_conv):
+            part.requires_grad_(True)
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss of one batch; captions are ignored."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,12 +43,25 @@ def save(options: TrainOptions, model: Model, trainer: Trainer) -> None:
     else:
         tensors, metadata = kohya_file(trainer.ema["lora"], model)
     metadata["step"] = str(trainer.step)
-    write_atomically(checkpoint_path(options), lambda path: save_file(tensors, path, metadata=metadata))
+    write_atomically(checkpoint_path(options), lambda path: _write(tensors, metadata, path))
     if options.stage == "diffusion":
         with _with_ema(model, trainer) as ema:
             sheet = _sample_grid(ema, options.samples.split("|"))
         write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
     plot_losses(trainer.folder)
+
+
+def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
+    """Write a .safetensors file.  Its library orders metadata at random: here equal content has equal bytes."""
+    save_file(tensors, path, metadata=metadata)
+    with open(path, "rb+") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(text) == size
+        file.seek(8)
+        file.write(text)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,9 @@ def train(
     """
     check(options, load)
     distributed.init()
+    if distributed.rank() > 0:
+        log.setLevel(logging.WARNING)
+        on_step = lambda step, loss: None  # noqa: E731
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) if distributed.rank() == 0 else contextlib.nullcontext():

@@ -66,7 +66,10 @@ class Trainer:
     """A run in a folder: the networks of a loss, their EMA, the optimiser, and the current step."""
 
     def __init__(self, loss: Loss, config: TrainConfig, folder: Path) -> None:
-        """The networks of `loss` are trained in place.  Raises ValueError for more processes than images of a batch."""
+        """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
+
+        Raises ValueError for more processes than images of a batch.
+        """
         self.loss, self.config, self.folder = loss, config, folder
         if config.batch < distributed.world_size():
             raise ValueError(
@@ -74,7 +77,9 @@ class Trainer:
             )
         self.step = self.saved = 0  # steps done; steps done in the state on disk
         for network in loss.networks.values():
-            network.requires_grad_(True).train()
+            if not any(p.requires_grad for p in network.parameters()):
+                network.requires_grad_(True)
+            network.train()
         self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device

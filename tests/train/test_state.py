@@ -4,10 +4,12 @@ import dataclasses
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
 from ldm_lite.train.data import Example
-from ldm_lite.train.state import read_log
+from ldm_lite.train.state import locked, read_log
 from ldm_lite.train.trainer import TrainConfig, Trainer
 
 CONFIG = TrainConfig(
@@ -33,6 +35,7 @@ class Squares:
     """The loss of a network with six weights."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         self.networks = {"unet": nn.Linear(2, 2)}
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
@@ -257,3 +260,124 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert "0.png: No such file" in error
+
+
+# ---- what must not be lost ------------------------------------------------------------------------------------------
+
+
+class Breaks(Squares):
+    """Squares, whose loss, gradient or weights are not finite from a call on."""
+
+    def __init__(self, call: int, what: str) -> None:
+        super().__init__()
+        self.call, self.what, self.calls = call, what, 0
+
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        value, self.calls = super().__call__(batch, draws), self.calls + torch.is_grad_enabled()
+        if self.calls < self.call or not torch.is_grad_enabled():
+            return value
+        if self.what == "gradient":
+            value.register_hook(lambda gradient: gradient * float("inf"))
+            return value
+        return value * float("nan")
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_the_step_that_is_not_finite_is_named_and_the_one_before_it_saved(
+    tmp_path: Path, what: str, save_every: int
+) -> None:
+    config = dataclasses.replace(CONFIG, steps=9, save_every=save_every)
+    run, saved = Trainer(Breaks(6, what), config, tmp_path), list[int]()
+    message = rf"the {what} is (nan|inf) at step 6: use a lower `lr`; the state of step 5 is kept in {tmp_path}$"
+    with pytest.raises(ValueError, match=message):
+        run.fit(Grey(), lambda step, loss: None, saved.append)
+    assert saved == ([2, 4] if save_every == 2 else [5]), "a checkpoint, if there was none"
+    whole = trainer(tmp_path / "whole", steps=9, save_every=100)
+    whole.folder.mkdir()
+    for _ in range(5):
+        whole._losses.append(whole._step(whole._batches(Grey()), saved.append))
+        whole.step += 1
+    kept = torch.load(tmp_path / "state.pt", weights_only=True)
+    for name, value in whole.loss.networks["unet"].state_dict().items():
+        assert torch.equal(kept["networks"]["unet"][name], value)
+    assert resumed(tmp_path, steps=9).step == 5
+
+
+def test_weights_that_are_broken_are_not_saved(tmp_path: Path, done: Path) -> None:
+    """A finite step may lead to weights whose loss is not."""
+    (tmp_path / "state.pt").write_bytes((done / "state.pt").read_bytes())
+    run = resumed(tmp_path, lr=1e36, warmup=0, steps=100)
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) .*step \d: .*; the state of step 2 is kept"):
+        run.fit(Grey(), lambda step, loss: None, lambda step: None)
+    assert (tmp_path / "state.pt").read_bytes() == (done / "state.pt").read_bytes()
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
+    """By another process, though the first has forked workers; the lock ends with its process."""
+    read, write = os.pipe()
+    if not (process := os.fork()):
+        try:
+            with locked(tmp_path):
+                worker = os.fork()
+                if worker:
+                    os.write(write, b"%d\n" % worker)
+                time.sleep(600)
+        finally:
+            os._exit(1)
+    worker = int(os.read(read, 100))
+    try:
+        with pytest.raises(ValueError, match=f"process {process} is training there: wait for it, or choose"):
+            locked(tmp_path).__enter__()
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        with locked(tmp_path):
+            assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
+            with pytest.raises(ValueError, match="a run of this process is training there"):
+                locked(tmp_path / ".").__enter__()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel refuses files beyond a size, at any byte: the run goes on, and saves once there is room again."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    for folder in (whole, part):
+        folder.mkdir()
+    trainer(whole, steps=12).fit(Grey(), lambda step, loss: None, lambda step: None)
+    size = (whole / "state.pt").stat().st_size
+    limits = {3: size - 1, 5: size // 2, 7: 100, 8: 0, 9: resource.RLIM_INFINITY}
+    seen = dict[int, int]()
+
+    def on_step(step: int, loss: float | None) -> None:
+        if step in limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[step], before[1]))
+        seen[step] = torch.load(part / "state.pt", weights_only=True)["step"] if step > 2 else 0
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        trainer(part, steps=12).fit(Grey(), on_step, lambda step: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert seen == {1: 0, 2: 0, 3: 2, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2, 9: 2, 10: 9, 11: 10, 12: 10}
+    assert "step 4 is not saved" in caplog.text
+    assert "log.jsonl: cannot be written" in caplog.text
+    assert [row["loss"] for row in read_log(part / "log.jsonl")] == [
+        row["loss"] for row in read_log(whole / "log.jsonl")
+    ]
+    same, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (whole, part))
+    assert torch.equal(same["networks"]["unet"]["weight"], other["networks"]["unet"]["weight"])
+    assert not list(part.glob(".*"))
+
+
+def test_a_disk_that_stays_full_is_an_error(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"state\.pt|File too large"):
+            trainer(tmp_path).fit(Grey(), lambda step, loss: None, lambda step: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*state*"))

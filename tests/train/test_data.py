@@ -1,0 +1,322 @@
+"""Data: tar shards, lists of captions, examples encoded beforehand, and the order in which a run takes them."""
+
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ldm_lite
+from ldm_lite.checkpoint.digest import digest
+from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.train import batches, encoded, setup
+from ldm_lite.train.batches import Batch, Draws, Order, Share
+from ldm_lite.train.data import Dataset, Example, open_data
+from ldm_lite.train.run import train
+from tests.train.test_train import load_options, losses, options
+
+
+def tar(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as file:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    return path
+
+
+def pairs(dataset: Dataset) -> list[tuple[bytes, str]]:
+    assert dataset.shards is not None
+    examples = [dataset.example(i) for i in range(sum(dataset.shards))]
+    return [(example.pixels.numpy().tobytes(), example.caption) for example in examples]
+
+
+@pytest.fixture
+def shards(tmp_path: Path, folder: Path) -> Path:
+    """The six images in two tars: captions as text, as JSON, or both; other files and folders are beside them."""
+    images = [(folder / f"{i}.png").read_bytes() for i in range(6)]
+    rows = [json.dumps({"caption": f"picture {i}", "width": 9}).encode() for i in range(6)]
+    (tmp_path / "tars").mkdir()
+    first = {"0.json": rows[0], "0.png": images[0], "1.PNG": images[1], "1.txt": b"picture 1\n", "1.json": b"[]"}
+    long = "a" * 150 + "/2"  # a name beyond the 100 characters of the first tar format
+    tar(
+        tmp_path / "tars" / "00000.tar",
+        {**first, "._1.png": b"", f"{long}.png": images[2], f"{long}.txt": b"picture 2"},
+    )
+    second = {f"{i}.{kind}": data for i in (3, 4, 5) for kind, data in (("png", images[i]), ("json", rows[i]))}
+    tar(tmp_path / "tars" / "00001.tar", {**second, "3.cls": b"7"})
+    return tmp_path / "tars"
+
+
+def test_tar_shards_hold_what_a_folder_holds(shards: Path, folder: Path) -> None:
+    dataset = open_data(shards, 16)
+    assert dataset.shards == (3, 3)
+    assert pairs(dataset) == pairs(open_data(folder, 16))
+    assert pairs(open_data(shards / "00001.tar", 16)) == pairs(dataset)[3:]
+
+
+def test_lists_of_captions(tmp_path: Path, folder: Path) -> None:
+    """Hugging Face's image folders have metadata.jsonl in each folder of images."""
+    for split in ("train", "more"):
+        (tmp_path / split).mkdir()
+    for i in range(6):
+        own = tmp_path / ("train" if i >= 3 else "more")
+        (own / f"{i}.png").write_bytes((folder / f"{i}.png").read_bytes())
+        with open(own / "metadata.jsonl", "a") as file:
+            file.write(json.dumps({"file_name": f"{i}.png", "prompt" if i % 2 else "text": f"picture {i}"}) + "\n")
+    (tmp_path / "other.jsonl").write_text("{}")
+    assert pairs(open_data(tmp_path, 16)) == pairs(open_data(folder, 16))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.png": b"x"}, "a.tar, a: has no caption: wanted a .txt or .json of its name"),
+        ({"a.txt": b"x"}, "a.tar: holds no images"),
+        ({"a.png": b"x", "a.jpg": b"x", "a.txt": b"x"}, "a.jpg: is the second file of a of its kind"),
+        ({"a.png": b"x", "a.txt": b"x"}, "a.tar, a: is not an image that can be read"),
+        ({"a.png": b"x", "a.txt": b" "}, "a.tar, a: is not an image that can be read"),
+        ({"a.png": b"IMAGE", "a.txt": b" "}, "a.tar, a: its caption is empty"),
+        ({"a.png": b"IMAGE", "a.json": b"{"}, "a.tar, a: its .json cannot be read"),
+        ({"a.png": b"IMAGE", "a.json": b'["text"]'}, "a.tar, a: wanted a JSON object with a caption called text"),
+        ({"a.png": b"IMAGE", "a.json": b'{"text": 1}'}, "a.tar, a: wanted a JSON object with a caption called text"),
+    ],
+)
+def test_mistakes_in_tars_are_one_line(tmp_path: Path, folder: Path, files: dict[str, bytes], message: str) -> None:
+    image = (folder / "0.png").read_bytes()
+    path = tar(tmp_path / "a.tar", {name: image if data == b"IMAGE" else data for name, data in files.items()})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_data(path, 16).example(0)
+
+
+def test_files_that_are_no_tars_are_one_line(tmp_path: Path, shards: Path) -> None:
+    whole, path = (shards / "00001.tar").read_bytes(), tmp_path / "b.tar"
+    with tarfile.open(path, "w:gz") as file:
+        file.add(shards / "00001.tar")
+    compressed = path.read_bytes()
+    for content in (b"", b"text" * 999, compressed, whole[:700], whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"b\.tar: (is not an uncompressed tar file|holds no images)"):
+            open_data(path, 16)
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Examples of one number each, in shards."""
+
+    def __init__(self, *shards: int) -> None:
+        self.shards = shards
+
+    def example(self, index: int) -> Example:
+        assert 0 <= index < sum(self.shards)
+        return Example(torch.tensor([index]), str(index))
+
+
+def test_every_epoch_has_each_example_once_and_mixes_few_shards() -> None:
+    dataset = Numbers(*[10] * 100, 7)
+    order, size = Order(dataset, seed=3), 1007
+    epochs = [[order[i] for i in range(epoch * size, (epoch + 1) * size)] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(size))
+        assert len({index // 10 for index in epoch[: 10 * batches.MIXED - 3]}) == batches.MIXED
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = Order(dataset, seed=3)
+    assert [again[i] for i in (2900, 5, 1500, 1007)] == [order[i] for i in (2900, 5, 1500, 1007)]
+    assert [Order(dataset, seed=4)[i] for i in range(9)] != epochs[0][:9]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_processes_share_the_batches_of_one(processes: int) -> None:
+    """A batch of 5, divided unevenly: the same examples, with the same random numbers."""
+    taken, drawn = Counter[tuple[int, int]](), {}
+    for rank in range(processes):
+        own = range(rank * 5 // processes, (rank + 1) * 5 // processes)
+        for batch in batches.batches(Numbers(7, 4), 1, Share(5, own, 2, 6), workers=0):
+            assert len(batch.numbers) == len(own)
+            taken.update(zip(batch.numbers, batch.pixels.flatten().tolist(), strict=True))
+            drawn |= dict(zip(batch.numbers, Draws(1, batch.numbers).normal((2, 3)), strict=True))
+    order = Order(Numbers(7, 4), 1)
+    assert taken == Counter((number, order[number]) for number in range(10, 30))
+    expected = Draws(1, range(10, 30)).normal((2, 3))
+    assert all(torch.equal(drawn[number], expected[number - 10]) for number in range(10, 30))
+
+
+def test_draws_are_independent_and_depend_on_the_whole_seed() -> None:
+    """Numbers of two examples or seeds are uncorrelated, and of their distribution."""
+    values = torch.stack([Draws(seed, range(4)).normal((5000,)) for seed in (0, 1, 2**31 - 1)]).flatten(0, 1)
+    correlations = values @ values.T / 5000
+    assert (correlations - torch.eye(12)).abs().max() < 0.08
+    many = Draws(0, range(4_000))
+    uniform, integers = many.uniform(), many.integers(1000)
+    assert 0 <= uniform.min() < uniform.max() < 1
+    assert abs(float(uniform.mean()) - 0.5) < 0.02
+    assert integers.min() >= 0
+    assert integers.max() < 1000
+    assert abs(float(integers.float().mean()) - 499.5) < 18
+
+
+# ---- encoded beforehand ---------------------------------------------------------------------------------------------
+
+
+def write(out: Path, folder: Path, small_path: Path, shard: int = 4) -> Path:
+    """Write what `python -m ldm_lite.batch --encode` writes, with numpy alone."""
+    pipe = ldm_lite.load(small_path, device="cpu")
+    assert isinstance(pipe.vae, AutoencoderKL)
+    assert pipe.text_encoder is not None
+    examples = [open_data(folder, pipe.family.resolution).example(i) for i in range(6)]
+    with torch.no_grad():
+        pixels = torch.stack([example.pixels for example in examples]).float() / 127.5 - 1
+        moments = torch.cat(pipe.vae.encode(pixels), dim=1)
+        contexts = encode_prompts(pipe, [example.caption for example in examples]).context
+        empty = encode_prompts(pipe, [""]).context
+    assert contexts is not None
+    assert empty is not None
+    for start in range(0, 6, shard):
+        own = out / f"{start // shard:05}"
+        own.mkdir(parents=True)
+        np.save(own / "moments.npy", moments[start : start + shard].half().numpy())
+        np.save(own / "context.npy", contexts[start : start + shard].half().numpy())
+        lines = [json.dumps(example.caption) + "\n" for example in examples[start : start + shard]]
+        (own / "captions.jsonl").write_text("".join(lines))
+    (out / "empty").mkdir()
+    np.save(out / "empty" / "context.npy", empty.half().numpy())
+    index = {
+        "format": encoded.FORMAT, "examples": 6, "shard": shard, "moments": list(moments.shape[1:]),
+        "context": list(contexts.shape[1:]), "vae": encoded.encoder_digest(pipe.vae),
+        "text_encoder": digest(pipe.text_encoder),
+    }  # fmt: skip
+    (out / "index.json").write_text(json.dumps(index))
+    return out
+
+
+LORA = {"lora_rank": 2, "caption_dropout": 0.5, "steps": 2}
+
+
+def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has the losses of training from the images, up to the rounding of the embeddings to float16."""
+    data = write(tmp_path / "data", folder, small_path)
+    train(options(folder, tmp_path / "images", **LORA), load_options(small_path))
+    kept = []
+    step = setup.DiffusionLoss.__call__
+
+    def watched(self: setup.DiffusionLoss, batch: Batch, draws: Draws) -> Tensor:
+        assert batch.pixels.dtype == torch.float16
+        networks: list[nn.Module] = [self._vae, self._text]
+        kept.extend(p.device.type for network in networks for p in network.parameters())
+        return step(self, batch, draws)
+
+    monkeypatch.setattr(setup.DiffusionLoss, "__call__", watched)
+    monkeypatch.setattr(AutoencoderKL, "encode", None)
+    train(options(data, tmp_path / "encoded", **LORA), load_options(small_path))
+    assert set(kept) == {"meta"}
+    assert losses(tmp_path / "encoded") == pytest.approx(losses(tmp_path / "images"), rel=1e-3)
+    assert not (tmp_path / "encoded" / "latents").exists()
+    assert list((tmp_path / "encoded").glob("samples*"))
+
+
+@pytest.mark.slow
+def test_a_trained_text_encoder_reads_the_captions(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    data = write(tmp_path / "data", folder, small_path)
+    for out in (tmp_path / "images", tmp_path / "encoded"):
+        path = train(options(folder if out.name == "images" else data, out, steps=2), load_options(small_path))
+    assert losses(tmp_path / "encoded") == losses(tmp_path / "images")
+    assert path.read_bytes() == (tmp_path / "images" / "model.safetensors").read_bytes()
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another autoencoder": (lambda p: change(p, vae="0"), "was encoded by another autoencoder than this model's"),
+    "another text encoder": (lambda p: change(p, text_encoder="0"), "was encoded by another text encoder"),
+    "no text": (lambda p: change(p, context=None), "holds no text embeddings"),
+    "another format": (lambda p: change(p, format="2"), "wanted an index of encoded examples with the format"),
+    "no examples": (lambda p: change(p, examples=0), "its examples cannot be 0"),
+    "a text as shape": (lambda p: change(p, moments="8"), "its moments cannot be '8'"),
+    "a huge shape": (lambda p: change(p, context=[2**31, 5]), "its context cannot be"),
+    "no index": (lambda p: (p / "index.json").write_text("["), "index.json: is not valid JSON"),
+    "half a file": (lambda p: cut(p / "00000" / "moments.npy"), "moments.npy: is damaged"),
+    "another shape": (lambda p: np.save(p / "00000" / "moments.npy", np.zeros(3)), "wanted float16 of shape"),
+    "an object": (
+        lambda p: np.save(p / "00000" / "moments.npy", np.array([{}], object), allow_pickle=True),
+        "is damaged",
+    ),
+    "no number": (lambda p: fill(p / "00000" / "moments.npy"), "is not finite: encode it again"),
+    "no line": (lambda p: (p / "00000" / "captions.jsonl").write_text('"a"\n'), "has 1 lines, not a shard's"),
+    "a number": (lambda p: (p / "00000" / "captions.jsonl").write_text("1\n" * 4), "wanted a JSON string in each"),
+}
+
+
+def change(path: Path, **values: object) -> None:
+    index = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps(index | values))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def fill(path: Path) -> None:
+    np.save(path, np.full_like(np.load(path), np.nan))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, folder: Path, small_path: Path) -> Path:
+    return write(tmp_path_factory.mktemp("good") / "data", folder, small_path)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_damaged_encoded_data_is_one_line(name: str, tmp_path: Path, good: Path, small_path: Path) -> None:
+    data = tmp_path / "data"
+    for path in good.rglob("*.*"):
+        (data / path.relative_to(good)).parent.mkdir(parents=True, exist_ok=True)
+        (data / path.relative_to(good)).write_bytes(path.read_bytes())
+    make, message = CHANGES[name]
+    make(data)
+    pipe, given = ldm_lite.load(small_path, device="cpu"), options(data, tmp_path / "out", **LORA)
+
+    def use() -> None:
+        dataset = setup.open_dataset(given, 64)
+        assert isinstance(dataset, encoded.EncodedDataset)
+        setup.check_encoded(given, pipe, dataset, reads_text=True)
+        dataset.example(0)
+
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        use()
+    assert "\n" not in str(error.value)
+
+
+def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoded, "SHARD", 4)
+    pipe = ldm_lite.load(small_path, device="cpu")
+    given, firsts = options(folder, tmp_path), list[int]()
+    in_order = batches.in_order
+
+    def noted(dataset: Dataset, batch: int, workers: int, first: int) -> object:
+        firsts.append(first)
+        return in_order(dataset, batch, workers, first)
+
+    monkeypatch.setattr(setup, "in_order", noted)
+    images = open_data(folder, pipe.family.resolution)
+    whole = pairs(setup.encoded(given, images, pipe.vae))
+    assert [caption for _, caption in whole] == [f"picture {i}" for i in range(6)]
+    assert pairs(setup.encoded(given, images, pipe.vae)) == whole
+    (tmp_path / "latents" / "index.json").unlink()
+    (tmp_path / "latents" / "00001").rename(tmp_path / "latents" / ".00001.part")
+    assert pairs(setup.encoded(given, images, pipe.vae)) == whole
+    assert firsts == [0, 4]
+    renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
+    assert pairs(setup.encoded(given, renamed, pipe.vae)) != whole
+    assert firsts == [0, 4, 0]

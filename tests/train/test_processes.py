@@ -1,0 +1,92 @@
+"""Several processes, as torchrun starts them: their steps are those of one, and a killed run goes on anywhere."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ldm_lite.train.run import train
+from tests.train.test_train import load_options, losses, options
+
+STEPS = 6
+CODE = """
+import sys
+from ldm_lite.train import __main__ as command, outputs, trainer
+trainer.CHECK_EVERY = outputs.SAMPLES = 1
+outputs.SAMPLE_STEPS = 2
+sys.exit(command.main(sys.argv[1:]))
+"""
+SETTINGS: dict[str, Any] = {"steps": STEPS, "batch": 3, "accumulate": 2, "warmup": 2, "save_every": 1}
+
+
+def torchrun(processes: int, folder: Path, small_path: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    flags += ["--lr=1e-3", "--samples=picture 1", "--workers=0", "--device=cpu", *more]
+    code = out.with_suffix(".py")
+    code.write_text(CODE)
+    run = [os.fspath(code), f"--data={folder}", f"--ckpt={small_path}", f"--out={out}", *flags]
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*start, *run], stderr=subprocess.PIPE, text=True, env=quiet)
+
+
+def state(out: Path) -> dict[str, Any]:
+    return torch.load(out / "state.pt", weights_only=True)
+
+
+def gradients(out: Path) -> torch.Tensor:
+    """Return all gradients of the first step: AdamW's averages hold a tenth of them."""
+    averages = state(out)["optimizer"]["state"]
+    assert len(averages) > 200
+    return torch.cat([10 * averages[i]["exp_avg"].flatten() for i in sorted(averages)])
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    pair = torchrun(2, folder, small_path, two, "--minutes=0")
+    train(options(folder, one, **SETTINGS, minutes=0.0), load_options(small_path))
+    _, errors = pair.communicate(timeout=300)
+    assert pair.returncode == 0, errors
+    wanted, got = gradients(one), gradients(two)
+    assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
+    tmp_path: Path, folder: Path, small_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    pair = torchrun(2, folder, small_path, two, "--lora-rank=2")
+    train(options(folder, one, **SETTINGS, lora_rank=2), load_options(small_path))
+    while not (two / "state.pt").exists():
+        assert pair.poll() is None
+        time.sleep(0.02)
+    os.kill(children(pair.pid)[1], signal.SIGKILL)
+    _, errors = pair.communicate(timeout=300)
+    assert pair.returncode != 0
+    assert "a bug in ldm_lite" not in errors
+    assert 1 <= state(two)["step"] < STEPS, "killed too late"
+
+    shutil.copytree(two, tmp_path / "three")
+    three = torchrun(3, folder, small_path, tmp_path / "three", "--lora-rank=2", "--resume")
+    train(options(folder, two, **SETTINGS, lora_rank=2, resume=True), load_options(small_path))
+    _, errors = three.communicate(timeout=300)
+    assert three.returncode == 0, errors
+    for out in (two, tmp_path / "three"):
+        assert state(out)["step"] == STEPS
+        assert state(out)["settings"] == state(one)["settings"]
+        assert (out / "lora.safetensors").is_file()
+        # Adam divides gradients near 0 by their size, so their rounding shows in the weights; losses hardly change.
+        assert losses(out) == pytest.approx(losses(one), rel=1e-4)
