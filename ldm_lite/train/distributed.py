@@ -12,7 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.unet import Block
 
 T = TypeVar("T")
 
@@ -40,14 +46,49 @@ def rank() -> int:
 
 def parallel(module: nn.Module) -> nn.Module:
     """Return a module whose backward pass leaves the mean of all processes' gradients in each; alone, the module."""
-    if world_size() == 1:
+    if world_size() == 1 or any(isinstance(each, FSDPModule) for each in module.modules()):
         return module
     return DistributedDataParallel(module, broadcast_buffers=False)
 
 
-def without_exchange(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+def shard(network: nn.Module) -> None:
+    """Divide a network's parameters among all processes, in place; each block has them whole while it runs.
+
+    Their gradients are means over all processes.  Zhao et al. 2023, in torch's second form (`fully_shard`).
+    """
+    if world_size() > 1:
+        mesh = init_device_mesh(next(network.parameters()).device.type, (world_size(),))
+        for module in list(network.modules()):
+            if isinstance(module, (Block, EncoderLayer)):
+                fully_shard(module, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be divided: whole, on the CPU of process 0.  All processes must call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = tensor.full_tensor()
+    return tensor.cpu() if rank() == 0 else tensor.new_empty(0)
+
+
+def divided_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor divided among processes as another one, if that is."""
+    if not isinstance(other, DTensor):
+        return tensor
+    return distribute_tensor(tensor, other.device_mesh, other.placements)
+
+
+@contextlib.contextmanager
+def without_exchange(module: nn.Module) -> Iterator[None]:
     """Within the block backward passes add to the gradients of this process only: for all but a step's last."""
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    for each in sharded:
+        each.set_requires_gradient_sync(False)
+    with module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext():
+        yield
+    for each in sharded:
+        each.set_requires_gradient_sync(True)
 
 
 @torch.no_grad()

@@ -52,6 +52,9 @@ class TrainOptions(CheckedOptions):
     )
     workers: int = option(2, "processes that draw or read images", within=(0, 1024))
     compile_network: bool = option(False, "compile the network that is trained")
+    shard: bool = option(
+        False, "torchrun: divide weights, their averages and gradients among the processes (FSDP2), for large models"
+    )
     checkpointing: bool = option(False, "recompute activations in the backward pass, to save memory")
     debug: bool = option(False, "show the traceback of an error")
 
@@ -76,6 +79,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError(
             "`lora_rank` trains a LoRA for the diffusion model of a checkpoint: leave out `stage` and `preset`"
         )
+    if options.stage == "autoencoder" or options.preset is not None or options.lora_rank is not None:
+        _refuse(options, ("shard",), "but on the whole diffusion model of a checkpoint")
     if options.preset is not None:
         _refuse(load, _OF_CHECKPOINTS, "with `preset`, which starts from new weights")
     if options.stage == "autoencoder":

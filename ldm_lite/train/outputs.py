@@ -3,14 +3,14 @@
 import contextlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
@@ -36,17 +36,17 @@ def checkpoint_path(options: TrainOptions) -> Path:
     return Path(options.out) / ("model.safetensors" if options.lora_rank is None else "lora.safetensors")
 
 
-def save(options: TrainOptions, model: Model, trainer: Trainer) -> None:
-    """Write the checkpoint with the EMA weights, a grid of samples, and a plot of the loss."""
+def save(options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> None:
+    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss."""
     if options.lora_rank is None:
-        tensors, metadata = _checkpoint(options, model, trainer)
+        tensors, metadata = _checkpoint(options, model, trainer, ema)
     else:
-        tensors, metadata = kohya_file(trainer.ema["lora"], model)
+        tensors, metadata = kohya_file(ema["lora"], model)
     metadata["step"] = str(trainer.step)
     write_atomically(checkpoint_path(options), lambda path: _write(tensors, metadata, path))
     if options.stage == "diffusion":
-        with _with_ema(model, trainer) as ema:
-            sheet = _sample_grid(ema, options.samples.split("|"))
+        with _with_ema(model, trainer, ema) as averaged:
+            sheet = _sample_grid(averaged, options.samples.split("|"))
         write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
     plot_losses(trainer.folder)
 
@@ -65,26 +65,28 @@ def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> 
 
 
 @contextlib.contextmanager
-def _with_ema(model: Model, trainer: Trainer) -> Iterator[Model]:
+def _with_ema(model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> Iterator[Model]:
     """Yield the model with the EMA in place of the trained weights."""
     if isinstance(lora := trainer.loss.networks.get("lora"), LoRA):
-        with lora.using(trainer.ema["lora"]):
+        with lora.using(ema["lora"]):
             yield model
     else:
-        yield replace(model, **trainer.ema)  # type: ignore[arg-type]
+        yield replace(model, **ema)  # type: ignore[arg-type]
 
 
-def _checkpoint(options: TrainOptions, model: Model, trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _checkpoint(
+    options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors (float16) and the metadata of a checkpoint in the original layout."""
     roles = ["vae"] if options.stage == "autoencoder" else ["unet", "vae", "text_encoder"]
-    with _with_ema(model, trainer) as ema:
-        weights = {role: getattr(ema, role).state_dict() for role in roles}
+    with _with_ema(model, trainer, ema) as averaged:
+        weights = {role: getattr(averaged, role).state_dict() for role in roles}
     tensors = {
         prefix(role, values) + key: value.to("cpu", torch.float16).contiguous()
         for role, values in weights.items()
         for key, value in values.items()
     }
-    if options.preset is not None and "text_encoder" in trainer.ema:
+    if options.preset is not None and "text_encoder" in ema:
         table = prefix("text_encoder", weights["text_encoder"]) + "embeddings.token_embedding.weight"
         tensors[table][trainer.untrained_tokens()] = 0  # tokens in no caption: random values carry no information
     if options.stage == "autoencoder":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions
@@ -84,10 +85,16 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
             stack.enter_context(checkpoint_activations(model.unet))
 
         def save(step: int) -> None:
+            average = {role: tree_map(distributed.whole, net.state_dict()) for role, net in trainer.ema.items()}
             if distributed.rank() == 0:
-                fresh = make_model(options, replace(load, device="cpu")) if released else model
+                fresh = make_model(options, replace(load, device="cpu")) if released or options.shard else model
+                ema = dict(trainer.ema)
+                for role in average if options.shard else ():
+                    ema[role] = getattr(fresh, role)
+                    ema[role].load_state_dict(average[role])
+                    ema[role].to(model.device)
                 whole = {role: getattr(fresh, role).to(model.device) for role in released}
-                outputs.save(options, replace(model, **whole), trainer)
+                outputs.save(options, replace(model, **whole), trainer, ema)
 
         trainer.fit(dataset, on_step, save)
 
@@ -95,8 +102,9 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
 def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
     """Return a trainer at the run's current step, with networks set up for training."""
     networks = loss.networks.values()
-    for weight in (p for network in networks for p in network.parameters() if p.ndim == 4):
-        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    if not options.shard:  # which takes contiguous weights only
+        for weight in (p for network in networks for p in network.parameters() if p.ndim == 4):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     trainer = Trainer(loss, _config(options, model.device), Path(options.out))
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
@@ -127,4 +135,5 @@ def _config(options: TrainOptions, device: torch.device) -> TrainConfig:
         save_every=options.save_every,
         workers=options.workers,
         bf16=has_fast_bf16(device),
+        shard=options.shard,
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file, read_bytes
+from ldm_lite.train import distributed
 from ldm_lite.train.data import write_atomically
 
 try:
@@ -83,7 +84,7 @@ def load_finite(network: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, value in weights.items():
         if name in own and (value.dtype != own[name].dtype or (value.is_floating_point() and not usable(value))):
             raise ValueError(f"{name} is of {value.dtype}, or not finite")
-    network.load_state_dict(weights)
+    network.load_state_dict(weights | {name: distributed.divided_as(weights[name], own[name]) for name in own})
 
 
 def check_averages(state: dict[int, dict[str, Tensor]], parameters: Sequence[Tensor], step: int) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
@@ -48,6 +50,10 @@ class TrainConfig:
     save_every: int  # steps
     workers: int
     bf16: bool  # autocast
+    shard: bool = False  # divide weights, averages and gradients among the processes
+
+
+_WITHOUT_EFFECT = ("minutes", "save_every", "workers", "bf16", "shard")  # on results
 
 
 class _Whole(nn.Module):
@@ -81,6 +87,9 @@ class Trainer:
                 network.requires_grad_(True)
             network.train()
         self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
+        if config.shard:
+            for network in (*loss.networks.values(), *self.ema.values()):
+                distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
         self.optimizer = torch.optim.AdamW(
@@ -107,6 +116,7 @@ class Trainer:
             "average": {name: network.state_dict() for name, network in self.ema.items()},
             "optimizer": self.optimizer.state_dict(),
         }
+        state = tree_map_only(Tensor, distributed.whole, state)
         if distributed.rank() == 0:
             write_atomically(self.folder / STATE, lambda path: torch.save(state, path))
         self.saved = self.step
@@ -123,6 +133,9 @@ class Trainer:
                 load_finite(self.ema[name], state["average"][name])
             averages = state["optimizer"]["state"]
             check_averages(averages, self.parameters, state["step"])
+            for index, values in averages.items():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    values[name] = distributed.divided_as(values[name], self.parameters[index])
             own = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
             self.optimizer.load_state_dict({"state": averages, "param_groups": own})
             self._losses = [float(loss) for loss in state["losses"]]
@@ -139,7 +152,7 @@ class Trainer:
     def _settings(self) -> dict[str, object]:
         """The part of the config that results depend on."""
         values = dataclasses.asdict(self.config)
-        return {key: value for key, value in values.items() if key not in ("minutes", "save_every", "workers", "bf16")}
+        return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
 
     def untrained_tokens(self) -> Tensor:
         """Return a mask (V,) of the rows of the token embedding that never had a gradient, on the CPU."""
@@ -249,6 +262,7 @@ class Trainer:
                 (distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             own += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.total(own), norm]).tolist()
         if not math.isfinite(value):
             raise self._stopped(f"the loss is {value} at step {self.step + 1}", on_save)

@@ -42,7 +42,7 @@ def state(out: Path) -> dict[str, Any]:
 
 
 def gradients(out: Path) -> torch.Tensor:
-    """Return all gradients of the first step: AdamW's averages hold a tenth of them."""
+    """Return all gradients of the first step, or their mean with later ones: AdamW's averages hold a tenth of it."""
     averages = state(out)["optimizer"]["state"]
     assert len(averages) > 200
     return torch.cat([10 * averages[i]["exp_avg"].flatten() for i in sorted(averages)])
@@ -54,6 +54,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """The first with whole weights in both; the second, resumed from one process, with divided ones."""
     one, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--minutes=0")
     train(options(folder, one, **SETTINGS, minutes=0.0), load_options(small_path))
@@ -61,6 +62,17 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
     assert pair.returncode == 0, errors
     wanted, got = gradients(one), gradients(two)
     assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+    shutil.copytree(one, tmp_path / "divided")
+    pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--shard")
+    train(options(folder, one, **SETTINGS, minutes=0.0, resume=True), load_options(small_path))
+    _, errors = pair.communicate(timeout=300)
+    assert pair.returncode == 0, errors
+    wanted, got = gradients(one), gradients(tmp_path / "divided")
+    assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    assert losses(tmp_path / "divided") == pytest.approx(losses(one), rel=1e-6)
+    path = train(options(folder, tmp_path / "divided", **SETTINGS, minutes=0.0, resume=True), load_options(small_path))
+    assert state(path.parent)["step"] == 3
 
 
 @pytest.mark.slow
