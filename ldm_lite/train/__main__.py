@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
+from ldm_lite.train.config import with_config
 from ldm_lite.train.options import TrainOptions
 
 
@@ -26,6 +27,7 @@ def run(options: TrainOptions, load: LoadOptions) -> None:
     from ldm_lite.train import distributed
     from ldm_lite.train.run import train
 
+    options, load = with_config(options, load)
     path = train(options, load, TrainingBar(options.steps))
     if distributed.rank() == 0:
         print(path)

@@ -21,9 +21,12 @@ class TrainOptions(CheckedOptions):
     )
     out: str = option("outputs/train", "folder of the run")
     resume: bool = option(False, "continue the run in that folder")
+    config: str | None = option(
+        None, "take the options that are not given from this file: the config.toml of a run", metavar="FILE"
+    )
     steps: int = option(10_000, "optimiser steps of the whole run", within=(1, MOST))
     minutes: float | None = option(None, "stop after this many minutes; --resume continues", within=(0, MOST))
-    batch: int = option(64, "images per batch", within=(1, 2**16))
+    batch: int = option(64, "images per batch, of all processes together", within=(1, 2**16))
     accumulate: int = option(1, "batches per optimiser step", within=(1, MOST))
     lr: float = option(1e-3, "peak learning rate: linear warm-up, then cosine decay to 0", within=(0, math.inf))
     warmup: int = option(200, "steps of the warm-up", within=(0, MOST))

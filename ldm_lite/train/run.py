@@ -14,6 +14,8 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.train import distributed, outputs
+from ldm_lite.train.config import CONFIG, as_toml, with_config
+from ldm_lite.train.data import write_atomically
 from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import Loss, checkpoint_activations
@@ -42,6 +44,7 @@ def train(
     on_step gets the number of steps done and, now and then, their mean loss.  Raises ValueError, one line, for unusable
     options, data or models, and if the loss is not finite.
     """
+    options, load = with_config(options, load)
     check(options, load)
     distributed.init()
     if distributed.rank() > 0:
@@ -52,6 +55,9 @@ def train(
     with locked(folder) if distributed.rank() == 0 else contextlib.nullcontext():
         if os.path.lexists(folder / STATE) and not options.resume:
             raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
+        if distributed.rank() == 0:
+            text = as_toml(options, load)
+            write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
         _train(options, load, on_step)
     return outputs.checkpoint_path(options)
 

@@ -193,13 +193,13 @@ class Trainer:
             self._losses.append(self._step(data, on_save))
             self.step += 1
             over = config.minutes is not None and time.perf_counter() - start > 60 * config.minutes
-            asked = config.minutes is not None or distributed.world_size() == 1 or self.step % CHECK_EVERY == 0
-            why = distributed.broadcast("signal" if received else "time" if over else "") if asked else ""
-            last = bool(why) or self.step == config.steps
+            # A signal to one process stops all of them.
+            signalled, over = (distributed.total(torch.tensor([bool(received), over]).float()) > 0).tolist()
+            last = signalled or over or self.step == config.steps
             mean = self._mean(time.perf_counter() - start)
             on_step(self.step, mean)
             if last or self._is_due() or (unsaved and self.step % CHECK_EVERY == 0):
-                unsaved = not self._save_all(None if why == "signal" else on_save, last)
+                unsaved = not self._save_all(None if signalled else on_save, last)
             if last:
                 return
 

@@ -1,13 +1,16 @@
 """Options that a run would not use are refused, before torch or a model is loaded."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.train.config import as_toml, with_config
 from ldm_lite.train.options import TrainOptions, check
 
 AUTOENCODER = {"stage": "autoencoder"}
@@ -77,3 +80,34 @@ def test_the_options_and_the_package_do_without_torch() -> None:
     """A process of its own, since this one has imported torch."""
     code = "import sys, ldm_lite.train.options, ldm_lite.train.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_config_repeats_the_options_of_a_run(tmp_path: Path) -> None:
+    """Every kind of value; what is given overrules the file; the options of a call are not in it."""
+    options = TrainOptions(
+        data='a "folder" \\ \n\x7f é', out="run", resume=True, steps=7, lr=1e-5, lora_rank=2, lora_text=True, min_snr=5
+    )
+    load = LoadOptions(ckpt=Path("model.safetensors"), lora=("a:0.5", "b"), zero_snr=True)
+    path = tmp_path / "config.toml"
+    path.write_text(as_toml(options, load), encoding="utf-8")
+    again, loaded = with_config(TrainOptions(config=str(path), out="new", steps=9), LoadOptions(device="cpu"))
+    assert again == dataclasses.replace(options, out="new", resume=False, steps=9)
+    assert loaded == dataclasses.replace(load, ckpt="model.safetensors", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = ", "is not a config.toml ("),
+        ("steps = 5", "has 'steps', wanted the tables [train] and [load]"),
+        ("[other]", "has 'other', wanted the tables [train] and [load]"),
+        ("[train]\nstep = 5", "'step' is not an option of training"),
+        ("[train]\nout = 'a'", "'out' is not an option of training"),
+        ("[train]\nsteps = 'a'", "got `steps` 'a', wanted a whole number"),
+        ("[train]\nsteps = 0", "got `steps` 0, wanted 1 to"),
+    ],
+)
+def test_a_bad_config_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        with_config(TrainOptions(config=str(tmp_path / "c.toml")), LoadOptions())

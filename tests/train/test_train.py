@@ -55,6 +55,10 @@ def test_fine_tuning_writes_an_original_checkpoint(tmp_path: Path, folder: Path,
     assert torch.equal(after.vae.decoder.conv_in.weight, before.vae.decoder.conv_in.weight.half().float())
     assert [path.name for path in sorted(tmp_path.glob("samples*"))] == ["samples-0000002.png", "samples-0000004.png"]
     assert len(losses(tmp_path)) == 4
+    again = train(
+        TrainOptions(config=os.fspath(tmp_path / "config.toml"), out=os.fspath(tmp_path / "again")), LoadOptions()
+    )
+    assert again.read_bytes() == path.read_bytes(), "config.toml does not repeat the run"
     with safe_open(path, "pt") as file:
         assert file.metadata()["step"] == "4"
     assert not list(tmp_path.glob(".*"))
