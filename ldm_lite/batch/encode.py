@@ -15,6 +15,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ from ldm_lite.cli.files import read_json
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.existing import contents
-from ldm_lite.train.data import ImageFolder, open_folder, to_float
-
-FORMAT = "ldm_lite encoded 1"
+from ldm_lite.train.data import ImageFolder, TarShards, open_data, to_float
+from ldm_lite.train.encoded import FORMAT, encoder_digest
 
 
 class EncodeWorker:
@@ -43,8 +43,9 @@ class EncodeWorker:
     def __init__(self, task: Task) -> None:
         """Load the model.  Raises ValueError, one line, if the images cannot be opened, or are another job's."""
         self.task, self.store = task, task.store
-        self.model = model = load_model(task.load, Model)
-        self.data = open_folder(task.folder / task.table.path, model.family.resolution)
+        # Training is in float32 and compares the weights: of the same type by default.
+        self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"), Model)
+        self.data = open_data(task.folder / task.table.path, model.family.resolution)
         check_job(task.out, self._job())
         self._readers = ThreadPoolExecutor(4)
         if not (task.out / "empty").exists():
@@ -95,14 +96,16 @@ class EncodeWorker:
         return {name: value.to(dtype).cpu().numpy() for name, (value, dtype) in values.items() if value is not None}
 
     def _digest(self, indices: Sequence[int]) -> str:
-        """Digest images and captions, by the files' contents."""
-        assert isinstance(self.data, ImageFolder)
-        about = [(contents(path), caption) for path, caption in (self.data.items[index] for index in indices)]
+        """Digest images and captions, by the files' contents; of tar files, by all of them."""
+        if isinstance(self.data, ImageFolder):
+            about = [(contents(path), caption) for path, caption in (self.data.items[index] for index in indices)]
+        else:
+            assert isinstance(self.data, TarShards)
+            about = [(contents(path), str(changed)) for path, changed in self.data.tars] + [(repr(indices), "")]
         return hashlib.sha256(repr(about).encode()).hexdigest()
 
     def _job(self) -> dict[str, Any]:
         model, options = self.model, self.task.options
-        encoder = [part for name, part in model.vae.named_children() if name in ("encoder", "quant_conv")]
         texts = [part for part in (model.text_encoder, model.text_encoder_2) if part is not None]
         return {
             "shard": options.shard_size,
@@ -111,14 +114,14 @@ class EncodeWorker:
             "dtype": short_name(model.dtype),
             "resolution": model.family.resolution,
             "scale_factor": model.family.scale_factor,
-            "vae": digest(*encoder),
+            "vae": encoder_digest(model.vae),
             "text_encoder": digest(*texts) if texts else None,
         }
 
 
 def count(path: Path) -> int:
     """Return the number of images.  Raises as the worker does."""
-    return len(open_folder(path, 8).items)
+    return sum(open_data(path, 8).shards or ())
 
 
 def write_index(store: Store, examples: int) -> Path:

@@ -18,7 +18,7 @@ _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a r
 
 def as_toml(options: TrainOptions, load: LoadOptions) -> str:
     """Return the text of a config.toml: every option of a run that has a value."""
-    lines = [f"# Made by ldm_lite {__version__}.  To repeat the run: python -m ldm_lite.train --config FILE --out FOLDER"]
+    lines = [f"# Of a run of ldm_lite {__version__}: `python -m ldm_lite.train --config FILE --out FOLDER` repeats it."]
     for title, group in (("train", options), ("load", load)):
         lines += ["", f"[{title}]"]
         for each in dataclasses.fields(group):

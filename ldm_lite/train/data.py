@@ -73,14 +73,9 @@ class ImageFolder:
     resolution: int
 
     @property
-    def size(self) -> int:
-        """Number of images."""
-        return len(self.items)
-
-    @property
     def shards(self) -> tuple[int]:
         """The number of images: all in one shard."""
-        return (self.size,)
+        return (len(self.items),)
 
     def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""

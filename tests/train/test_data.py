@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ldm_lite
+from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.models.vae_kl import AutoencoderKL
@@ -225,6 +226,24 @@ def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
     assert losses(tmp_path / "encoded") == pytest.approx(losses(tmp_path / "images"), rel=1e-3)
     assert not (tmp_path / "encoded" / "latents").exists()
     assert list((tmp_path / "encoded").glob("samples*"))
+
+
+@pytest.mark.slow
+def test_tars_are_encoded_by_batch(tmp_path: Path, folder: Path, small_path: Path, shards: Path) -> None:
+    """And what it writes trains."""
+    out = tmp_path / "out"
+    given = [shards, "--encode", "--out", out, "--ckpt", small_path, "--device", "cpu", "--shard-size", "4"]
+    assert batch_command.main(list(map(str, given))) == 0
+    got = encoded.open_encoded(out)
+    wanted = encoded.open_encoded(write(tmp_path / "data", folder, small_path))
+    for i in range(6):
+        a, b = got.example(i), wanted.example(i)
+        assert a.caption == b.caption
+        assert torch.allclose(a.pixels, b.pixels, atol=2e-2)
+        assert a.context is not None
+        assert b.context is not None
+        assert torch.allclose(a.context, b.context, atol=2e-3)
+    train(options(out, tmp_path / "run", **LORA), load_options(small_path))
 
 
 @pytest.mark.slow
