@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: CascadeOptions, stages: StageOptions, save: SaveOptions) -> None:
     """Run the stages and save the images."""
-    from ldm_lite.tasks.serve import serve_cascade
+    from ldm_lite.tasks.command import make_cascade
 
-    serve_cascade(options, stages, Saver(save, "cascade"))
+    make_cascade(options, stages, Saver(save, "cascade"))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: InpaintOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
     """Load the checkpoint, make the images and save them."""
+    from ldm_lite.tasks.command import make
     from ldm_lite.tasks.inpaint import count, prepare
-    from ldm_lite.tasks.serve import serve
 
     number, saver = count(options), Saver(save, "inpaint")
-    serve(prepare, options, number, load, saver, original)
+    make(prepare, options, number, load, saver, original)
 
 
 if __name__ == "__main__":

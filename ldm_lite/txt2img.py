@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
     """Load the checkpoint, make the images and save them."""
-    from ldm_lite.tasks.serve import serve
+    from ldm_lite.tasks.command import make
     from ldm_lite.tasks.txt2img import count, prepare
 
     number, saver = count(options), Saver(save, "txt2img")
-    serve(prepare, options, number, load, saver, original)
+    make(prepare, options, number, load, saver, original)
 
 
 if __name__ == "__main__":

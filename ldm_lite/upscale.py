@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: UpscaleOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
     """Load the checkpoint, make the images and save them."""
     from ldm_lite.checkpoint.parts import is_upscaler
-    from ldm_lite.tasks.serve import serve
+    from ldm_lite.tasks.command import make
     from ldm_lite.tasks.upscale import count, prepare
 
     number, saver = count(options), Saver(save, "upscale")
     if is_upscaler(load.ckpt):
         enlarge(options, load, saver)
     else:
-        serve(prepare, options, number, load, saver, original)
+        make(prepare, options, number, load, saver, original)
 
 
 def enlarge(options: UpscaleOptions, load: LoadOptions, saver: Saver) -> None:

@@ -62,7 +62,7 @@ class Steps:
         self.progress(state.step, state.num_steps, len(state.latents))
 
 
-def serve(
+def make(
     prepare: Callable[[Model, Any], tuple[Job, Inputs]],
     options: Any,
     count: int,
@@ -112,7 +112,7 @@ def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
     return load
 
 
-def serve_cascade(options: CascadeOptions, stages: StageOptions, saver: Saver) -> None:
+def make_cascade(options: CascadeOptions, stages: StageOptions, saver: Saver) -> None:
     """Encode the prompt, run the stages, save each image when it is ready and a grid of them."""
     save, start = saver.options, time.perf_counter()
     loads = stages_of(stages)
