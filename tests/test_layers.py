@@ -18,6 +18,7 @@ LAYERS = [
     {"tasks", "train"},
     {"bench", "batch"},
     {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"},
+    {"serve"},
     {"__init__", "__main__"},
 ]
 # Within a layer.

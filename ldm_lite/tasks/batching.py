@@ -20,6 +20,7 @@ from ldm_lite.conditioning.prompts import count_chunks, encode_prompts, guided
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed
 from ldm_lite.diffusion.noise import Draw, SharedNoise
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import DenoisingState, Extras, InpaintMask, RefinerSwitch
 from ldm_lite.image import depth_latent
 from ldm_lite.tasks.existing import Existing, contents
@@ -96,7 +97,7 @@ def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[
     """Run all prompts and repetitions of a job on each of the inputs; yield states after every step, and results."""
     runner = Runner(job)
     for number, given in enumerate(inputs):
-        batches = list(_batches(job, number, given, existing))
+        batches = list(batches_of(job, number, given, existing))
         if not batches:
             continue
         image = given.make() if isinstance(given, Later) else given
@@ -105,18 +106,39 @@ def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[
                 yield event
                 continue
             batch, latents = event
-            decoded = generate.decode(job.model, latents)
-            for pixels, row, seed, variation, key in zip(
-                decoded, batch.rows, batch.seeds, batch.variations, batch.keys, strict=True
-            ):
-                settings = {**noise_settings(job, variation), **image.settings}
-                result = job.result(image.finish(pixels), row, seed, settings)
-                yield dataclasses.replace(result, key=key)
+            yield from finished(job, image, batch, latents)
+
+
+def finished(job: Job, image: ImageInputs, batch: Batch, latents: Tensor) -> Iterator[Result]:
+    """Yield the result of each of a batch's latents (B,C,h,w), as soon as it is decoded."""
+    made = generate.decode(job.model, latents), batch.rows, batch.seeds, batch.variations, batch.keys
+    for pixels, row, seed, variation, key in zip(*made, strict=True):
+        settings = {**noise_settings(job, variation), **image.settings}
+        yield dataclasses.replace(job.result(image.finish(pixels), row, seed, settings), key=key)
 
 
 def noise_settings(job: Job, variation: int) -> dict[str, object]:
     """Return the settings of an image's text that concern its noise."""
     return {} if job.compat or job.noise is not None else job.noise_source.settings(variation)
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A batch with all that its denoising reads."""
+
+    batch: Batch
+    model: Model
+    plan: Plan | None
+    latents: Tensor  # (B,C,h,w), noised
+    branches: Branches
+    draw: Draw
+    extras: Extras
+
+    def stream(self) -> Iterator[DenoisingState]:
+        """Yield the state after every step, as generate.stream does; nothing if there are no steps."""
+        if self.plan is None:
+            return iter(())
+        return generate.stream(self.model, self.latents, self.branches, self.plan, draw=self.draw, extras=self.extras)
 
 
 class Runner:
@@ -130,10 +152,20 @@ class Runner:
 
     def run(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
         """Run batches on one input; yield states after every step, and each batch with its latents (B,C,h,w)."""
+        for ready in self.prepare(image, batches):
+            latents = ready.latents
+            for state in ready.stream():
+                latents = state.latents
+                yield state
+            yield ready.batch, latents
+
+    def prepare(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[Ready]:
+        """Yield each batch on one input with its text encoded and its first noise drawn, when it is asked for."""
         job, model = self.job, self.job.model
         if job.depth is not None:
             image = dataclasses.replace(image, concat=depth_latent(job.depth, image.latent_shape[1:]))
         initial, controls = InitialLatents(job, image, self._generator), None
+        plan = None if job.plan is None else dataclasses.replace(job.plan, initial=1.0)  # draw() scales the noise
         for place, batch in enumerate(batches):
             rows = batch.rows
             if model.offloader is not None and place % AHEAD == 0:
@@ -147,16 +179,10 @@ class Runner:
                 refined = _branches(job, refiner, image, self._refining.encode(rows, image), len(rows))
                 switch = RefinerSwitch(refiner, refined, step)
             latents, mask, draw = initial.draw(batch)
-            if job.plan is not None:
-                extras = Extras(mask, controls, switch)
-                plan = dataclasses.replace(job.plan, initial=1.0)  # initial.draw has scaled the noise
-                for state in generate.stream(model, latents, branches, plan, draw=draw, extras=extras):
-                    latents = state.latents
-                    yield state
-            yield batch, latents
+            yield Ready(batch, model, plan, latents, branches, draw, Extras(mask, controls, switch))
 
 
-def _batches(job: Job, number: int, given: ImageInputs | Later, existing: Existing | None) -> Iterator[Batch]:
+def batches_of(job: Job, number: int, given: ImageInputs | Later, existing: Existing | None) -> Iterator[Batch]:
     """Yield the batches of the number-th input, without the images that exist."""
     count = len(job.prompts)
     sources = contents(given.sources) if existing is not None and isinstance(given, Later) else ""

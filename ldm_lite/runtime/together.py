@@ -1,0 +1,119 @@
+"""Images of different requests in one run of the network, each with the bits that it has alone.
+
+A kernel may add in another order for another number of images: matrix products of a few rows, Winograd's choice of
+tiles, cuDNN's choice of algorithms.  Which layers do so depends on the machine, so it is measured: a layer that gives
+other bits for a shape runs image by image, and a step that still does runs as a whole image by image.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.diffusion.step import Network, Row, denoise_step
+from ldm_lite.models.ops import Conv1x1
+from ldm_lite.runtime.patching import kernel, patch, patch_of
+
+LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)
+
+
+class Together:
+    """A network's denoising step for B images, called like denoise_step, with the bits of B runs of one image.
+
+    The rows of a batch are branch by branch, so those of image i are i, B + i, ...  One thread may use it at a time.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        """Patch the network's layers, which run as before outside of a step of several images."""
+        self.count = 1  # images in the running batch
+        self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images
+        for module in network.modules():
+            if type(module) in LAYERS:
+                patch(module, self._layer(patch_of(module) or type(module).forward))
+
+    def __call__(
+        self,
+        network: Network,
+        registers: Tensor,
+        row: Row,
+        noise: Tensor,
+        conditioning: Conditioning,
+        guidance: Guidance,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Run one row of a plan, as denoise_step does."""
+        count = registers.shape[1]
+        inputs = network, registers, row, noise, conditioning, guidance, dtype
+        if count == 1:
+            return denoise_step(*inputs)
+        shapes = [None if part is None else part.shape for part in conditioning[:3]]
+        key = (registers.shape, *shapes, guidance.rescale is None, guidance.percentile is None)
+        if self._same.get(key) is False:
+            return self._alone(*inputs)
+        with self.images(count):
+            whole = denoise_step(*inputs)
+        if key in self._same:
+            return whole
+        alone = self._alone(*inputs)
+        self._same[key] = torch.equal(whole, alone)
+        return alone
+
+    @contextlib.contextmanager
+    def images(self, count: int) -> Iterator[None]:
+        """Within the block the rows of the layers' inputs are those of `count` images: for what runs before a step."""
+        before, self.count = self.count, count
+        try:
+            yield
+        finally:
+            self.count = before
+
+    def _alone(
+        self,
+        network: Network,
+        registers: Tensor,
+        row: Row,
+        noise: Tensor,
+        conditioning: Conditioning,
+        guidance: Guidance,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        count, made = registers.shape[1], []
+        with self.images(1):
+            for i in range(count):
+                context, y, concat = (None if part is None else part[i::count] for part in conditioning[:3])
+                image = registers[:, i : i + 1], row, noise[i : i + 1]
+                own = Conditioning(context, y, concat)
+                made.append(denoise_step(network, *image, own, guidance, dtype))
+        return torch.cat(made, dim=1)
+
+    def _layer(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the forward of a layer that runs image by image where that gives other bits."""
+
+        @kernel
+        def forward(layer: nn.Module, x: Tensor) -> Tensor:
+            count = self.count
+            if count == 1 or len(x) % count:
+                return inner(layer, x)
+            key = (id(layer), count, x.shape, x.stride(), x.dtype)
+            if key not in self._same:
+                probe = torch.randn_like(x)  # in the layout of x
+                self._same[key] = torch.equal(inner(layer, probe), _each(inner, layer, probe, count))
+            return inner(layer, x) if self._same[key] else _each(inner, layer, x, count)
+
+        return forward
+
+
+def _each(inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, count: int) -> Tensor:
+    """Run a layer on the rows of each image; return all rows in the order of x."""
+    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if last else torch.contiguous_format
+    made = [inner(layer, x[i::count].contiguous(memory_format=layout)) for i in range(count)]
+    last = made[0].ndim == 4 and made[0].is_contiguous(memory_format=torch.channels_last)
+    shape = (len(x), *made[0].shape[1:])
+    out = made[0].new_empty(shape)
+    out = out.contiguous(memory_format=torch.channels_last) if last else out
+    for i, rows in enumerate(made):
+        out[i::count] = rows
+    return out

@@ -1,0 +1,156 @@
+"""What requests may name: checkpoints, LoRAs and ControlNets of folders; and the one checkpoint that is loaded."""
+
+import dataclasses
+import gc
+import logging
+from pathlib import Path
+
+import torch
+
+from ldm_lite.checkpoint import lora
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.runtime.together import Together
+from ldm_lite.serve.options import ServeOptions
+from ldm_lite.zoo.detection import with_vae
+
+log = logging.getLogger("ldm_lite")
+
+SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+Loras = tuple[tuple[str, float], ...]  # (name, weight)
+
+
+class Library:
+    """Names for files.  One model is loaded at a time, by the thread that uses it."""
+
+    def __init__(self, load: LoadOptions, options: ServeOptions) -> None:
+        """Load the default model, load.ckpt.  Raises ValueError, OSError."""
+        self._load, self._options = load, options
+        self._folders = {"models": options.models, "loras": options.loras, "controlnets": options.controlnets}
+        for kind, folder in self._folders.items():
+            if folder is not None and not Path(folder).is_dir():
+                raise ValueError(f"got `{kind}` {folder!r}, wanted a folder")
+        self._merged: tuple[Loras, lora.MergedLora | None] = ((), None)
+        self._model: Model | None = None
+        self._preview: Model | None = None
+        self.together: Together | None = None
+        self.default = self.loaded = ""
+        self._open(load)
+        assert self._model is not None
+        self.default = self.loaded = self._model.name
+
+    @property
+    def names(self) -> list[str]:
+        """The models that requests may name; the first is the default."""
+        return [self.default, *(name for name in self._files("models") if name != self.default)]
+
+    @property
+    def loras(self) -> list[str]:
+        """The LoRAs that requests may name."""
+        return list(self._files("loras"))
+
+    @property
+    def controls(self) -> list[str]:
+        """The ControlNets and T2I-Adapters that requests may name."""
+        return list(self._files("controlnets"))
+
+    def control_file(self, name: str) -> Path:
+        """Return the file of a ControlNet.  Raises ValueError for another name."""
+        return self._file("controlnets", name)
+
+    def lora_file(self, name: str) -> Path:
+        """Return the file of a LoRA.  Raises ValueError for another name."""
+        return self._file("loras", name)
+
+    def check(self, name: str | None, loras: Loras) -> str:
+        """Return the name of a model, by default the default's.  Raises ValueError for names that there are not."""
+        for each, _ in loras:
+            self.lora_file(each)
+        if name is None or name == self.default:
+            return self.default
+        self._file("models", name)
+        return name
+
+    @property
+    def merged(self) -> Loras:
+        """The LoRAs that are merged into the loaded model."""
+        return self._merged[0]
+
+    @property
+    def model(self) -> Model:
+        """The model that is loaded."""
+        assert self._model is not None
+        return self._model
+
+    def use(self, name: str, loras: Loras) -> Model:
+        """Return a model with LoRAs merged; whatever was loaded before is freed.  Raises ValueError, OSError."""
+        if self._merged[0] != loras or self.loaded != name:
+            self._unmerge()
+        if self.loaded != name or self._model is None:
+            self._close()
+            ckpt = self._load.ckpt if name == self.default else self._file("models", name)
+            try:
+                self._open(dataclasses.replace(self._load, ckpt=ckpt))
+            except Exception:
+                self._open(self._load)  # the default keeps its place
+                self.loaded = self.default
+                raise
+            self.loaded = name
+        model = self.model
+        if loras and self._merged[1] is None:
+            opened = [(lora.open_lora(self.lora_file(each)), weight) for each, weight in loras]
+            self._merged = loras, lora.merge_lora(model.networks, opened, model.offloader)
+        return model
+
+    def decoder(self) -> Model:
+        """Return the model whose autoencoder decodes previews."""
+        if self._options.preview is None:
+            return self.model
+        if self._preview is None:
+            model, source = self.model, self._options.preview
+            vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
+            self._preview = dataclasses.replace(model, vae=vae, family=with_vae(model.family, vae.spec, source))
+        return self._preview
+
+    def _open(self, load: LoadOptions) -> None:
+        model = load_model(load, Model)
+        plain = model.step is denoise_step and model.offloader is None
+        self.together = Together(model.unet) if plain and self._options.batching == "exact" else None
+        self._model = model if self.together is None else dataclasses.replace(model, step=self.together)
+
+    @property
+    def most_together(self) -> int:
+        """How many images the loaded model denoises together; compiled and offloaded ones run one by one."""
+        exact = self._options.batching == "exact"
+        return 1 if exact and self.together is None else self._options.batch
+
+    def _close(self) -> None:
+        """Free what is loaded, before anything else takes its memory."""
+        self._model = self._preview = self.together = None
+        self._merged = (), None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _unmerge(self) -> None:
+        merged, self._merged = self._merged[1], ((), None)
+        if merged is not None:
+            merged.remove()
+
+    def _file(self, kind: str, name: str) -> Path:
+        files = self._files(kind)
+        if name not in files:
+            known = [self.default, *files] if kind == "models" else list(files)
+            what = {"models": "model", "loras": "LoRA", "controlnets": "ControlNet"}[kind]
+            raise ValueError(f"unknown {what} {name!r:.80}: wanted {'one of ' + ', '.join(known) if known else 'none'}")
+        return files[name]
+
+    def _files(self, kind: str) -> dict[str, Path]:
+        """The files of a folder by name: the path in the folder, without the suffix."""
+        if (folder := self._folders[kind]) is None:
+            return {}
+        root = Path(folder)
+        found = (path for path in sorted(root.rglob("*")) if path.suffix in SUFFIXES and path.is_file())
+        return {path.relative_to(root).with_suffix("").as_posix(): path for path in found}

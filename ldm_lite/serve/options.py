@@ -1,0 +1,51 @@
+"""The options of the server.  Nothing here imports torch."""
+
+from dataclasses import dataclass
+
+from ldm_lite.cli.options import MOST, CheckedOptions, option
+
+DAY = 24 * 3600
+
+
+@dataclass(frozen=True)
+class LimitOptions(CheckedOptions):
+    """What a request may ask for."""
+
+    batch: int = option(8, "images that are denoised together at most", within=(1, 256), common=True)
+    batching: str = option(
+        "exact",
+        "exact: the same bits as alone; fast: always one run of the network, which may differ by 1 of 255",
+        choices=("exact", "fast"),
+    )
+    max_pixels: int = option(2**20, "of an image", within=(64, 2**28))
+    max_steps: int = option(150, "of an image", within=(1, 1000))
+    max_images: int = option(16, "of a request", within=(1, 1000))
+    max_queue: int = option(256, "images that wait; then requests get status 429", within=(1, MOST))
+    max_body: int = option(32, "MiB of a request", within=(1, 1024))
+    timeout: float = option(600.0, "seconds until a request that is not finished gives up", within=(0.1, DAY))
+    grace: float = option(
+        30.0,
+        "seconds that running images have when the server is stopped; then it returns what is there",
+        within=(0, DAY),
+    )
+
+
+@dataclass(frozen=True)
+class ServeOptions(LimitOptions):
+    """Where the server listens, and what it offers."""
+
+    host: str = option("127.0.0.1", "address to listen on", common=True)
+    port: int = option(7860, "port to listen on; 0 takes a free one", within=(0, 65535), common=True)
+    models: str | None = option(None, "folder of checkpoints that requests may name", metavar="DIR", common=True)
+    loras: str | None = option(None, "folder of LoRAs that requests may name", metavar="DIR", common=True)
+    controlnets: str | None = option(
+        None, "folder of ControlNets and T2I-Adapters that requests may name", metavar="DIR", common=True
+    )
+    api_key: str | None = option(None, "key that requests need, or @FILE that holds it", metavar="KEY", common=True)
+    allow_host: tuple[str, ...] = option(
+        (), "name under which the server is reached, besides localhost and addresses; repeatable", metavar="NAME"
+    )
+    preview: str | None = option(
+        None, "small autoencoder for previews: taesd, taesdxl, ... (default: the model's own)", metavar="FILE"
+    )
+    debug: bool = option(False, "show the traceback of an error")
