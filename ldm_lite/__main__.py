@@ -20,6 +20,7 @@ COMMANDS = {
     "samplers": "compare samplers: a table and a chart",
     "verify": "check a checkpoint against published numbers",
     "batch": "images of a table of prompts, by the million",
+    "serve": "an HTTP API, and a page in the browser",
     "train": "train or fine-tune",
     "export": "compile the UNet ahead of time",
     "bench": "measure speed and memory, also against peers",
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, or list the commands; return the exit status."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if name in COMMANDS:
-        folder = ".__main__" if name in ("train", "bench", "batch") else ""
+        folder = ".__main__" if name in ("serve", "train", "bench", "batch") else ""
         status: int = importlib.import_module(f"ldm_lite.{name}{folder}").main(rest)
         return status
     if name in ("", "-h", "--help"):

@@ -76,21 +76,21 @@ def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]
     Raises ValueError if either fails, if it is no regular file, or beyond MOST_BYTES or MOST_PIXELS; OSError.
     """
     with open_file(path, MOST_BYTES) as file:  # a missing file raises OSError
-        return decode_image(file, path, convert)
+        return decode_image(file, os.fspath(path), convert)
 
 
-def decode_image(file: BinaryIO, path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
-    """As read_image, from an open file, of which messages speak as `path`."""
-    with _readable(path):
+def decode_image(file: BinaryIO, name: str | os.PathLike[str], convert: Callable[[Image.Image], T], most: int = 0) -> T:
+    """Decode an open image file as read_image does; `most` is a lower limit of its pixels.  Raises ValueError."""
+    with _readable(name):
         _check_tags(file)
         image = Image.open(file, formats=_formats())
     try:
-        _check_size(image.size)
+        _check_size(image.size, most or MOST_PIXELS)
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
     if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's further views of a picture
-        log.info("%s: holds several images: the first is taken", path)
-    with _readable(path):
+        log.info("%s: holds several images: the first is taken", name)
+    with _readable(name):
         return convert(image)
 
 
@@ -135,11 +135,11 @@ def _formats() -> tuple[str, ...]:
     return tuple(each for each in FORMATS if each in Image.OPEN)
 
 
-def _check_size(size: tuple[int, int]) -> None:
-    """Raises ValueError for a (width, height) in pixels that no image has, or that is beyond MOST_PIXELS."""
+def _check_size(size: tuple[int, int], limit: int = MOST_PIXELS) -> None:
+    """Raises ValueError for a (width, height) in pixels that no image has, or that is beyond the limit."""
     width, height = size
-    if not 0 < width * height <= MOST_PIXELS or max(size) > MOST_PX:
-        most = f"at most {MOST_PIXELS} in all and {MOST_PX} a side: make it smaller"
+    if not 0 < width * height <= limit or max(size) > MOST_PX:
+        most = f"at most {limit} in all and {MOST_PX} a side: make it smaller"
         wanted = "one or more" if width * height == 0 else most
         raise ValueError(f"got an image of {width} x {height} pixels, wanted {wanted}")
 

@@ -63,6 +63,9 @@ class _Printable:
         return len(text)
 
 
+MOST_SHOWN = 10_000
+
+
 class _Messages(logging.Handler):
     """Log records as single lines on stderr, each once, above a progress bar."""
 
@@ -72,6 +75,8 @@ class _Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(printable(record.getMessage()))
+        if len(self._shown) > MOST_SHOWN:  # a server runs for months
+            self._shown.clear()
         if line not in self._shown:
             self._shown.add(line)
             tqdm.write(line, file=sys.stderr)

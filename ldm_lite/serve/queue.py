@@ -132,15 +132,20 @@ class Engine:
                 self.cancel(each)
             each.interrupted = True
 
-    def close(self, wait: bool = True) -> None:
+    def stop(self) -> None:
         """Take no more requests, refuse those that wait, and let those that run end within the seconds of grace."""
         with self._changed:
-            self._stopping, self._give_up = True, time.monotonic() + self.limits.grace
+            if not self._stopping:
+                self._stopping, self._give_up = True, time.monotonic() + self.limits.grace
             waiting = [each for each in self._queue if each.state == QUEUED]
             self._changed.notify_all()
         for each in waiting:
             self.cancel(each, Stopping("the server was stopped before this request began: try again later"))
-        if wait and self._thread.is_alive():
+
+    def close(self) -> None:
+        """Stop, and wait for the end of what runs."""
+        self.stop()
+        if self._thread.is_alive():
             self._thread.join()
 
     @property
@@ -202,6 +207,7 @@ class Engine:
         if (first.model, first.loras) != (self.library.loaded, self.library.merged):
             self._sources.clear()  # they hold the model that is to be freed
             self._peeked.clear()
+            self.totals["swaps"] += first.model != self.library.loaded
             self.library.use(first.model, first.loras)
         with self._changed:
             tickets = list(self._queue)

@@ -78,11 +78,11 @@ def read_parameters(source: Any) -> Parameters:
     is none; OSError.
     """
     if isinstance(source, Image.Image):
-        return _named("the picture", _text_of(source))
+        return _named("the picture", text_of(source))
     path = Path(source)
     try:
         with open_file(path, 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
-            text = _text_of(image)
+            text = text_of(image)
     except (OSError, ValueError) as error:
         if not isinstance(error, UnidentifiedImageError) and (isinstance(error, OSError) or "wanted" in str(error)):
             raise
@@ -101,7 +101,8 @@ def _named(name: str, text: str | None) -> Parameters:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _text_of(image: Image.Image) -> str | None:
+def text_of(image: Image.Image) -> str | None:
+    """The text that a picture holds, as it is."""
     text = image.info.get("parameters")
     if text is None:
         comment = image.getexif().get_ifd(0x8769).get(0x9286, b"")  # EXIF, UserComment
