@@ -276,7 +276,7 @@ def _submit(state: State, given: Txt2imgRequest) -> Ticket:
         return engine.submit("txt2img", Txt2imgOptions(**options), model, loras)
     most = engine.limits.max_pixels
     if len(given.init_images) != 1:
-        raise ValueError(f"got {len(given.init_images)} images as `init_images`, wanted one")
+        raise ValueError(f"got {len(given.init_images)} images as init_images, wanted one")
     image = open_base64(given.init_images[0], "init_images", most)
     resize = ("stretch", "crop", "fit")[given.resize_mode]
     options |= {"init_img": (image,), "strength": given.denoising_strength, "resize": resize}
@@ -297,11 +297,11 @@ def _check_neutral(given: Txt2imgRequest) -> None:
     """Raises Refused for a field that would change the image and is not one of ldm_lite's."""
     for name, value in (given.model_extra or {}).items():
         if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-            raise Refused(422, f"`{name}` is not supported: leave it out, or give {NEUTRAL[name][0]!r}")
+            raise Refused(422, f"{name} is not supported: leave it out, or give {NEUTRAL[name][0]!r}")
     for name, script in (given.alwayson_scripts or {}).items():
         arguments = script.get("args") if isinstance(script, dict) else script
         if arguments and arguments != [False]:
-            raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of `alwayson_scripts`")
+            raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
 
 
 def _loras(prompt: str) -> tuple[str, Loras]:

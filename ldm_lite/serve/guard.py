@@ -63,7 +63,9 @@ class Guard:
         host = headers.get("host", "")
         if not self._is_ours(host):
             what = f"got the host name {host!r:.80}, which is not this server's"
-            raise Refused(403, f"{what}: start it with --allow-host NAME, or use localhost or an address")
+            raise Refused(
+                403, f"{what}: its owner allows it with `allow_host=NAME`; localhost and addresses always work"
+            )
         origin, method = headers.get("origin"), scope.get("method", "GET")
         foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
         if (method not in SAFE or scope["type"] == "websocket") and (

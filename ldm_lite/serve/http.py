@@ -159,7 +159,7 @@ async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[by
 
 def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
     """Decode an image, as it is, of at most MOST_READ * most pixels.  Raises ValueError."""
-    return decode_image(io.BytesIO(content), f"`{name}`", _loaded, MOST_READ * most)
+    return decode_image(io.BytesIO(content), f"{name}", _loaded, MOST_READ * most)
 
 
 def _loaded(image: Image.Image) -> Image.Image:
@@ -170,12 +170,12 @@ def _loaded(image: Image.Image) -> Image.Image:
 def open_base64(text: Any, name: str, most: int) -> Image.Image:
     """Decode an image in base64, with or without "data:image/png;base64,".  Raises ValueError."""
     if not isinstance(text, str):
-        raise ValueError(f"got {type(text).__name__} as `{name}`, wanted an image in base64")
+        raise ValueError(f"got {type(text).__name__} as {name}, wanted an image in base64")
     head, comma, rest = text.partition(",")
     try:
         content = base64.b64decode(rest if comma and head.startswith("data:") else text, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError(f"`{name}` is not base64, which an image has to be in") from None
+        raise ValueError(f"{name} is not base64, which an image has to be in") from None
     return open_bytes(content, name, most)
 
 

@@ -114,12 +114,12 @@ def _edit(engine: Engine, given: EditRequest, files: dict[str, list[bytes]]) -> 
     model, most = check_name(engine.library, given.model), engine.limits.max_pixels
     contents = files.get("image", []) + files.get("image[]", [])
     if len(contents) != 1:
-        raise Refused(422, f"got {len(contents)} files as `image`, wanted one")
+        raise Refused(422, f"got {len(contents)} files as image, wanted one")
     image, mask = open_bytes(contents[0], "image", most), None
     if "mask" in files:
         mask = _hole(open_bytes(files["mask"][0], "mask", most))
         if mask is None:
-            raise Refused(422, "`mask` has no transparent part: transparent is repainted")
+            raise Refused(422, "mask has no transparent part: transparent is repainted")
     elif TASKS[engine.library.model.family.task] != ("img2img",):  # a model that follows instructions needs no mask
         mask = _hole(image)
     options = _options(given) | {"init_img": (image.convert("RGB"),), "strength": given.strength}
@@ -142,7 +142,7 @@ def _options(given: ImageRequest) -> dict[str, Any]:
     if given.size not in (None, "auto"):
         match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", given.size or "")
         if match is None:
-            raise Refused(422, f"got `size` {given.size!r:.40}, wanted WIDTHxHEIGHT or auto")
+            raise Refused(422, f"got size {given.size!r:.40}, wanted WIDTHxHEIGHT or auto")
         size = {"width": int(match[1]), "height": int(match[2])}
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     names = ("steps", "scale", "sampler", "negative_prompt")
@@ -217,5 +217,5 @@ def _encoded(image: Image.Image, given: ImageRequest) -> str:
 
 def _usage(images: int) -> dict[str, Any]:
     """The clients want it; nothing is charged, so there are no tokens."""
-    none = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
-    return {**none, "input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
+    details = {"image_tokens": 0, "text_tokens": 0}
+    return {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "input_tokens_details": details}

@@ -34,6 +34,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
 from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
+from ldm_lite.serve.options import ServeOptions
 from ldm_lite.train.options import TrainOptions as Train
 from ldm_lite.verify import Options as Verify
 
@@ -197,8 +198,9 @@ def messages(tree: ast.AST) -> list[str]:
 
 def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
-    groups = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions, Samplers, Export)
-    names = {each.name for group in (*groups, Train, Bench, Reconstruct, Verify) for each in dataclasses.fields(group)}
+    groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
+    groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions)
+    names = {each.name for group in groups for each in dataclasses.fields(group)}
     names |= {"draw", "output", "C", "f", "config"}  # of Python alone, and of the original scripts alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
