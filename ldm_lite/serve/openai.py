@@ -161,7 +161,7 @@ async def _respond(request: Request, ticket: Ticket, given: ImageRequest, event:
     about = _about(given, ticket.results[0].image)
     data = [{"b64_json": image, "seed": result.seed} for image, result in zip(made, ticket.results, strict=True)]
     ignored = {"ignored": sorted(given.model_extra)} if given.model_extra else {}
-    return JSONResponse({"created": int(time.time()), "data": data, "usage": _usage(len(data)), **about, **ignored})
+    return JSONResponse({"created": int(time.time()), "data": data, "usage": _usage(), **about, **ignored})
 
 
 async def _events(ticket: Ticket, given: ImageRequest, event: str) -> AsyncIterator[str]:
@@ -175,20 +175,20 @@ async def _events(ticket: Ticket, given: ImageRequest, event: str) -> AsyncItera
                 yield await _event(f"{event}.partial_image", image, given, content)
                 partials += 1
             for result in ticket.results[results:]:
-                content = {"usage": _usage(1), "seed": result.seed, "image_index": results}
-                yield await _event(f"{event}.completed", result.image, given, content)
+                about = {"usage": _usage(), "seed": result.seed, "image_index": results}
+                yield await _event(f"{event}.completed", result.image, given, about)
                 results += 1
             if over:
                 break
             try:
                 await asyncio.wait_for(changes.next(), KEEP_ALIVE)
-            except TimeoutError:
+            except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
                 yield ": waiting\n\n"
         check_ended(ticket)
     except Exception as error:
         refused = refusal(error)
-        about = {"message": refused.message, "type": "server_error", "param": None, "code": refused.code}
-        yield json_lines("error", {"type": "error", "error": about})
+        error_about = {"message": refused.message, "type": "server_error", "param": None, "code": refused.code}
+        yield json_lines("error", {"type": "error", "error": error_about})
     finally:
         ticket.cancel()
 
@@ -215,7 +215,7 @@ def _encoded(image: Image.Image, given: ImageRequest) -> str:
     return encoded(image, given.output_format or "png", quality)
 
 
-def _usage(images: int) -> dict[str, Any]:
+def _usage() -> dict[str, Any]:
     """The clients want it; nothing is charged, so there are no tokens."""
     details = {"image_tokens": 0, "text_tokens": 0}
     return {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "input_tokens_details": details}

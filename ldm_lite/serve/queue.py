@@ -161,11 +161,11 @@ class Engine:
             raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
         if (options.steps or 0) > limits.max_steps:
             raise ValueError(f"got `steps` {options.steps}, wanted at most {limits.max_steps}")
-        if options.width is not None and options.height is not None:
-            self._check_size(options.width, options.height)
         for image in getattr(options, "init_img", ()) if ticket.task == "upscale" else ():
             width, height = to_image(image).size
             self._check_size(4 * width, 4 * height)
+        own = self.library.model.family.resolution if ticket.task == "txt2img" else 1
+        self._check_size(options.width or own, options.height or own)
         if ticket.model == self.library.loaded and not options.control:
             TASKS[ticket.task].prepare(self.library.model, options)
 
@@ -253,6 +253,8 @@ class Engine:
                 self.totals["steps"] += 1
                 for ticket in self.running:
                     ticket.step = state.step
+                for ticket in list(self._queue):
+                    self._expired(ticket)
                 if all(self._stopped(unit, place, state) for place, unit in enumerate(units)):
                     break
                 if spent <= PREVIEW_SHARE * (time.monotonic() - start):

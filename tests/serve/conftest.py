@@ -1,0 +1,36 @@
+"""A server for the tests: connections to this machine alone are allowed."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.serve.library import Library
+from ldm_lite.serve.options import ServeOptions
+
+LOCAL = {"127.0.0.1", "localhost", "::1"}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the suite's, which refuses every connection."""
+    connect, lookup = socket.socket.connect, socket.getaddrinfo
+
+    def connect_here(self: socket.socket, address: Any) -> None:
+        assert self.family == socket.AF_UNIX or address[0] in LOCAL, f"a test tried to reach {address}"
+        connect(self, address)
+
+    def lookup_here(host: Any, *args: Any, **kwargs: Any) -> Any:
+        assert host in (None, *LOCAL), f"a test asked for {host}"
+        return lookup(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup_here)
+
+
+@pytest.fixture(scope="session")
+def library(small_path: Path) -> Library:
+    """The miniature model; tests that change models make their own."""
+    return Library(LoadOptions(ckpt=small_path, device="cpu"), ServeOptions())

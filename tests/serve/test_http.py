@@ -1,0 +1,420 @@
+"""The server over a real socket: what its clients get, and what it refuses."""
+
+import base64
+import http.client
+import io
+import json
+import socket
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import ldm_lite
+from ldm_lite.serve.library import Library
+from ldm_lite.serve.options import ServeOptions
+from ldm_lite.serve.queue import Engine
+
+pytestmark = pytest.mark.extra
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+
+KEY = "a-key-of-the-test"
+LIMITS = {"max_body": 1, "max_pixels": 128 * 128, "max_queue": 12}
+Start = Callable[..., "Running"]
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, library: Library, **given: Any) -> None:
+        from ldm_lite.serve.app import make_app
+
+        self.options = ServeOptions(**LIMITS | given)
+        self.engine = Engine(library, self.options).start()
+        config = uvicorn.Config(make_app(self.engine, self.options, given.get("api_key")), log_level="error")
+        self.server = uvicorn.Server(config)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.socket]), daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
+
+    def ask(self, path: str, content: Any = None, method: str = "", **headers: str) -> tuple[int, Any]:
+        """The status and the JSON, or text, of an answer."""
+        body = content if content is None or isinstance(content, (bytes, str)) else json.dumps(content)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, json.loads(text) if "json" in response.getheader("content-type", "") else text
+
+    def refused(self, path: str, content: Any, **headers: str) -> tuple[int, str]:
+        """The status and the message of a refusal: one line without a path of this machine."""
+        status, answer = self.ask(path, content, **headers)
+        message = answer["error"]["message"]
+        assert message == answer["detail"]
+        assert "\n" not in message
+        assert len(message) < 600
+        assert str(Path.cwd()) not in message
+        assert "/tmp" not in message
+        return status, message
+
+
+@pytest.fixture
+def start(library: Library) -> Iterator[Start]:
+    made = []
+
+    def run(**given: Any) -> Running:
+        made.append(Running(library, **given))
+        return made[-1]
+
+    yield run
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def server(library: Library) -> Iterator[Running]:
+    made = Running(library)
+    yield made
+    made.close()
+
+
+def picture(color: Any = "red", mode: str = "RGB", side: int = 32) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (side, side), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def b64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def opened(text: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+SMALL = {"seed": 3, "steps": 3, "width": 32, "height": 32}
+OPENAI, TXT2IMG, IMG2IMG = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
+
+
+# ---- the real clients -----------------------------------------------------------------------------------------------
+
+
+def test_openais_client_generates_edits_and_streams(server: Running, small_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [each.id for each in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").object == "model"
+    more: dict[str, Any] = {"extra_body": {"seed": 3, "steps": 3, "negative_prompt": "ugly"}}
+    made = client.images.generate(prompt="an apple", model="small", n=2, size="32x32", **more)
+    assert (made.size, made.output_format, len(made.data)) == ("32x32", "png", 2)
+    pipe = ldm_lite.load(small_path, device="cpu")
+    for each, seed in zip(made.data, (3, 4), strict=True):
+        wanted = pipe.txt2img("an apple", negative_prompt="ugly", **SMALL | {"seed": seed})[0]
+        assert opened(each.b64_json).tobytes() == wanted.tobytes()
+        assert opened(each.b64_json).info["parameters"] == wanted.info["parameters"]
+
+    events = list(client.images.generate(prompt="an apple", size="32x32", stream=True, partial_images=2, **more))
+    assert [each.type.split(".")[1] for each in events] == ["partial_image", "partial_image", "completed"]
+    assert [each.partial_image_index for each in events[:2]] == [0, 1]
+    assert opened(events[2].b64_json).tobytes() == opened(made.data[0].b64_json).tobytes()
+    assert all(opened(each.b64_json).size == (32, 32) for each in events)
+
+    image, hole = ("a.png", picture()), ("b.png", picture((0, 0, 0, 0), "RGBA"))
+    edited = client.images.edit(image=image, prompt="a car", output_format="webp", extra_body={"steps": 4})
+    assert opened(edited.data[0].b64_json).format == "WEBP"
+    masked = client.images.edit(image=image, mask=hole, prompt="a car", extra_body={"steps": 4, "seed": 1})
+    assert opened(masked.data[0].b64_json).size == (32, 32)
+    events = list(client.images.edit(image=image, prompt="a car", stream=True, extra_body={"steps": 4}))
+    assert [each.type for each in events] == ["image_edit.completed"]
+
+    for status, given in (
+        (404, {"model": "other"}),
+        (422, {"size": "32"}),
+        (422, {"size": "1024x1024"}),
+        (422, {"n": 0}),
+        (422, {"response_format": "url"}),
+        (422, {"extra_body": {"steps": 5000}}),
+        (422, {"extra_body": {"sampler": "eulerr"}}),
+    ):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.images.generate(**{"prompt": "x", **given})
+        assert caught.value.status_code == status
+
+
+def test_a1111s_client_at_work(server: Running, small_path: Path) -> None:
+    webuiapi = pytest.importorskip("webuiapi")
+    client = webuiapi.WebUIApi(host="127.0.0.1", port=server.port)
+    size = {"width": 32, "height": 32}
+    made = client.txt2img(prompt="(an apple:1.2)", seed=3, steps=3, batch_size=2, sampler_name="DPM++ 2M", **size)
+    assert made.info["all_seeds"] == [3, 4]
+    more = {"sampler": "webui DPM++ 2M", "scale": 7.0, "prompt_syntax": "a1111", "negative_prompt": ""}
+    pipe = ldm_lite.load(small_path, device="cpu")
+    [wanted] = pipe.txt2img("(an apple:1.2)", **SMALL | more)
+    assert made.images[0].tobytes() == wanted.tobytes()
+    about = client.png_info(made.images[0])
+    assert about.info == made.info["infotexts"][0]
+    assert about.parameters["Sampler"] == "DPM++ 2M"
+    assert client.png_info(Image.new("RGB", (8, 8))).info == ""
+
+    mask = Image.new("L", (32, 32))
+    mask.paste(255, (0, 0, 16, 32))
+    given = {"images": [Image.new("RGB", (32, 32), "red")], "prompt": "x", "steps": 4, **size}
+    plain = client.img2img(**given, denoising_strength=0.5)
+    assert plain.info["ignored"] == client.img2img(**given).info["ignored"]
+    painted = client.img2img(**given, mask_image=mask, mask_blur=0, inpainting_fill=1)
+    assert painted.image.crop((16, 0, 32, 32)).getcolors() == [(16 * 32, (255, 0, 0))]
+
+    assert "Euler a" in client.util_get_sampler_names()
+    assert "karras" in client.util_get_scheduler_names()
+    for name in client.util_get_scheduler_names():
+        client.txt2img(prompt="x", steps=2, scheduler=name, sampler_name="Euler", **size)
+    assert client.util_get_model_names() == ["small"]
+    client.util_set_model("small")
+    assert client.util_get_current_model() == "small"
+    assert client.get_loras() == client.get_sd_vae() == client.get_upscalers() == []
+    client.util_wait_for_ready(0.1)
+    for wrong in ({"enable_hr": True}, {"styles": ["x"]}, {"steps": 5000}, {"sampler_name": "nope"}, {"width": 2**20}):
+        with pytest.raises(RuntimeError, match="422"):
+            client.txt2img(**{"prompt": "x", **size, **wrong})
+
+
+def test_a1111s_progress_and_interrupt(server: Running) -> None:
+    """The answer is what was predicted; another interface's request beside it is not touched."""
+    answers: dict[str, Any] = {}
+
+    def ask(path: str, **more: Any) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: answers.update({path: server.ask(path, {"prompt": "x", **SMALL, **more})})
+        )
+        thread.start()
+        return thread
+
+    first = ask(TXT2IMG, steps=150)
+    while (about := server.ask("/sdapi/v1/progress")[1])["state"]["sampling_step"] < 2:
+        time.sleep(0.02)
+    assert about["state"]["sampling_steps"] == 150
+    assert 0 < about["progress"] < 1
+    assert about["state"]["job_count"] == 1
+    second = ask(OPENAI, size="32x32")
+    while server.ask("/sdapi/v1/progress")[1]["current_image"] is None:
+        time.sleep(0.02)
+    server.ask("/sdapi/v1/interrupt", {})
+    first.join()
+    second.join()
+    status, answer = answers[TXT2IMG]
+    assert status == 200
+    assert json.loads(answer["info"])["interrupted"]
+    assert opened(answer["images"][0]).size == (32, 32)
+    assert answers[OPENAI][0] == 200
+    assert server.ask("/sdapi/v1/progress")[1]["progress"] == 0
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few kilobytes that says it has side x side pixels."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(10**6))) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "x", "scale": NaN, "cfg_scale": NaN}',
+        b'{"prompt": "x", "scale": 1e999, "cfg_scale": 1e999}',
+        b'{"prompt": "x", "steps": -Infinity}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "seed": ' + b"9" * 400 + b"}",
+        b'{"prompt": "x", "seed": -2}',
+        b'{"prompt": "x", "steps": 1.5}',
+        b'{"prompt": ["x"]}',
+        b'{"prompt": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+        b'{"prompt": "' + b"x " * 200_000 + b'"}',
+        b'{"prompt": "x", "steps": 0}',
+        b'{"prompt": "x", "n": 99, "batch_size": 99}',
+        b'{"prompt": "x", "width": 1000000, "size": "65536x65536"}',
+        b'{"prompt": "x", "width": 7, "size": "7x7"}',
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+@pytest.mark.parametrize("path", [OPENAI, TXT2IMG])
+def test_hostile_json_is_refused_in_one_line(server: Running, path: str, content: bytes) -> None:
+    assert server.refused(path, content)[0] == 422
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "",
+        "x",
+        "http://127.0.0.1/a.png",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        b64(b"GIF89a"),
+        b64(picture()[:50]),
+        b64(bomb(20_000)),
+        b64(bomb(2**31 - 1)),
+        "data:image/png;base64,!!!",
+        5,
+    ],
+    ids=lambda image: str(image)[:30],
+)
+def test_hostile_images_are_refused_in_one_line(server: Running, image: Any) -> None:
+    for path, given in ((IMG2IMG, {"init_images": [image]}), ("/sdapi/v1/png-info", {"image": image})):
+        assert server.refused(path, {"prompt": "x", **given})[0] == 422
+    assert server.refused(IMG2IMG, {"init_images": [b64(picture())], "mask": image, **SMALL})[0] == 422
+
+
+def test_forms_that_are_none_and_uploads_stay_in_memory(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a form that is larger than what Starlette keeps in memory does not reach the disk."""
+    assert server.refused("/v1/images/edits", b"{}")[0] == 422
+    assert server.refused("/v1/images/edits", b"--x\r\n", **{"Content-Type": "multipart/form-data"})[0] == 422
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a file was made")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    noise = io.BytesIO()
+    Image.effect_noise((32, 32), 100).convert("RGB").save(noise, "PNG")
+    upload = noise.getvalue() + bytes(2**20 - 2**16)  # the decoder stops at the image's end
+    form = b"".join(
+        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % each
+        for each in ((b"prompt", b"", b"x"), (b"steps", b"", b"2"), (b"image", b'; filename="a.png"', upload))
+    )
+    status, answer = server.ask(
+        "/v1/images/edits", form + b"--x--", **{"Content-Type": "multipart/form-data; boundary=x"}
+    )
+    assert status == 200, answer
+
+
+def test_a_body_that_is_too_large_gets_413(server: Running) -> None:
+    status, message = server.refused(TXT2IMG, b" " * (2**20 + 1))
+    assert (status, message) == (413, "the request is too large, wanted at most 1 MiB")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", TXT2IMG, iter([b" " * 2**19] * 4), encode_chunked=True)  # without a length
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_full_queue_gets_429_with_retry_after(server: Running) -> None:
+    statuses: list[int] = []
+
+    def ask(steps: int) -> None:
+        statuses.append(server.ask(TXT2IMG, {"prompt": "x", **SMALL, "steps": steps, "batch_size": 4})[0])
+
+    threads = [threading.Thread(target=ask, args=(50 + i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200, 429}
+
+
+def test_a_client_that_goes_is_forgotten(server: Running) -> None:
+    before = server.engine.totals["cancelled"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", TXT2IMG, json.dumps({"prompt": "x", **SMALL, "steps": 150}))
+    while not server.engine.running:
+        time.sleep(0.01)
+    connection.close()
+    limit = time.monotonic() + 20
+    while server.engine.running:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert server.engine.totals["cancelled"] == before + 1
+
+
+def test_other_sites_and_other_names_are_refused(server: Running, start: Start) -> None:
+    """DNS rebinding comes with another name, a page of another site with its origin."""
+    assert server.ask("/v1/models", Host="evil.example")[0] == 403
+    assert server.ask("/v1/models", Host="localhost.evil.example:1")[0] == 403
+    assert server.ask("/v1/models", Host="[")[0] == 403
+    for host in ("localhost", "127.0.0.1:1", "[::1]:7860", "192.168.1.5"):
+        assert server.ask("/v1/models", Host=host)[0] == 200
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{server.port + 1}"):
+        assert server.ask(TXT2IMG, {}, Origin=origin)[0] == 403
+    assert server.ask(TXT2IMG, {}, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert server.ask("/sdapi/v1/options", {}, Origin=server.url)[0] == 200
+    status, _ = server.ask(TXT2IMG, method="OPTIONS", Origin="http://evil.example")
+    assert status == 405  # no CORS
+    assert start(allow_host="images.example").ask("/v1/models", Host="images.example")[0] == 200
+
+
+def test_the_key(start: Start) -> None:
+    server = start(api_key=KEY)
+    basic = base64.b64encode(f"me:{KEY}".encode()).decode()
+    assert server.ask("/healthz") == (200, {"status": "ok"})
+    for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/sdapi/v1/options", "/"):
+        assert server.refused(path, None)[0] == 401
+    for given in ("Bearer x", KEY, f"Token {KEY}", "Basic !", "Basic " + base64.b64encode(KEY.encode()).decode()):
+        assert server.ask("/v1/models", Authorization=given)[0] == 401
+    for given in (f"Bearer {KEY}", f"Basic {basic}"):
+        assert server.ask("/v1/models", Authorization=given)[0] == 200
+    openai = pytest.importorskip("openai")
+    assert list(openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY).models.list())
+
+
+def test_metrics_and_the_description_of_the_api(server: Running) -> None:
+    assert server.ask(OPENAI, {"prompt": "x", "size": "32x32", "steps": 1})[0] == 200
+    server.ask("/a/random/path")
+    _, text = server.ask("/metrics")
+    numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(numbers["ldm_lite_images_total"]) == server.engine.totals["images"] > 0
+    assert float(numbers[f'ldm_lite_http_requests_total{{path="{OPENAI}",status="200"}}']) > 0
+    assert "random" not in text
+    described = server.ask("/openapi.json")[1]["paths"]
+    assert "steps" in described[OPENAI]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert {"/v1/images/edits", TXT2IMG, IMG2IMG, "/sdapi/v1/png-info"} <= set(described)
+    assert server.ask("/docs")[0] == 200
+
+
+def test_stopping_answers_what_runs_and_what_waits(start: Start) -> None:
+    server, statuses = start(), dict[int, int]()
+
+    def ask(steps: int) -> None:
+        statuses[steps] = server.ask(TXT2IMG, {"prompt": "x", **SMALL, "steps": steps})[0]
+
+    threads = [threading.Thread(target=ask, args=(steps,)) for steps in (40, 41)]
+    for thread in threads:
+        thread.start()
+        while not server.engine.running:
+            time.sleep(0.01)
+    while server.engine.waiting == 0:
+        time.sleep(0.01)
+    server.engine.stop()
+    server.close()
+    for thread in threads:
+        thread.join()
+    assert statuses == {40: 200, 41: 503}

@@ -1,0 +1,290 @@
+"""The engine: one queue, images of several requests in one run, each as it is alone."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_checkpoint
+import torch
+from PIL import Image
+from torch import nn
+
+import ldm_lite
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.patching import kernel, patch, runs_as_written
+from ldm_lite.runtime.together import Together
+from ldm_lite.serve.library import Library
+from ldm_lite.serve.options import ServeOptions
+from ldm_lite.serve.queue import Engine, Full, Stopping
+from ldm_lite.serve.ticket import Ticket
+
+
+def options(prompt: str = "a car", seed: int = 1, **more: Any) -> Txt2imgOptions:
+    return Txt2imgOptions(**{"prompt": prompt, "seed": seed, "steps": 3, "width": 32, "height": 32} | more)
+
+
+@pytest.fixture
+def engine(library: Library) -> Iterator[Engine]:
+    made = Engine(library, ServeOptions())
+    yield made
+    made.start() if made._thread.ident is None else None
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def alone(small_path: Path) -> Pipeline:
+    return ldm_lite.load(small_path, device="cpu")
+
+
+def finished(*tickets: Ticket) -> list[Any]:
+    for ticket in tickets:
+        assert ticket.wait(60)
+        if ticket.error is not None:
+            raise ticket.error
+    return [result for ticket in tickets for result in ticket.results]
+
+
+def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Engine, alone: Pipeline) -> None:
+    """Prompts, negative prompts, seeds and counts differ; one has a second chunk of text and one other steps."""
+    long = ", ".join(["a red apple on a blue background"] * 20)
+    given = [
+        options("an apple", 1),
+        options("a car", 7, batch_size=2),
+        options("a dog", 9, negative_prompt="ugly", n_iter=2),
+        options(long, 3, prompt_syntax="a1111"),
+        options("a cat", 4, steps=2),
+    ]
+    tickets = [engine.submit("txt2img", each) for each in given]
+    assert [each.position for each in tickets] == [0, 1, 3, 5, 6]
+    engine.start()
+    for ticket, asked in zip(tickets, given, strict=True):
+        for result in finished(ticket):
+            more = {
+                "steps": asked.steps,
+                "negative_prompt": asked.negative_prompt,
+                "prompt_syntax": asked.prompt_syntax,
+            }
+            size = {"width": 32, "height": 32, "seed": result.seed}
+            [wanted] = alone.txt2img(result.prompt, **size, **more, output="result")
+            assert torch.equal(result.pixels, wanted.pixels)
+            assert result.parameters == wanted.parameters
+    assert [len(each.results) for each in tickets] == [1, 2, 2, 1, 1]
+    assert engine.totals["batches"] == 3
+    assert engine.totals["images"] == 7
+
+
+def test_image_to_image_and_inpainting_run_together_as_alone(engine: Engine, alone: Pipeline) -> None:
+    pictures = [Image.new("RGB", (32, 32), color) for color in ("red", "blue", "green")]
+    mask = Image.new("L", (32, 32))
+    mask.paste(255, (0, 0, 16, 32))
+    more: dict[str, Any] = {"steps": 4, "strength": 0.5, "sampler": "euler_a"}
+    tickets = [
+        engine.submit("img2img", Img2imgOptions(prompt="x", init_img=(picture,), seed=i, **more))
+        for i, picture in enumerate(pictures)
+    ]
+    tickets += [
+        engine.submit("inpaint", InpaintOptions(prompt="x", init_img=(picture,), mask=(mask,), seed=i, **more))
+        for i, picture in enumerate(pictures)
+    ]
+    engine.start()
+    made = finished(*tickets)
+    for i, picture in enumerate(pictures):
+        assert torch.equal(made[i].pixels, alone.img2img("x", picture, seed=i, output="tensor", **more)[0])
+        assert torch.equal(made[3 + i].pixels, alone.inpaint("x", picture, mask, seed=i, output="tensor", **more)[0])
+    assert engine.totals["batches"] == 2
+
+
+def test_a_layer_whose_bits_depend_on_the_batch_runs_image_by_image() -> None:
+    @kernel
+    def odd(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.Linear.forward(layer, x) * (1 + 2.0**-20 * (len(x) > 2))
+
+    network, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)  # two branches of two images
+    patch(network[0], odd)
+    with torch.no_grad():
+        alone = [network(x[image::2]) for image in range(2)]
+        assert not torch.equal(network(x)[::2], alone[0])
+        together = Together(network)
+        with together.images(2):
+            made = network(x)
+    assert all(torch.equal(made[image::2], alone[image]) for image in range(2))
+    assert runs_as_written(network)
+
+
+def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeline) -> None:
+    calls = []
+
+    def network(x: torch.Tensor, *inputs: object) -> torch.Tensor:
+        calls.append(len(x))
+        return x * len(x)
+
+    together, [row] = Together(nn.Sequential()), rows(alone.plan(steps=1), torch.device("cpu"))
+    registers = torch.randn(5, 3, 4, 2, 2)
+    inputs = network, registers, row, torch.zeros(3, 4, 2, 2), Conditioning(), Guidance(None, None, None)
+    for _ in range(2):
+        made = together(*inputs, torch.float32)
+        for image in range(3):
+            own = registers[:, image : image + 1]
+            wanted = denoise_step(network, own, row, inputs[3][:1], Conditioning(), Guidance(None, None, None))
+            assert torch.equal(made[:, image : image + 1], wanted)
+    assert calls.count(3) == 1  # it is tried once
+
+
+def test_fairness_is_by_arrival(engine: Engine) -> None:
+    """A request that is alike runs with the first; of the others the oldest is next."""
+    order: list[str] = []
+    names = {"a": 3, "b": 2, "c": 3, "d": 2}
+    tickets = [engine.submit("txt2img", options(name, steps=steps)) for name, steps in names.items()]
+    for ticket in tickets:
+        name = str(ticket.options.prompt)
+        ticket.listen(lambda ticket=ticket, name=name: order.append(name) if ticket.ended else None)  # type: ignore[misc]
+    engine.start()
+    finished(*tickets)
+    assert order == ["a", "c", "b", "d"]
+
+
+def test_progress_preview_and_interrupt(engine: Engine) -> None:
+    """What was predicted is the result; a request beside it in the batch goes on to its end."""
+    first, second = (engine.submit("txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
+    assert first.preview() is None
+    first.listen(lambda: first.interrupt() if first.step == 5 else None)
+    engine.start()
+    steps = [each.step for each in first.changes()]
+    assert max(steps) <= 6
+    assert first.preview() is not None
+    assert len(finished(first)) == 1
+    assert first.interrupted
+    assert finished(second)[0].pixels.shape == (3, 32, 32)
+    assert second.step == 30
+
+
+def test_partial_images_are_evenly_spread(engine: Engine) -> None:
+    ticket = engine.submit("txt2img", options(steps=8, batch_size=2), partials=3)
+    engine.start()
+    finished(ticket)
+    assert sorted(number for number, _ in ticket.partials) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_cancelled_request_leaves_the_queue_and_stops_what_runs(engine: Engine) -> None:
+    running, waiting, last = (engine.submit("txt2img", options(steps=n)) for n in (50, 40, 2))
+    waiting.cancel()
+    assert waiting.state == "cancelled"
+    assert last.position == 1
+    running.listen(lambda: running.cancel() if running.step == 2 else None)
+    engine.start()
+    finished(last)
+    assert running.state == "cancelled"
+    assert not running.results
+    assert engine.totals["steps"] < 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"width": 256}, "got 256 x 32 pixels, wanted at most 4096 of an image"),
+        ({"width": 4096, "height": None}, "got 4096 x 64 pixels, wanted at most 4096 of an image"),
+        ({"steps": 11}, "got `steps` 11, wanted at most 10"),
+        ({"batch_size": 3, "n_iter": 2}, "got 6 images, wanted at most 4 in a request"),
+        ({"sampler": "nope"}, "unknown sampler"),
+        ({"width": 33}, "wanted multiples of 8"),
+    ],
+)
+def test_limits_of_a_request(library: Library, wrong: dict[str, Any], message: str) -> None:
+    """Before it waits: the engine does not run."""
+    engine = Engine(library, ServeOptions(max_pixels=64 * 64, max_steps=10, max_images=4))
+    with pytest.raises(ValueError, match=message):
+        engine.submit("txt2img", options(**wrong))
+
+
+def test_the_queue_has_a_limit(library: Library) -> None:
+    engine = Engine(library, ServeOptions(max_queue=5))
+    engine.submit("txt2img", options(batch_size=4))
+    with pytest.raises(Full, match="4 images are waiting, and at most 5 may"):
+        engine.submit("txt2img", options(batch_size=2))
+    assert engine.submit("txt2img", options()).position == 4
+
+
+def test_a_request_that_is_too_old_ends(library: Library) -> None:
+    engine = Engine(library, ServeOptions(timeout=0.2))
+    ticket = engine.submit("txt2img", options(steps=100))
+    time.sleep(0.25)
+    engine.start()
+    with pytest.raises(TimeoutError, match=r"not finished after 0\.2 seconds"):
+        finished(ticket)
+    engine.close()
+
+
+def test_stopping_finishes_what_runs_and_refuses_what_waits(library: Library) -> None:
+    engine = Engine(library, ServeOptions())
+    running, waiting = (engine.submit("txt2img", options(steps=n)) for n in (8, 4))
+    started = threading.Event()
+    running.listen(lambda: started.set() if running.step else None)
+    engine.start()
+    assert started.wait(30)
+    engine.close()
+    assert len(finished(running)) == 1
+    assert not running.interrupted
+    with pytest.raises(Stopping, match="stopped before this request began"):
+        finished(waiting)
+    with pytest.raises(Stopping):
+        engine.submit("txt2img", options())
+    assert not engine.healthy
+
+
+def test_after_the_grace_stopping_returns_what_is_there(library: Library) -> None:
+    engine = Engine(library, ServeOptions(grace=0.0))
+    ticket = engine.submit("txt2img", options(steps=100))
+    ticket.listen(lambda: engine.stop() if ticket.step == 2 else None)
+    engine.start()
+    assert len(finished(ticket)) == 1
+    assert ticket.interrupted
+    engine.close()
+
+
+def test_an_error_ends_its_request_alone(engine: Engine) -> None:
+    """A guidance scale that overflows makes latents that are not finite."""
+    bad = engine.submit("txt2img", options(scale=1e38, steps=2))
+    good = engine.submit("txt2img", options(steps=2))
+    engine.start()
+    with pytest.raises(ValueError, match="not finite"):
+        finished(bad)
+    assert finished(good)
+
+
+@pytest.fixture
+def folders(tmp_path: Path, small_path: Path) -> ServeOptions:
+    models = tmp_path / "models"
+    (models / "more").mkdir(parents=True)
+    for name, seed in (("one", 1), ("more/two", 2)):
+        random_checkpoint.write(models / f"{name}.safetensors", random_checkpoint.SMALL, seed=seed)
+    (tmp_path / "secret.safetensors").write_bytes(small_path.read_bytes())
+    return ServeOptions(models=str(models))
+
+
+@pytest.mark.slow
+def test_models_are_swapped_on_request_and_named_from_their_folder_alone(
+    folders: ServeOptions, small_path: Path
+) -> None:
+    library = Library(LoadOptions(ckpt=small_path, device="cpu"), folders)
+    assert library.names == ["small", "more/two", "one"]
+    engine = Engine(library, folders)
+    for name in ("../secret", "secret", "/etc/passwd", "one.safetensors", "more/../one", ""):
+        with pytest.raises(ValueError, match="unknown model"):
+            engine.submit("txt2img", options(), model=name)
+    tickets = [engine.submit("txt2img", options(batch_size=2), model=name) for name in ("one", None, "more/two", "one")]
+    engine.start()
+    made = finished(*tickets)
+    assert engine.totals["swaps"] == 3
+    engine.close()
+    assert torch.equal(made[0].pixels, made[6].pixels)
+    assert not torch.equal(made[0].pixels, made[4].pixels)
+    path = Path(folders.models or "") / "more" / "two.safetensors"
+    [wanted] = ldm_lite.load(path, device="cpu").txt2img("a car", seed=1, steps=3, width=32, height=32, output="tensor")
+    assert torch.equal(made[4].pixels, wanted)
