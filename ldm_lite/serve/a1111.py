@@ -31,7 +31,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image 
     "restore_faces": (False,),
     "tiling": (False,),
     "styles": ([],),
-    "subseed_strength": (0,),
     "seed_resize_from_h": (0, -1),
     "seed_resize_from_w": (0, -1),
     "s_tmin": (0,),
@@ -57,6 +56,8 @@ class Txt2imgRequest(Body):
     height: int | None = None
     batch_size: int = Field(1, ge=1)
     n_iter: int = Field(1, ge=1)
+    subseed: int = Field(-1, description="-1: random; mixed in by subseed_strength")
+    subseed_strength: float = 0
     eta: float | None = None
     s_churn: float | None = None
     send_images: bool = True
@@ -266,11 +267,13 @@ def _submit(state: State, given: Txt2imgRequest) -> Ticket:
         if name in settings:
             settings[name] = value
     prompt, loras = _loras(given.prompt)
-    seed = secrets.randbelow(2**32) if given.seed == -1 else given.seed
+    seed, subseed = (secrets.randbelow(2**32) if each == -1 else each for each in (given.seed, given.subseed))
     options: dict[str, Any] = {"prompt": prompt, "negative_prompt": given.negative_prompt, "prompt_syntax": "a1111"}
     options |= {"seed": seed, "batch_size": given.batch_size, "n_iter": given.n_iter, "steps": given.steps}
     options |= {"scale": given.cfg_scale, "width": given.width, "height": given.height}
     options |= {"clip_skip": settings["CLIP_stop_at_last_layers"], **_sampler(given)}
+    if given.subseed_strength:
+        options |= {"variation_seed": subseed, "variation_strength": given.subseed_strength}
     model = str(settings["sd_model_checkpoint"])
     if not isinstance(given, Img2imgRequest):
         return engine.submit("txt2img", Txt2imgOptions(**options), model, loras)

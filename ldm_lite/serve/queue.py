@@ -29,7 +29,8 @@ from ldm_lite.tasks.joined import are_alike, join
 log = logging.getLogger("ldm_lite")
 
 TASKS: dict[str, Any] = {"txt2img": txt2img, "img2img": img2img, "inpaint": inpaint, "upscale": upscale}
-OWN = {"prompt", "negative_prompt", "seed", "init_img", "mask", "batch_size", "n_iter"}  # may differ in a batch
+# May differ in a batch.
+OWN = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
 PREVIEW_SHARE = 0.2  # of the time that may go into previews
 
 

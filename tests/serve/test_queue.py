@@ -1,5 +1,7 @@
 """The engine: one queue, images of several requests in one run, each as it is alone."""
 
+import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -10,20 +12,25 @@ import pytest
 import random_checkpoint
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 import ldm_lite
+from ldm_lite.bench.measure import status
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.models.unet import UNet
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.patching import kernel, patch, runs_as_written
 from ldm_lite.runtime.together import Together
-from ldm_lite.serve.library import Library
+from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import Engine, Full, Stopping
 from ldm_lite.serve.ticket import Ticket
+
+UNETS_OF_FIXTURES = 2  # `library` and `alone`, which live as long as the tests
 
 
 def options(prompt: str = "a car", seed: int = 1, **more: Any) -> Txt2imgOptions:
@@ -288,3 +295,46 @@ def test_models_are_swapped_on_request_and_named_from_their_folder_alone(
     path = Path(folders.models or "") / "more" / "two.safetensors"
     [wanted] = ldm_lite.load(path, device="cpu").txt2img("a car", seed=1, steps=3, width=32, height=32, output="tensor")
     assert torch.equal(made[4].pixels, wanted)
+
+
+def write_lora(path: Path) -> None:
+    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+    save_file({f"{name}.lora_down.weight": torch.ones(2, 64), f"{name}.lora_up.weight": torch.ones(32, 2)}, path)
+
+
+def test_loras_are_merged_for_the_requests_that_name_them(library: Library, small_path: Path, tmp_path: Path) -> None:
+    write_lora(tmp_path / "ones.safetensors")
+    limits = ServeOptions(loras=str(tmp_path))
+    engine = Engine(Library(LoadOptions(ckpt=small_path, device="cpu"), limits), limits)
+    with pytest.raises(ValueError, match="unknown LoRA 'twos': wanted one of ones"):
+        engine.submit("txt2img", options(), loras=(("twos", 1.0),))
+    given: list[Loras] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
+    tickets = [engine.submit("txt2img", options(), loras=each) for each in given]
+    engine.start()
+    plain, half, again, too, whole = (each.pixels for each in finished(*tickets))
+    engine.close()
+    assert torch.equal(plain, again)
+    assert torch.equal(half, too)
+    pipe = ldm_lite.load(small_path, device="cpu", lora=[f"{tmp_path / 'ones.safetensors'}:0.5"])
+    assert torch.equal(half, pipe.txt2img("a car", seed=1, steps=3, width=32, height=32, output="tensor")[0])
+    assert not torch.equal(half, plain)
+    assert not torch.equal(half, whole)
+
+
+@pytest.mark.slow
+def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(folders: ServeOptions, small_path: Path) -> None:
+    """One UNet is alive, and the last 25 swaps take less memory than four of these models have."""
+    write_lora(Path(folders.models or "").parent / "ones.safetensors")
+    limits = dataclasses.replace(folders, loras=str(Path(folders.models or "").parent))
+    engine = Engine(Library(LoadOptions(ckpt=small_path, device="cpu"), limits), limits).start()
+    sizes = []
+    for swap in range(50):
+        name, loras = ("one", "more/two")[swap % 2], ((("ones", 0.5),), ())[swap % 3 == 0]
+        finished(engine.submit("txt2img", options(steps=1), model=name, loras=loras))
+        sizes.append(status("VmRSS") or 0)
+    assert engine.totals["swaps"] == 50
+    engine.close()
+    gc.collect()
+    assert sum(type(each) is UNet for each in gc.get_objects()) <= UNETS_OF_FIXTURES + 1
+    weights = sum(each.numel() * each.element_size() for each in engine.library.model.unet.parameters())
+    assert sizes[-1] - sizes[24] < 4 * weights

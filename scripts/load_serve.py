@@ -1,0 +1,197 @@
+"""Load the server: many clients at once, valid and invalid requests, each image compared with a serial run.
+
+    python scripts/load_serve.py --clients 200 --seconds 120
+    python scripts/load_serve.py --clients 50 --seconds 40 --kill      # killed and started again half way
+
+Starts `python -m ldm_lite.serve` with the bundled model on a free port, in an empty folder that is also the folder for
+temporary files, and reports statuses, times and images a second, then those of one client alone.  Fails if an answer is
+not what its request deserves, if an image differs from the pipeline's, or if the server leaves a file.
+"""
+
+import argparse
+import base64
+import http.client
+import io
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import ldm_lite
+
+OPENAI, A1111 = "/v1/images/generations", "/sdapi/v1/txt2img"
+COLORS, THINGS = ("red", "blue", "green", "yellow"), ("apple", "car", "heart", "star")
+INVALID: list[tuple[str, Any]] = [
+    (OPENAI, {"prompt": "x", "size": "65536x65536"}),
+    (OPENAI, {"prompt": "x", "steps": 0}),
+    (OPENAI, {"prompt": "x", "sampler": "none"}),
+    (OPENAI, b'{"prompt": "x", "scale": NaN}'),
+    (A1111, b"[" * 100_000),
+    (A1111, {"prompt": "x", "enable_hr": True}),
+    ("/sdapi/v1/img2img", {"init_images": ["AAAA"]}),
+]
+
+
+class Server:
+    """The server's process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        command = [sys.executable, "-m", "ldm_lite.serve", "--port", str(self.port), "--device", "cpu"]
+        root = str(Path(__file__).resolve().parent.parent)
+        environment = os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
+        self.process = subprocess.Popen([*command, "--max-queue", "1000"], cwd=self.folder, env=environment)
+        while self.ask("/healthz", None)[0] != 200:
+            if self.process.poll() is not None:
+                raise SystemExit("the server has not started")
+            time.sleep(0.1)
+
+    def ask(self, path: str, content: Any) -> tuple[int, Any]:
+        """The status and the answer; status 0 if there is no server."""
+        body = content if content is None or isinstance(content, bytes) else json.dumps(content)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            connection.request("GET" if body is None else "POST", path, body)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        finally:
+            connection.close()
+
+    def leave(self, path: str, content: Any) -> None:
+        """Send a request and go."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            connection.request("POST", path, json.dumps(content))
+            time.sleep(0.05)
+        except OSError:
+            pass
+        finally:
+            connection.close()
+
+
+class Load:
+    """Clients that ask at random, and what they got."""
+
+    def __init__(self, server: Server, steps: int) -> None:
+        self.server = server
+        self.requests = [
+            {"prompt": f"a {color} {thing}", "seed": seed, "steps": steps + (seed % 2)}
+            for seed, (color, thing) in enumerate((color, thing) for color in COLORS for thing in THINGS)
+        ]
+        pipe = ldm_lite.load(device="cpu")
+        a1111 = {"prompt_syntax": "a1111", "negative_prompt": ""}
+        self.wanted = {
+            path: [pipe.txt2img(**each, **more)[0].tobytes() for each in self.requests]
+            for path, more in ((OPENAI, {}), (A1111, a1111))
+        }
+        self.counts, self.seconds = Counter[str](), list[float]()
+        self.down, self._lock = False, threading.Lock()
+
+    def client(self, number: int, until: float) -> None:
+        """Ask until a time: four valid requests of five, and some that nobody waits for."""
+        choice = random.Random(number)
+        while time.monotonic() < until:
+            kind = choice.random()
+            if kind < 0.15:
+                path, content = choice.choice(INVALID)
+                self.note("invalid", self.server.ask(path, content)[0], (422,))
+            elif kind < 0.2:
+                self.server.leave(OPENAI, choice.choice(self.requests))
+                self.note("left", 200, (200,))
+            else:
+                self.valid(choice.randrange(len(self.requests)), choice.choice((OPENAI, A1111)))
+
+    def valid(self, place: int, path: str) -> None:
+        """Ask for an image, and compare it."""
+        start = time.monotonic()
+        status, answer = self.server.ask(path, self.requests[place])
+        data = None
+        if status == 200:
+            data = answer["data"][0]["b64_json"] if path == OPENAI else answer["images"][0]
+        self.note("valid", status, (200, 429))
+        if data is not None:
+            same = Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == self.wanted[path][place]
+            self.note("image", 200 if same else 500, (200,))
+            with self._lock:
+                self.seconds.append(time.monotonic() - start)
+
+    def note(self, kind: str, status: int, right: tuple[int, ...]) -> None:
+        """Count an answer; without a server none is wrong."""
+        fine = status in right or (status == 0 and self.down)
+        with self._lock:
+            self.counts[f"{kind}: {status or 'no server'}"] += 1
+            self.counts["wrong"] += not fine
+        if status == 0:
+            time.sleep(0.5)  # before it asks again
+
+    def run(self, clients: int, seconds: float, kill: bool = False) -> dict[str, float]:
+        """Run so many clients; return images a second, and the median and 95th percentile of their seconds."""
+        start, self.seconds = time.monotonic(), []
+        threads = [threading.Thread(target=self.client, args=(i, start + seconds)) for i in range(clients)]
+        for thread in threads:
+            thread.start()
+        if kill:
+            time.sleep(seconds / 2)
+            self.down = True
+            self.server.process.send_signal(signal.SIGKILL)
+            self.server.process.wait()
+            self.server.start()
+            time.sleep(1)
+            self.down = False
+        for thread in threads:
+            thread.join()
+        taken, times = time.monotonic() - start, sorted(self.seconds)
+        share = {"p50": 0.5, "p95": 0.95}
+        report = {name: times[min(len(times) - 1, int(part * len(times)))] for name, part in share.items()}
+        return {"images": len(times), "images/s": len(times) / taken, **report}
+
+
+def measure(clients: int, seconds: float, steps: int, kill: bool) -> tuple[dict[str, Any], Load]:
+    """Start a server, load it, then ask with one client alone; return what was measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder))
+        try:
+            load = Load(server, steps)
+            together = load.run(clients, seconds, kill)
+            alone = load.run(1, min(20.0, seconds / 2))
+        finally:
+            server.process.terminate()
+            status = server.process.wait()
+        files = [str(path) for path in Path(folder).rglob("*")]
+    return {"together": together, "alone": alone, "answers": dict(load.counts), "files": files, "exit": status}, load
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--kill", action="store_true", help="kill the server half way, and start it again")
+    given = parser.parse_args()
+    measured, load = measure(given.clients, given.seconds, given.steps, given.kill)
+    print(json.dumps(measured, indent=2))
+    return int(load.counts["wrong"] > 0 or bool(measured["files"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
