@@ -21,11 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: ServeOptions, load: LoadOptions) -> None:
     """Load the model and serve until a signal comes.  Raises ValueError, OSError."""
     try:
-        from ldm_lite.serve.server import serve
+        if options.replicas:
+            from ldm_lite.serve.ray import run as serve
+        else:
+            from ldm_lite.serve.server import serve
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("ldm_lite"):
             raise
-        raise ValueError(f'the server needs {error.name}: pip install "ldm_lite[serve]"') from None
+        extra = "serve,serve-ray" if options.replicas else "serve"
+        raise ValueError(f'the server needs {error.name}: pip install "ldm_lite[{extra}]"') from None
     serve(options, load, key_of(options))
 
 

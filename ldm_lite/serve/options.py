@@ -17,6 +17,9 @@ class LimitOptions(CheckedOptions):
         "exact: the same bits as alone; fast: always one run of the network, which may differ by 1 of 255",
         choices=("exact", "fast"),
     )
+    linger: float = option(
+        0.0, "seconds that an idle server waits for more requests before it begins with the first", within=(0, 60)
+    )
     max_pixels: int = option(2**20, "of an image", within=(64, 2**28))
     max_steps: int = option(150, "of an image", within=(1, 1000))
     max_images: int = option(16, "of a request", within=(1, 1000))
@@ -48,4 +51,7 @@ class ServeOptions(LimitOptions):
     preview: str | None = option(
         None, "small autoencoder for previews: taesd, taesdxl, ... (default: the model's own)", metavar="FILE"
     )
+    replicas: int = option(0, "serve with so many copies of the model on Ray Serve; 0: without Ray", within=(0, 10_000))
+    gpus_per_replica: float = option(0.0, "on Ray: share of a GPU that each has", within=(0, 64))
+    address: str | None = option(None, "on Ray: address of a cluster (default: a new one on this machine)")
     debug: bool = option(False, "show the traceback of an error")

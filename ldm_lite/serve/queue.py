@@ -179,9 +179,12 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._changed:
+                idle = not self._queue
                 self._changed.wait_for(lambda: self._queue or self._stopping)
                 if not self._queue:
                     return
+                if idle:
+                    self._changed.wait_for(lambda: self._stopping, self.limits.linger)
             try:
                 self._round()
             except Exception:  # whatever a ticket did wrong has ended that ticket: the others go on

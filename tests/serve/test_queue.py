@@ -87,6 +87,21 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Engine
     assert engine.totals["images"] == 7
 
 
+@pytest.mark.slow
+def test_fast_batching_differs_by_one_of_255_at_most(bundled: Pipeline) -> None:
+    limits = ServeOptions(batching="fast")
+    engine = Engine(Library(LoadOptions(device="cpu"), limits), limits)
+    assert engine.library.together is None
+    given = {seed: Txt2imgOptions(prompt=f"{seed} apples", seed=seed, steps=10) for seed in range(8)}
+    tickets = [engine.submit("txt2img", each) for each in given.values()]
+    engine.start()
+    for seed, made in zip(given, finished(*tickets), strict=True):
+        [wanted] = bundled.txt2img(f"{seed} apples", seed=seed, steps=10, output="numpy")
+        assert abs(made.array.astype(int) - wanted.astype(int)).max() <= 1
+    assert engine.totals["batches"] == 1
+    engine.close()
+
+
 def test_image_to_image_and_inpainting_run_together_as_alone(engine: Engine, alone: Pipeline) -> None:
     pictures = [Image.new("RGB", (32, 32), color) for color in ("red", "blue", "green")]
     mask = Image.new("L", (32, 32))
