@@ -263,6 +263,8 @@ def bomb(side: int) -> bytes:
         b'{"prompt": ["x"]}',
         b'{"prompt": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
         b'{"prompt": "' + b"x " * 200_000 + b'"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "negative_prompt": "\\udfff"}',
         b'{"prompt": "x", "steps": 0}',
         b'{"prompt": "x", "n": 99, "batch_size": 99}',
         b'{"prompt": "x", "width": 1000000, "size": "65536x65536"}',

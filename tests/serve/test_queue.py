@@ -290,6 +290,20 @@ def folders(tmp_path: Path, small_path: Path) -> ServeOptions:
     return ServeOptions(models=str(models))
 
 
+def test_a_model_that_cannot_be_loaded_ends_its_request_alone(small_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(b"x" * 100)
+    limits = ServeOptions(models=str(tmp_path))
+    engine = Engine(Library(LoadOptions(ckpt=small_path, device="cpu"), limits), limits)
+    broken, fine = (engine.submit("txt2img", options(steps=1), model=name) for name in ("broken", None))
+    engine.start()
+    with pytest.raises(ValueError, match="broken"):
+        finished(broken)
+    assert finished(fine)
+    engine.close()
+    with pytest.raises(ValueError, match=r"got `loras` .* wanted a folder"):
+        Library(LoadOptions(), ServeOptions(loras=str(tmp_path / "none")))
+
+
 @pytest.mark.slow
 def test_models_are_swapped_on_request_and_named_from_their_folder_alone(
     folders: ServeOptions, small_path: Path
