@@ -34,7 +34,7 @@ def test_replicas_answer_with_the_images_of_one_process_and_are_healthy(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ServeOptions(replicas=2, port=port)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, object_store_memory=2**27, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         application = on_ray.application(options, LoadOptions(ckpt=str(small_path), device="cpu"), None)
