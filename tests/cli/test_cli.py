@@ -20,6 +20,7 @@ import torch
 import ldm_lite
 from ldm_lite import txt2img
 from ldm_lite.__main__ import COMMANDS
+from ldm_lite.batch.options import BatchOptions
 from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.console import as_flags
@@ -199,7 +200,7 @@ def messages(tree: ast.AST) -> list[str]:
 def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
     groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
-    groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions)
+    groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions)
     names = {each.name for group in groups for each in dataclasses.fields(group)}
     names |= {"draw", "output", "C", "f", "config"}  # of Python alone, and of the original scripts alone
     root, count = Path(ldm_lite.__file__).parent, 0
