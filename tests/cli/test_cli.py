@@ -219,7 +219,9 @@ def test_an_option_that_a_message_names_exists() -> None:
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     """The spellings of each flag in a command's help."""
-    module = importlib.import_module(f"ldm_lite.{command}{'.__main__' * (command in ('serve', 'train', 'bench'))}")
+    module = importlib.import_module(
+        f"ldm_lite.{command}{'.__main__' * (command in ('serve', 'train', 'bench', 'batch'))}"
+    )
     with pytest.raises(SystemExit) as status:
         module.main([flag])
     text, error = capsys.readouterr()

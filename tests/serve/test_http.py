@@ -171,7 +171,7 @@ def test_a1111s_client_at_work(server: Running, small_path: Path) -> None:
     [wanted] = pipe.txt2img("(an apple:1.2)", **SMALL | more)
     assert made.images[0].tobytes() == wanted.tobytes()
     varied = client.txt2img(prompt="x", seed=3, steps=3, subseed=9, subseed_strength=0.5, sampler_name="DDIM", **size)
-    more |= {"sampler": "webui DDIM", "variation_seed": 9, "variation_strength": 0.5}
+    more |= {"sampler": "webui DDIM", "eta": 1.0, "variation_seed": 9, "variation_strength": 0.5}
     assert varied.image.tobytes() == pipe.txt2img("x", **SMALL | more)[0].tobytes()
     about = client.png_info(made.images[0])
     assert about.info == made.info["infotexts"][0]
