@@ -10,9 +10,6 @@ PyTorch's kernels for scaled dot-product attention are called as the operators t
 import contextlib
 import fnmatch
 import functools
-import logging
-import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -23,12 +20,9 @@ from torch.nn import functional as F
 
 from ldm_lite.models.ops import AttentionFn
 from ldm_lite.models.ops import attention as sdpa
+from ldm_lite.runtime import timing
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
-
-log = logging.getLogger("ldm_lite")
-
-CALLS = 10  # in a row, when kernels are timed on a GPU
 
 
 class AttentionLayer(Protocol):
@@ -109,7 +103,6 @@ def names() -> tuple[str, ...]:
 # ---- chosen by timing -----------------------------------------------------------------------------------------------
 
 CANDIDATES = ("sdpa", "flash", "efficient", "cudnn", "math")
-_CHOICES: dict[tuple[object, ...], str] = {}  # device, dtype and sizes -> the fastest, of this process
 
 
 class Fastest:
@@ -131,40 +124,15 @@ class Fastest:
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return the name of the fastest kernel for q (B,H,N,D) and k, v (B,H,M,D) of these sizes, timed once a process."""
-    name = torch.cuda.get_device_name(q.device) if q.is_cuda else q.device.type
-    key = (name, q.dtype, *q.shape, k.shape[2])
-    if key not in _CHOICES:
-        works = [each for each in CANDIDATES if _runs(_FUNCTIONS[each], q.device, q.dtype, q.shape[-1])]
-        seconds = dict.fromkeys(works, math.inf)
-        for number in range(4):  # in turn; the first round warms up
-            for each in works:
-                taken = _seconds(_FUNCTIONS[each], q, k, v)
-                seconds[each] = min(seconds[each], taken) if number else math.inf
-        # PyTorch's own choice stays unless another is clearly faster: it is right for other sizes too.
-        best = min(works, key=seconds.__getitem__)
-        _CHOICES[key] = best if seconds[best] < 0.97 * seconds["sdpa"] else "sdpa"
-        log.info(
-            "attention of %d to %d tokens, %d channels a head: %s (%s)",
-            *(q.shape[2], k.shape[2], q.shape[3], _CHOICES[key]),
-            ", ".join(f"{each} {1e6 * seconds[each]:.0f} us" for each in works),
-        )
-    return _CHOICES[key]
+    """Return the name of the fastest kernel for q (B,H,N,D) and k, v (B,H,M,D) of these sizes, timed once a process.
 
-
-def _seconds(function: AttentionFn, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Return the seconds per call: on a GPU of some in a row, since a small one is over before the next starts."""
-    if not q.is_cuda:
-        start = time.perf_counter()
-        function(q, k, v)
-        return time.perf_counter() - start
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    before.record()
-    for _ in range(CALLS):
-        function(q, k, v)
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3 / CALLS
+    PyTorch's own choice stays unless another is clearly faster: it is right for other sizes too.
+    """
+    key = (short_name(q.dtype), *q.shape, k.shape[2])
+    works = [each for each in CANDIDATES if _runs(_FUNCTIONS[each], q.device, q.dtype, q.shape[-1])]
+    ways = {each: functools.partial(_FUNCTIONS[each], q, k, v) for each in works}
+    what = f"attention of {q.shape[2]} to {k.shape[2]} tokens, {q.shape[3]} channels a head"
+    return timing.fastest(what, key, ways, q.device)
 
 
 # ---- in a network ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Every attention backend against every other, the errors, and attention maps by layer name."""
 
 import copy
+import functools
 import itertools
 import logging
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
-from ldm_lite.runtime import attention
+from ldm_lite.runtime import attention, timing
 from ldm_lite.runtime.attention import available, layers, names, record, resolve, use
 
 CPU = torch.device("cpu")
@@ -101,10 +102,11 @@ class Timings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.timed: list[tuple[int, ...]] = []
-        monkeypatch.setattr(attention, "_CHOICES", {})
-        monkeypatch.setattr(attention, "_seconds", self.seconds)
+        monkeypatch.setattr(timing, "_CHOICES", {})
+        monkeypatch.setattr(timing, "_seconds", self.seconds)
 
-    def seconds(self, function: object, q: Tensor, k: Tensor, v: Tensor) -> float:
+    def seconds(self, way: functools.partial[Tensor], device: torch.device) -> float:
+        function, (q, k, _) = way.func, way.args
         self.timed.append((*q.shape, k.shape[2]))
         flash = function is attention._FUNCTIONS["flash"]
         first = 1.0 if self.timed.count(self.timed[-1]) <= 3 else 0.0  # the first round warms up
