@@ -7,6 +7,10 @@ Shape letters: B batch, C channels, h w latent size, N = h*w tokens, H heads, T 
 Source: Rombach et al. 2022, sec. 3.3; CompVis attention.py and openaimodel.py.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,7 +46,10 @@ class AttentionBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of x (B,N,C) to context (B,T,D), or to itself; queries, keys, values without bias."""
+    """Multi-head attention of x (B,N,C) to context (B,T,D), or to itself; queries, keys, values without bias.
+
+    After `join` self-attention takes one product in place of three, with the same three parameters.
+    """
 
     def __init__(self, channels: int, context_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -53,15 +60,55 @@ class CrossAttention(nn.Module):
         self.to_k = nn.Linear(context_dim, channels, bias=False)
         self.to_v = nn.Linear(context_dim, channels, bias=False)
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Identity())  # slot 1 held a Dropout
+        self.qkv: Tensor | None = None  # (3C, C), the memory of all three weights, which are views of it
 
     def keys_values(self, context: Tensor) -> KeysValues:
         """Return keys and values of context (B,T,D), for all heads: (B,T,C) each."""
         return self.to_k(context), self.to_v(context)
 
     def forward(self, x: Tensor, context: Tensor, cache: KeysValues | None = None) -> Tensor:
-        k, v = self.keys_values(context) if cache is None else cache
-        q, k, v = (split_heads(each, self.num_heads) for each in (self.to_q(x), k, v))  # (B, H, N or T, D)
+        if context is x and self.qkv is not None and self._uses_qkv():
+            q, k, v = F.linear(x, self.qkv).chunk(3, dim=-1)  # (B, N, C)
+        else:
+            k, v = self.keys_values(context) if cache is None else cache
+            q = self.to_q(x)
+        q, k, v = (split_heads(each, self.num_heads) for each in (q, k, v))  # (B, H, N or T, D)
         return self.to_out(merge_heads(self.attention(q, k, v)))
+
+    def join(self) -> None:
+        """Move the weights of queries, keys and values of self-attention into one memory, for one product.
+
+        The parameters stay, as views, so changes in place are seen.  Gradients, and weights that were moved, cast,
+        copied or replaced, take three products.  Other layers are left as they are.
+        """
+        weights = [layer.weight for layer in (self.to_q, self.to_k, self.to_v)]
+        if len({weight.shape for weight in weights}) > 1 or not all(map(_is_plain, (self.to_q, self.to_k, self.to_v))):
+            return
+        with torch.no_grad():
+            self.qkv = torch.cat([weight.detach() for weight in weights])
+        for weight, view in zip(weights, self.qkv.chunk(3), strict=True):
+            weight.data = view
+
+    def is_joined(self) -> bool:
+        """Whether `qkv` still is the memory of all three weights, and nothing else is computed."""
+        layers = (self.to_q, self.to_k, self.to_v)
+        return self.qkv is not None and all(
+            _is_plain(layer) and layer.weight.data_ptr() == rows.data_ptr() and layer.weight.dtype == rows.dtype
+            for layer, rows in zip(layers, self.qkv.chunk(3), strict=True)
+        )
+
+    def _uses_qkv(self) -> bool:
+        if torch.compiler.is_compiling():  # addresses are unknown here: CompiledStep looks at them before each call
+            return not torch.is_grad_enabled()
+        return self.is_joined() and not (torch.is_grad_enabled() and self.to_q.weight.requires_grad)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "CrossAttention":
+        self.qkv = None  # the weights move apart, and their old memory must be freed
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"qkv": None}  # the weights of a copy have memory of their own
 
 
 class FeedForward(nn.Module):
@@ -126,19 +173,20 @@ class SpatialTransformer(nn.Module):
         )
 
     def forward(self, x: Tensor, context: Tensor, cache: TransformerCache | None = None) -> Tensor:
-        size = x.shape[2:]
-        tokens = self.norm(x)
+        return x + self.attend(self.norm(x), context, cache)
+
+    def attend(self, normed: Tensor, context: Tensor, cache: TransformerCache | None) -> Tensor:
+        """Return what is added to a feature map, given its norm (B,C,h,w)."""
+        size = normed.shape[2:]
         if self.linear_proj:
-            tokens = self.proj_in(tokens.flatten(2).transpose(1, 2))  # (B, N, C)
+            tokens = self.proj_in(normed.flatten(2).transpose(1, 2))  # (B, N, C)
         else:
-            tokens = self.proj_in(tokens).flatten(2).transpose(1, 2)  # (B, N, C)
+            tokens = self.proj_in(normed).flatten(2).transpose(1, 2)  # (B, N, C)
         for i, block in enumerate(self.transformer_blocks):
             tokens = call_cached(block, tokens, context, None if cache is None else cache[i])
         if self.linear_proj:
-            out = self.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
-        else:
-            out = self.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
-        return x + out
+            return self.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
+        return self.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
 
 
 def call_cached(
@@ -147,6 +195,12 @@ def call_cached(
     """Call a layer with its entry of the text cache; without one it may be any module that takes (x, context)."""
     out: Tensor = layer(x, context) if cache is None else layer(x, context, cache)
     return out
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a layer only multiplies by its weight."""
+    changed = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is nn.Linear and layer.bias is None and not changed
 
 
 def _is_own(layer: nn.Module, kind: type[nn.Module]) -> bool:

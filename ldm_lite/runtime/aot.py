@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.runtime.patching import patch
 from ldm_lite.runtime.precision import short_name
 
@@ -35,6 +36,9 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
     from torch._inductor.package.package import package_aoti
 
     compiled: dict[str, Any] = {}
+    joined = [(layer, layer.qkv) for layer in network.modules() if isinstance(layer, CrossAttention)]
+    for layer, _ in joined:
+        layer.qkv = None  # it would be a constant of the package, which holds no weights
     try:
         for i, inputs in enumerate(examples):
             with torch.no_grad():
@@ -49,6 +53,9 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
     except (InvalidCxxCompiler, CppCompileError) as error:
         line = str(error).strip().splitlines()[0]
         raise ValueError(f"the network cannot be compiled here ({line}): install a C++ compiler such as g++") from error
+    finally:
+        for layer, qkv in joined:
+            layer.qkv = qkv
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part.pt2")
     try:

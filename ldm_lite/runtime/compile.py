@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,6 +29,8 @@ from torch.utils.weak import TensorWeakRef
 
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.models.transformer import CrossAttention
+from ldm_lite.runtime.timing import measured_convolutions
 
 log = logging.getLogger("ldm_lite")
 
@@ -39,8 +41,12 @@ MOST_GRAPHS = 8  # CUDA graphs kept for a network, each with its buffers
 Step = Callable[..., Tensor]  # called like diffusion.step.denoise_step
 
 
-def compiled_step(tier: str, network: nn.Module, backend: str = "inductor") -> Step:
+def compiled_step(
+    tier: str, network: nn.Module, backend: str = "inductor", settings: Mapping[str, Any] | None = None
+) -> Step:
     """Return a network's denoising step in a tier, called like denoise_step; it is compiled at the first call.
+
+    settings are further options of Inductor.
 
     Raises ValueError for an unknown tier.
     """
@@ -49,13 +55,15 @@ def compiled_step(tier: str, network: nn.Module, backend: str = "inductor") -> S
     device = next(network.parameters()).device.type
     if tier == "off" or (tier == "auto" and device != "cuda"):
         return denoise_step
-    return CompiledStep(tier, network, backend)
+    return CompiledStep(tier, network, backend, settings or {})
 
 
 class CompiledStep:
     """denoise_step, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
 
-    def __init__(self, tier: str, network: nn.Module, backend: str) -> None:
+    def __init__(self, tier: str, network: nn.Module, backend: str, settings: Mapping[str, Any] | None = None) -> None:
+        self._settings = settings or {}
+        self._joined: WeakKeyDictionary[nn.Module, list[CrossAttention]] = WeakKeyDictionary()
         self._tier = "step" if tier == "auto" else tier
         self._network, self._backend = network, backend
         self._wait_s = COLD_START_S if tier == "auto" else 0.0
@@ -82,6 +90,8 @@ class CompiledStep:
             return denoise_step(model, *args)
         try:
             with self._lock:  # one thread compiles, the others wait
+                if isinstance(model, nn.Module):
+                    self._check_joined(model)
                 step = self._step = self._step or self._first(model, *args)
                 if self._tier == "regional":
                     self._compile_blocks(model)
@@ -118,6 +128,18 @@ class CompiledStep:
             for module in network.modules():
                 module._compiled_call_impl = None
 
+    def _check_joined(self, model: nn.Module) -> None:
+        """Compile anew without what joins weights that were replaced since (CrossAttention.join)."""
+        if model not in self._joined:
+            self._joined[model] = [
+                layer for layer in model.modules() if isinstance(layer, CrossAttention) and layer.qkv is not None
+            ]
+        for layer in self._joined[model]:
+            if not layer.is_joined():
+                layer.qkv = None
+                self._step = None
+                self._joined.pop(model, None)
+
     def _compile_blocks(self, model: Any) -> None:
         """Compile the blocks of a model and its ControlNets, or those of the UNet if the model is a function."""
         network = model if isinstance(model, nn.Module) else self._network
@@ -131,7 +153,7 @@ class CompiledStep:
         if self._tier == "regional":
             self._compile_blocks(model)
             return denoise_step
-        options = _options(self._tier, next(self._network.parameters()).device.type)
+        options = _options(self._tier, next(self._network.parameters()).device.type, self._settings)
         given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}
         if self._tier == "max":
             return torch.compile(denoise_step, fullgraph=True, dynamic=False, backend=self._backend, **given)
@@ -216,9 +238,9 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, gu
                     torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
 
 
-def _options(tier: str, device: str) -> dict[str, Any]:
+def _options(tier: str, device: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the options of Inductor that this torch knows."""
-    options: dict[str, Any] = {"conv_1x1_as_mm": True}
+    options: dict[str, Any] = {"conv_1x1_as_mm": True, **(settings or {})}
     if tier == "max":
         # Without coordinate_descent_tuning, which compiles some 140 kernels one after the other, for minutes;
         # TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 turns it on.
@@ -317,18 +339,6 @@ class _Graphs:
                 out = self._step(model, *static)
         outside.wait_stream(stream)
         return _Captured(graph, static, out)
-
-
-@contextlib.contextmanager
-def measured_convolutions() -> Iterator[None]:
-    """Let cuDNN measure all of its algorithms in this block."""
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.benchmark_limit
-    cudnn.benchmark, cudnn.benchmark_limit = True, 0
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.benchmark_limit = before
 
 
 @contextlib.contextmanager
