@@ -48,7 +48,8 @@ def _bench(title: str, name: str, limit_s: float, arguments: str, toy: str, **en
     return Stage(name, title, limit_s, f"{common} {arguments}", f"{common} {toy}", environment)
 
 
-STEP = "--sections step --dtypes fp16"
+STEP = "--device cuda --sections step --dtypes fp16"
+IMAGE = "--device cuda --sections image --dtypes fp16"
 TRAIN = (  # with the bundled model's autoencoder, which takes any size
     "-m ldm_lite.train --preset emoji128 --vae weights/emoji.safetensors --renderer scripts/render_emoji.py "
     "--out {dir}/run --minutes 7"
@@ -67,10 +68,18 @@ STAGES = (
         "tests",
         "The tests of the GPU",
         300,
-        "-m pytest -m cuda -q -p no:cacheprovider tests/cuda",
+        "-m pytest -m cuda -q -p no:cacheprovider tests/cuda --deselect tests/cuda/test_cuda.py::test_kernels",
         "-m pytest -m cuda -q -p no:cacheprovider tests/cuda -k precisions",
         {"LDM_LITE_TEST_DEVICE": "{device}"},
         needed=True,
+    ),
+    Stage(  # a kernel that fails is no reason to stop
+        "kernel-tests",
+        "The tests of the kernels that can be switched",
+        200,
+        "-m pytest -m cuda -q -p no:cacheprovider tests/cuda -k test_kernels",
+        "-m pytest -m cuda -q -p no:cacheprovider tests/cuda -k test_kernels",
+        {"LDM_LITE_TEST_DEVICE": "{device}"},
     ),
     Stage(
         "kernels",
@@ -104,15 +113,29 @@ STAGES = (
         "Whole images: the article's table",
         "images",
         600,
-        "--sections image --dtypes fp16 --batches 1,2,4 --configs original,original-efficient,math,efficient,compiled",
+        f"{IMAGE} --batches 1,2,4 --configs original,original-efficient,math,efficient,compiled",
         "--sections image --batches 1 --configs original,efficient",
     ),
     Stage(
         "memory",
         "The options that save memory",
         300,
-        "-m ldm_lite.bench --memory --dtypes fp16 --steps 4",
+        "-m ldm_lite.bench --memory --device cuda --dtypes fp16 --steps 4",
         "-m ldm_lite.bench --memory --size bundled --device cpu --dtypes fp32 --steps 1 --threads 2",
+    ),
+    _bench(
+        "What each kernel earns: qkv, norm, geglu",
+        "levers",
+        600,
+        f"{STEP} --batches 1 --configs max-none,max,max-norm,max-geglu,efficient,norm",
+        "--sections step --batches 1 --configs efficient,norm",
+    ),
+    _bench(
+        "What each kernel earns: conv, pdl, tma, all",
+        "levers2",
+        600,
+        f"{STEP} --batches 1 --configs max,max-conv,max-pdl,max-tma,max-all",
+        "--sections step --batches 1 --configs efficient",
     ),
     _bench(
         "max, tuned by coordinate descent",
@@ -126,11 +149,15 @@ STAGES = (
         "train",
         "Training the bundled model's size from scratch",
         600,
-        f"{TRAIN} --steps 20000 --save-every 2000 --scenes 100000 --workers 12",
+        f"{TRAIN} --steps 20000 --save-every 2000 --scenes 100000 --workers 12 --device cuda",
         f"{TRAIN} --steps 1 --batch 1 --scenes 2 --workers 0 --samples apple --device cpu",
     ),
     Stage(
-        "evaluate", "What it has learned", 300, f"{EVALUATE} --count 500", f"{EVALUATE} --count 2 --emoji 2 --steps 1"
+        "evaluate",
+        "What it has learned",
+        300,
+        f"{EVALUATE} --count 500 --device cuda",
+        f"{EVALUATE} --count 2 --emoji 2 --steps 1",
     ),
 )
 

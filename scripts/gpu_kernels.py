@@ -3,11 +3,14 @@
     python scripts/gpu_kernels.py OUT.json [--toy] [--device D]
 
 Attention at the sizes of Stable Diffusion's layers with every kernel; its convolutions as PyTorch runs them, measured
-by cuDNN, and as a matrix product; group norms; and queries, keys and values as three products or one.  With --probe
+by cuDNN, and as a matrix product; group norms; queries, keys and values as three products or one; and GEGLU.  Triton's
+kernels are checked against PyTorch's before they are timed, and run on a GPU alone.  With --probe
 only what the machine is: versions, rates of matmul and copy.
 """
 
 import argparse
+import functools
+import importlib
 import json
 import platform
 from collections.abc import Callable, Mapping
@@ -19,10 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling, clock, median
+from ldm_lite.models.ops import GEGLU
 from ldm_lite.runtime import attention
-from ldm_lite.runtime.compile import measured_convolutions
 from ldm_lite.runtime.fused_norm import written_out
 from ldm_lite.runtime.precision import short_name
+from ldm_lite.runtime.timed_layers import as_product
+from ldm_lite.runtime.timing import measured_convolutions
 
 ROUNDS = 7
 # (tokens, tokens of the context, channels a head), at 512 px with eight heads
@@ -86,14 +91,6 @@ def attentions(device: torch.device, dtype: torch.dtype, batch: int, scale: int)
     return rows
 
 
-def unfolded(x: Tensor, weight: Tensor) -> Tensor:
-    """A 3x3 convolution of channels-last maps as one matrix product."""
-    b, c, h, w = x.shape
-    padded = F.pad(x, (1, 1, 1, 1)).permute(0, 2, 3, 1)
-    columns = padded.unfold(1, 3, 1).unfold(2, 3, 1).reshape(b * h * w, c * 9)  # (BHW, C*3*3)
-    return (columns @ weight.reshape(len(weight), -1).t()).view(b, h, w, -1).permute(0, 3, 1, 2)
-
-
 def convolutions(device: torch.device, dtype: torch.dtype, batch: int, scale: int) -> dict[str, Times]:
     """PyTorch's choice, cuDNN's fastest, and a matrix product."""
     rows = {}
@@ -101,7 +98,7 @@ def convolutions(device: torch.device, dtype: torch.dtype, batch: int, scale: in
         c, k = max(4, c // scale), max(4, k // scale)
         x = torch.randn(2 * batch, c, side, side, device=device, dtype=dtype).to(memory_format=torch.channels_last)
         weight = torch.randn(k, c, 3, 3, device=device, dtype=dtype).to(memory_format=torch.channels_last) / c
-        plain = {"heuristic": lambda: F.conv2d(x, weight, padding=1), "matmul": lambda: unfolded(x, weight)}  # noqa: B023
+        plain = {"heuristic": lambda: F.conv2d(x, weight, padding=1), "matmul": lambda: as_product(x, weight, None)}  # noqa: B023
         row = times(plain, device)
         if device.type == "cuda":
             with measured_convolutions():
@@ -110,18 +107,46 @@ def convolutions(device: torch.device, dtype: torch.dtype, batch: int, scale: in
     return rows
 
 
+def checked(ways: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], object]]:
+    """The ways, where one that is wrong raises instead."""
+    found: dict[str, Callable[[], object]] = {}
+    (first, right), *rest = ways.items()
+    wanted = right().float()
+    for name, way in rest:
+        try:
+            away = float((way().float() - wanted).norm() / wanted.norm())
+            error = None if away < 1e-2 else RuntimeError(f"wrong by {away:.1e}")
+        except Exception as raised:  # compilers raise anything
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        found[name] = way if error is None else functools.partial(_fail, error)
+    return {first: right, **found}
+
+
+def _fail(error: RuntimeError) -> None:
+    raise error
+
+
 def others(device: torch.device, dtype: torch.dtype, batch: int, scale: int) -> dict[str, Times]:
-    """Group norms of each width, and queries, keys and values."""
+    """Group norms and GEGLU of each width, and queries, keys and values."""
     rows = {}
     for width, side in ((320, 64), (640, 32), (1280, 16)):
         width = max(32, width // scale // 32 * 32)
         norm = nn.GroupNorm(32, width, device=device, dtype=dtype)
         x = torch.randn(2 * batch, width, side, side, device=device, dtype=dtype)
         x = x.to(memory_format=torch.channels_last)
-        rows[f"group norm, {width}, {side} x {side}"] = times(
-            {"PyTorch": lambda: F.silu(norm(x)), "written out": lambda: F.silu(written_out(x, norm))},  # noqa: B023
-            device,
-        )
+        ways = {"PyTorch": lambda: F.silu(norm(x)), "written out": lambda: F.silu(written_out(x, norm))}  # noqa: B023
+        gate, long = GEGLU(width, 4 * width).to(device, dtype), x.permute(0, 2, 3, 1).flatten(1, 2)
+        gates = {"PyTorch": lambda: gate(long)}  # noqa: B023
+        if device.type == "cuda":
+            by_triton, given = importlib.import_module("ldm_lite.runtime.norm_kernels").launch, (norm.weight, norm.bias)
+            ways["Triton"] = lambda: by_triton(x, *given, 32, norm.eps, True)[0]  # noqa: B023
+            geglu = importlib.import_module("ldm_lite.runtime.geglu_kernel")
+            for tile in geglu.TILES:
+                gates["Triton, {} x {}".format(*tile)] = functools.partial(
+                    geglu.launch, long, gate.proj.weight, gate.proj.bias, *tile
+                )
+        rows[f"group norm, {width}, {side} x {side}"] = times(checked(ways), device)
+        rows[f"GEGLU, {width}, {side} x {side}"] = times(checked(gates), device)
         three = [torch.randn(width, width, device=device, dtype=dtype) for _ in range(3)]
         one, tokens = torch.cat(three), x.permute(0, 2, 3, 1).flatten(1, 2)
         rows[f"q, k, v, {width}, {side} x {side}"] = times(
@@ -143,6 +168,8 @@ def main() -> None:
     parser.add_argument("--probe", action="store_true")
     args = parser.parse_args()
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here that torch can use: give --device cpu")
     dtype, scale = (torch.float16, 1) if device.type == "cuda" else (torch.float32, 16)
     result: dict[str, Any] = {"dtype": short_name(dtype), "probe": probe(device, dtype)}
     parts = {"attention": attentions, "3x3 convolutions": convolutions, "norms and projections": others}

@@ -40,10 +40,12 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.step import Row
+from ldm_lite.models.ops import GEGLU
+from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime import compile as tiers
-from ldm_lite.runtime import fused_norm
+from ldm_lite.runtime import fused_norm, timed_layers
 from ldm_lite.runtime.cpu import winograd
 from ldm_lite.runtime.setup import keep_freed_memory, prepare
 from ldm_lite.runtime.tiling import tiled
@@ -181,13 +183,16 @@ def lower(name: str, mode: FakeTensorMode, network: nn.Module, run: Callable[...
     print(f"{name}: {kinds.total()} ({kinds['triton']} of them written, the others libraries')", flush=True)
 
 
+HALF: Any = {"device": "cuda", "dtype": torch.half}
+
+
 def fake_mode() -> FakeTensorMode:
     """Fake tensors whose sizes may be symbols."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
 
 
-def our_step(name: str, *, fixed: bool, folded: bool = True, written_out: bool = True) -> None:
-    """The whole step with cached text, for fixed sizes or any."""
+def our_step(name: str, *, fixed: bool, folded: bool = True, written_out: bool = True, kernels: str = "none") -> None:
+    """The whole step with cached text, for fixed sizes or any; kernels are those of runtime.setup."""
     mode = fake_mode()
     with torch.device("meta"):
         unet: Any = UNet(SD1.unet)
@@ -195,7 +200,15 @@ def our_step(name: str, *, fixed: bool, folded: bool = True, written_out: bool =
     with mode:
         to_cuda(unet, torch.half, channels_last=True)
     if written_out:
-        fused_norm.use(unet)
+        fused_norm.use(unet, triton="norm" in kernels)
+    if "geglu" in kernels:
+        timed_layers.use_geglu(unet)
+    with mode:
+        for module in unet.modules():
+            if isinstance(module, CrossAttention) and module.to_k.in_features != 768 and "qkv" in kernels:
+                module.qkv = nn.Parameter(torch.empty(3 * module.to_q.in_features, module.to_q.in_features, **HALF))
+            elif isinstance(module, GEGLU) and "geglu" in kernels:
+                module.tile = (128, 64)  # as if it had been timed
     batch, tokens, h, w = 1, 77, *((8, 8) if folded else (64, 64))
     if not fixed:
         source = importlib.import_module("torch._dynamo.source").ConstantSource("sizes")
@@ -239,6 +252,9 @@ def compiled_kernels(args: argparse.Namespace) -> None:
     fakes.init_gpu_context = lambda device: None
     with mock.patch.object(F, "scaled_dot_product_attention", flash):
         with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # as dynamo sets it
+            our_step("a step for one size, qkv, norm, geglu", fixed=True, kernels="qkv,norm,geglu")
+            our_step("a step for one size, qkv, norm", fixed=True, kernels="qkv,norm")
+            our_step("a step for one size, qkv", fixed=True, kernels="qkv")
             our_step("a step for one size", fixed=True)
             our_step("a step for one size, PyTorch's norms", fixed=True, written_out=False)
             our_step("a step for all sizes", fixed=False)

@@ -23,7 +23,7 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.compile import compiled_step
 from ldm_lite.runtime.precision import DTYPES
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import KERNELS, prepare
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -37,10 +37,12 @@ class Configuration:
     autocast: bool  # half precision by autocast from float32 weights, instead of weights cast once
     tuned: bool  # set up by runtime.setup, instead of plain modules
     compile: str  # a tier of runtime.compile
+    kernels: str | None = None  # of runtime.setup; None is the default
 
 
 ORIGINAL = Configuration("original", attention="vanilla", autocast=True, tuned=False, compile="off")
 OURS = Configuration("ours", attention="sdpa", autocast=False, tuned=True, compile="off")
+MAX = replace(OURS, title="ours, everything", attention="fastest", compile="max")
 REFERENCE = replace(OURS, title="reference", tuned=False)
 CONFIGURATIONS = {
     "original": ORIGINAL,
@@ -51,7 +53,12 @@ CONFIGURATIONS = {
         OURS, title="ours, memory-efficient attention, compiled", attention="efficient", compile="step"
     ),
     "compiled-sdpa": replace(OURS, title="ours, compiled", compile="step"),
-    "max": replace(OURS, title="ours, everything", attention="fastest", compile="max"),
+    "max": MAX,
+    # What each of the kernels earns on a GPU; "max" has qkv.
+    "max-none": replace(MAX, title="ours, max without qkv", kernels="none"),
+    **{f"max-{name}": replace(MAX, title=f"ours, max and {name}", kernels=f"qkv,{name}") for name in KERNELS[1:]},
+    "max-all": replace(MAX, title="ours, max and all kernels", kernels="all"),
+    "norm": replace(OURS, title="ours, Triton's norms", kernels="qkv,norm"),
 }
 
 
@@ -89,7 +96,7 @@ def configured(model: Model, configuration: Configuration) -> Model:
     fused = model.device.type != "cuda" and configuration.attention == "efficient"
     name = "sdpa" if fused else configuration.attention
     if configuration.tuned:
-        options = RuntimeOptions(attention=name, compile=configuration.compile)
+        options = RuntimeOptions(attention=name, compile=configuration.compile, kernels=configuration.kernels)
         step, _ = prepare(networks, options, model.device)
         return replace(model, **networks, step=step)
     for role in ("unet", "vae"):

@@ -40,6 +40,14 @@ def patch_of(module: nn.Module) -> Function | None:
     return forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else None
 
 
+def follow(network: nn.Module, other: nn.Module) -> None:
+    """Patch the modules of a network by the kernels that another network's modules of the same names have."""
+    theirs = {name: patch_of(module) for name, module in other.named_modules()}
+    for name, module in network.named_modules():
+        if (function := theirs.get(name)) in _KERNELS and function is not None:
+            patch(module, function)
+
+
 @contextlib.contextmanager
 def unpatched(module: nn.Module) -> Iterator[None]:
     """Have a module run its class's forward within the block."""

@@ -1,6 +1,7 @@
 """Set up loaded networks to run as the options say, in one call."""
 
 import ctypes
+import importlib.util
 import logging
 import sys
 from collections.abc import Mapping
@@ -11,15 +12,22 @@ from torch import nn
 
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.runtime import aot, fused_norm
+from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention
+from ldm_lite.runtime import aot, fused_norm, timed_layers
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.compile import Step, compiled_step
 from ldm_lite.runtime.cpu import group_norm, winograd
 from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.patching import follow
 from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
 from ldm_lite.runtime.tiling import tile
 
 log = logging.getLogger("ldm_lite")
+
+# What may be switched on a GPU by the option `kernels`, and what is on by default.
+KERNELS = ("qkv", "norm", "geglu", "conv", "pdl", "tma")
+BY_DEFAULT = frozenset({"qkv"})
+SETTINGS = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}  # of Inductor
 
 
 def prepare(
@@ -45,12 +53,14 @@ def prepare(
     check_matmul_precision(options.matmul_precision or "highest")
     if device.type == "cuda":
         set_matmul_precision(options.matmul_precision or "highest")
+    chosen = choose_kernels(options.kernels, device)
     for role, network in networks.items():
         _set_attention(role, network, options.attention or "sdpa", device)
-        _use_kernels(network, device)
+        _use_kernels(network, device, chosen)
     if options.compiled is not None:
         aot.use(networks["unet"], Path(options.compiled))
-    step = compiled_step(compile, networks["unet"]) if "unet" in networks else denoise_step
+    settings = {SETTINGS[name]: True for name in chosen & set(SETTINGS)}
+    step = compiled_step(compile, networks["unet"], settings=settings) if "unet" in networks else denoise_step
     if options.offload is None and options.storage is None:
         return step, None
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage)
@@ -62,7 +72,9 @@ def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> 
     device is where it computes; its weights may be elsewhere.
     """
     attention_backends.follow(network, other)
-    _use_kernels(network, device)
+    joined = any(isinstance(layer, CrossAttention) and layer.qkv is not None for layer in other.modules())
+    _use_kernels(network, device, frozenset({"qkv"} if joined else ()))
+    follow(network, other)
 
 
 def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
@@ -70,17 +82,48 @@ def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
     return torch.device("cpu") if options.offload or options.storage else device
 
 
-def _use_kernels(network: nn.Module, device: torch.device) -> None:
+def choose_kernels(text: str | None, device: torch.device) -> frozenset[str]:
+    """Parse the option `kernels`: names with commas between, "all", "none", or None for the default.
+
+    Raises ValueError for an unknown name, and for Triton's kernels on a GPU where it is missing.
+    """
+    if text is None:
+        return BY_DEFAULT
+    names = frozenset() if text == "none" else frozenset(KERNELS if text == "all" else text.split(","))
+    if unknown := sorted(names - set(KERNELS)):
+        raise ValueError(f"got `kernels` {unknown[0]!r}, wanted all, none, or some of {', '.join(KERNELS)} with commas")
+    if device.type == "cuda" and names & {"norm", "geglu"} and importlib.util.find_spec("triton") is None:
+        raise ValueError("the kernels norm and geglu need Triton, which torch for CUDA brings along: leave them out")
+    return names
+
+
+def _use_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> None:
     on_cpu, in_float32 = device.type == "cpu", next(network.parameters()).dtype == torch.float32
     if device.type == "cuda" or (on_cpu and not in_float32):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if device.type == "cuda":
-        fused_norm.use(network)
+        _use_gpu_kernels(network, device, chosen)
     if on_cpu and in_float32:
         winograd.use(network)
         group_norm.use(network)
     if on_cpu:
         keep_freed_memory()
+
+
+def _use_gpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> None:
+    fused_norm.use(network, triton="norm" in chosen)
+    if "conv" in chosen:
+        timed_layers.use_convolutions(network)
+    if "geglu" in chosen:
+        timed_layers.use_geglu(network)
+    if "qkv" in chosen and _are_on(network, device):  # weights that move come apart
+        for block in network.modules():
+            if type(block) is BasicTransformerBlock and not block.cross_only and type(block.attn1) is CrossAttention:
+                block.attn1.join()
+
+
+def _are_on(network: nn.Module, device: torch.device) -> bool:
+    return next(network.parameters()).device.type == device.type
 
 
 def _set_attention(role: str, network: nn.Module, name: str, device: torch.device) -> None:

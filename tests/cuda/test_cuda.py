@@ -31,6 +31,7 @@ from ldm_lite.runtime import aot, attention
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.runtime.quantization import STORAGES
+from ldm_lite.runtime.setup import KERNELS, SETTINGS
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 
@@ -136,6 +137,23 @@ def test_attention(name: str, dtype: str, small_path: Path, device: torch.device
             ldm_lite.load(small_path, device=device, dtype=dtype, attention=name)
         return
     assert_close(images(ldm_lite.load(small_path, device=device, dtype=dtype, attention=name)), wanted, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "tier"), [*((each, "off") for each in ("none", *KERNELS)), ("norm", "step"), ("all", "step")]
+)
+def test_kernels(name: str, tier: str, small_path: Path, device: torch.device, wanted: Tensor) -> None:
+    """Each alone, in plain and in compiled steps."""
+    dtype = half(device)
+    fast = ldm_lite.load(small_path, device=device, dtype=dtype, kernels=name)
+    if tier != "off":
+        settings = {setting: True for each, setting in SETTINGS.items() if name in (each, "all")}
+        backend = "inductor" if device.type == "cuda" else "eager"
+        fast = replace(fast, step=CompiledStep(tier, fast.unet, backend, settings))
+    for _ in range(2):
+        assert_close(images(fast), wanted, dtype)
+    if tier != "off":
+        assert_compiled(fast)
 
 
 def test_the_bundled_model_is_finite_in_half_precision(device: torch.device) -> None:

@@ -12,7 +12,8 @@ from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.runtime import attention, fused_norm
+from ldm_lite.models.transformer import CrossAttention
+from ldm_lite.runtime import attention, fused_norm, setup, timed_layers
 from ldm_lite.runtime.attention import layers, sdpa, vanilla
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
@@ -133,3 +134,60 @@ def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
             set_matmul_precision("fast")
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (None, {"qkv"}),
+        ("none", set()),
+        ("conv", {"conv"}),
+        ("qkv,pdl,tma", {"qkv", "pdl", "tma"}),
+    ],
+)
+def test_kernels_are_switched_one_by_one(
+    text: str | None, wanted: set[str], small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet, settings: given.update(settings) or denoise_step)
+    networks = ldm_lite.load(small_path, device="cpu").networks
+    networks = {role: toy.fill(type(network)(network.spec)) for role, network in networks.items()}
+    monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
+    monkeypatch.setattr(attention, "_runs", lambda *given: True)
+    with monkeypatch.context() as patched:  # weights are where they compute, as far as setup can see
+        patched.setattr(setup, "_are_on", lambda network, device: True)
+        prepare(networks, RuntimeOptions(kernels=text), torch.device("cuda"))
+    unet = networks["unet"]
+    assert any(isinstance(each, CrossAttention) and each.qkv is not None for each in unet.modules()) == (
+        "qkv" in wanted
+    )
+    assert any(patch_of(each) is timed_layers._convolve for each in unet.modules()) == ("conv" in wanted)
+    names = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}
+    assert given == {name: True for kernel, name in names.items() if kernel in wanted}
+    control = toy.fill(type(unet)(unet.spec))
+    with monkeypatch.context() as patched:
+        patched.setattr(setup, "_are_on", lambda network, device: True)
+        setup.prepare_like(control, unet, torch.device("cuda"))
+    assert [patch_of(each) for each in control.modules()] == [patch_of(each) for each in unet.modules()]
+    assert [vars(each).get("qkv") is None for each in control.modules()] == [
+        vars(each).get("qkv") is None for each in unet.modules()
+    ]
+
+
+def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
+    monkeypatch.setattr(attention, "_runs", lambda *given: True)
+    unet = ldm_lite.load(small_path, device="cpu").unet
+    networks = {"unet": toy.fill(type(unet)(unet.spec))}
+    prepare(networks, RuntimeOptions(offload="model"), torch.device("cuda"))
+    assert all(each.qkv is None for each in networks["unet"].modules() if isinstance(each, CrossAttention))
+
+
+def test_unknown_kernels_are_named(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, none, or some of qkv, norm, geglu"):
+        ldm_lite.load(small_path, device="cpu", kernels="qkv,fast")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="need Triton"):
+        setup.choose_kernels("norm", torch.device("cuda"))
+    assert setup.choose_kernels("all", torch.device("cpu")) == set(setup.KERNELS)
