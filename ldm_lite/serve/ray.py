@@ -32,7 +32,7 @@ class Replica:
         """Load the model.  Raises ValueError, OSError."""
         options = dataclasses.replace(options, linger=WINDOW)
         self.engine = Engine(Library(load, options), options).start()
-        self.app = make_app(self.engine, options, key)
+        self.application = make_app(self.engine, options, key)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, for Ray."""
@@ -48,12 +48,12 @@ class Replica:
         if scope["type"] == "http" and scope["method"] == "POST":
             await self.together((scope, receive, send))
         else:
-            await self.app(scope, receive, send)
+            await self.application(scope, receive, send)
 
     @serve.batch(max_batch_size=64, batch_wait_timeout_s=WINDOW, max_concurrent_batches=10_000)
     async def together(self, calls: list[Call]) -> list[None]:
         """Answer a group of requests, each as soon as it is ready."""
-        await asyncio.gather(*(self.app(*call) for call in calls), return_exceptions=True)
+        await asyncio.gather(*(self.application(*call) for call in calls), return_exceptions=True)
         return [None] * len(calls)
 
 
