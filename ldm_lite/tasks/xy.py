@@ -1,0 +1,201 @@
+"""X/Y plots: the same job with other values of one or two options, as one labelled picture."""
+
+import csv
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.diffusion.schedule import number
+from ldm_lite.image import MOST_PIXELS
+from ldm_lite.text.parameters import parameters, parse_parameters
+
+REPLACE = "replace"  # an axis that is no option: its first value is looked for in both prompts, and replaced by each
+MOST_CELLS = 400
+GAP, INK, PAPER = 8, "black", "white"  # pixels, colours
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+# A1111's ranges: 1-5, 1-5 (+2) with a step, 0-1 [5] with a number of values.
+_RANGE = re.compile(r"(-?[\d.]+)\s*-\s*(-?[\d.]+)\s*(?:\(([+-]?[\d.]+)\)|\[(\d{1,6})\])?")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An option, and the values that it takes along an axis."""
+
+    option: str
+    values: tuple[Any, ...]
+
+    @property
+    def labels(self) -> list[str]:
+        """One for each value."""
+        return [str(v) if self.option == REPLACE else f"{self.option}: {_short(v)}" for v in self.values]
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def names(kind: type[Txt2imgOptions]) -> list[str]:
+    """The options of a task that may be an axis: all that have a flag, and REPLACE."""
+    return [each.name for each in fields(kind) if each.metadata["flag"]] + [REPLACE]
+
+
+def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
+    """Read an axis: an option of a task by its name or flag, and values with commas between, as in a line of CSV.
+
+    Numbers may be ranges as in AUTOMATIC1111's web UI: "1-5", "1-10 (+3)" by steps of 3, "0-1 [5]" for 5 values.
+    Raises ValueError, one line, for an unknown option, no values, and a value that the option cannot have.
+    """
+    name = option.strip().lstrip("-").replace("-", "_")
+    if name not in names(kind):
+        raise ValueError(f"got {option!r} as an axis, wanted an option: {', '.join(names(kind))}")
+    rows = [[each.strip() for each in row] for row in csv.reader(text.splitlines(), skipinitialspace=True)]
+    texts = [each for row in rows for each in row if each or '"' in text]
+    if not texts:
+        raise ValueError(f"the axis of `{name}` has no values: give some, with commas between")
+    hint = str if name == REPLACE else typing.get_type_hints(kind)[name]
+    values = [value for each in texts for value in _values(name, typing.get_args(hint) or (hint,), each)]
+    if len(values) > MOST_CELLS:
+        raise ValueError(f"got {len(values)} values of `{name}`, wanted at most {MOST_CELLS}")
+    if name != REPLACE:
+        values = [getattr(kind(**{name: value}), name) for value in values]  # checks the range
+    return Axis(name, tuple(values))
+
+
+def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
+    """The values of an option that a text names: several for a range."""
+    if bool in kinds:
+        if text.lower() not in WORDS:
+            raise ValueError(f"got `{name}` {text[:60]!r}, wanted yes or no")
+        return [WORDS[text.lower()]]
+    if (int not in kinds and float not in kinds) or any(typing.get_origin(each) is tuple for each in kinds):
+        return [text]
+    whole = float not in kinds
+    if (match := _RANGE.fullmatch(text)) is None:
+        found = [number(text)]
+    else:
+        first, last = number(match[1]), number(match[2])
+        step = number(match[3]) if match[3] else math.copysign(1, last - first)
+        step = (last - first) / max(1, int(match[4]) - 1) if match[4] else step
+        count = 1 + math.floor((last - first) / step + 1e-9) if step else 1
+        if not 1 <= count <= MOST_CELLS:
+            raise ValueError(f"got the range {text!r} of `{name}`, wanted 1 to {MOST_CELLS} values from it")
+        count = min(count, int(match[4] or count))
+        found = [round(first + i * step, 9) for i in range(count)]
+        found = [round(each) for each in found] if whole and match[4] else found
+    if whole and any(each != int(each) for each in found):
+        raise ValueError(f"got `{name}` {text[:60]!r}, wanted whole numbers")
+    if whole and match is None and re.fullmatch(r"[+-]?\d{1,20}", text):
+        return [int(text)]  # seeds have more digits than a float
+    return [int(each) if whole else each for each in found]
+
+
+def cells(x: Axis | None, y: Axis | None) -> list[dict[str, Any]]:
+    """The values of each cell by option, row by row from the top left.
+
+    Raises ValueError for no axis, two axes of one option, and more than MOST_CELLS.
+    """
+    if x is None and y is None:
+        raise ValueError("an X/Y plot has one or two axes: choose an option for X")
+    if x is not None and y is not None and x.option == y.option:
+        raise ValueError(f"both axes are `{x.option}`: choose another option for one of them")
+    if (count := math.prod(len(axis.values) for axis in (x, y) if axis is not None)) > MOST_CELLS:
+        raise ValueError(f"got an X/Y plot of {count} images, wanted at most {MOST_CELLS}")
+    rows = [{}] if y is None else [{y.option: value} for value in y.values]
+    columns = [{}] if x is None else [{x.option: value} for value in x.values]
+    return [row | column for row in rows for column in columns]
+
+
+def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None) -> Txt2imgOptions:
+    """The options of one cell.  Raises ValueError if what REPLACE looks for is in no prompt, and as options do."""
+    values = {name: value for name, value in cell.items() if name != REPLACE}
+    made = replace(options, **values)
+    for axis in axes:
+        if axis is None or axis.option != REPLACE:
+            continue
+        before, after, found = axis.values[0], cell[REPLACE], False
+        for name in ("prompt", "negative_prompt"):
+            text = getattr(made, name)
+            if isinstance(text, str) and before in text:
+                changes: dict[str, Any] = {name: text.replace(before, after)}
+                made, found = replace(made, **changes), True
+        if not found:
+            raise ValueError(f"the prompt does not have {before[:60]!r}, the first value to `{REPLACE}`")
+    return made
+
+
+# ---- the picture ----------------------------------------------------------------------------------------------------
+
+
+def draw(images: Sequence[Image.Image], x: Axis | None, y: Axis | None) -> Image.Image:
+    """Put the images of all cells into one picture, with labels above the columns and left of the rows.
+
+    Smaller images stand in the middle of their cells.  All of them are made smaller if the picture would have more than
+    MOST_PIXELS.  Its text ("parameters") is the first image's, with both axes.
+    """
+    columns = 1 if x is None else len(x.values)
+    rows = -(-len(images) // columns)
+    width, height = (max(each.size[side] for each in images) for side in (0, 1))
+    ratio = min(1.0, math.sqrt(0.8 * MOST_PIXELS / (width * height * len(images))))
+    width, height = max(1, int(width * ratio)), max(1, int(height * ratio))
+    font = _font("".join((x.labels if x else []) + (y.labels if y else [])), min(32, max(12, width // 16)))
+    above = [_wrapped(font, label, width) for label in x.labels] if x is not None else []
+    beside = [_wrapped(font, label, max(96, width // 2)) for label in y.labels] if y is not None else []
+    top = max((_size(font, text)[1] + 2 * GAP for text in above), default=0)
+    left = max((_size(font, text)[0] + 2 * GAP for text in beside), default=0)
+    sheet = Image.new("RGB", (left + columns * (width + GAP) - GAP, top + rows * (height + GAP) - GAP), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for i, image in enumerate(images):
+        small = image.resize((max(1, int(image.width * ratio)), max(1, int(image.height * ratio))))
+        at = left + i % columns * (width + GAP), top + i // columns * (height + GAP)
+        sheet.paste(small, (at[0] + (width - small.width) // 2, at[1] + (height - small.height) // 2))
+    for i, text in enumerate(above):
+        pen.multiline_text((left + i * (width + GAP) + width / 2, top / 2), text, INK, font, "mm", align="center")
+    for i, text in enumerate(beside):
+        pen.multiline_text((left / 2, top + i * (height + GAP) + height / 2), text, INK, font, "mm", align="center")
+    sheet.info["parameters"] = _text(images[0].info.get("parameters"), x, y)
+    return sheet
+
+
+def _text(first: str | None, x: Axis | None, y: Axis | None) -> str:
+    """The text of a plot, with the axes under A1111's keys."""
+    axes: dict[str, object] = {"Script": "X/Y/Z plot"}
+    for letter, axis in (("X", x), ("Y", y)):
+        if axis is not None:
+            axes |= {f"{letter} Type": axis.option, f"{letter} Values": ", ".join(_short(v) for v in axis.values)}
+    if first is None:
+        return parameters("", None, axes)
+    text = parse_parameters(first)
+    return parameters(text.prompt, text.negative_prompt, {**text.settings, **axes})
+
+
+def _font(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font, or for other than Latin letters the first of some usual ones that is installed."""
+    for name in () if all(ord(each) < 256 for each in text) else ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf"):
+        try:
+            return ImageFont.truetype(name, size)
+        except OSError:
+            continue
+    return ImageFont.load_default(size)
+
+
+def _size(font: Any, text: str) -> tuple[int, int]:
+    box = ImageDraw.Draw(Image.new("L", (1, 1))).multiline_textbbox((0, 0), text, font)
+    return math.ceil(box[2]), math.ceil(box[3])
+
+
+def _wrapped(font: Any, text: str, width: int) -> str:
+    """Break a text into at most six lines of a width in pixels, words that are too long too."""
+    lines = [""]
+    for word in re.findall(r"\S+\s*", text):
+        for part in [word] if font.getlength(word.rstrip()) <= width else list(word):
+            if lines[-1] and font.getlength((lines[-1] + part).rstrip()) > width:
+                lines.append("")
+            lines[-1] += part
+    kept = [line.rstrip() for line in lines[:6]]
+    return "\n".join(kept) + ("..." if len(lines) > 6 else "")

@@ -1,0 +1,167 @@
+"""X/Y plots: axes from text, cells, and the labelled picture."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.tasks import xy
+from ldm_lite.tasks.xy import Axis, cells, changed, draw, read_axis
+from ldm_lite.text.parameters import parameters, parse_parameters
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "values"),
+    [
+        ("steps", "5, 10,20", (5, 10, 20)),
+        ("steps", "1-4", (1, 2, 3, 4)),
+        ("steps", "4-1", (4, 3, 2, 1)),
+        ("steps", "1-10 (+4), 50", (1, 5, 9, 50)),
+        ("steps", "10-20 [3]", (10, 15, 20)),
+        ("steps", "9-5(-2)", (9, 7, 5)),
+        ("steps", "7-9[1]", (7,)),
+        ("steps", "1-2 [4]", (1, 1, 2, 2)),
+        ("scale", "1.5, 3", (1.5, 3.0)),
+        ("scale", "-2", (-2.0,)),
+        ("scale", "0-1 (+0.1)", tuple(round(0.1 * i, 9) for i in range(11))),
+        ("--eta", "0-1 [5]", (0, 0.25, 0.5, 0.75, 1)),
+        ("seed", "9223372036854775807, 1", (2**63 - 1, 1)),
+        ("sampler", "DPM++ 2M Karras, ddim", ("DPM++ 2M Karras", "ddim")),
+        ("prompt", '"a red, ripe apple", a pear', ("a red, ripe apple", "a pear")),
+        ("negative_prompt", '"", blurred', ("", "blurred")),
+        ("negative-prompt", "blurred", ("blurred",)),
+        ("compat", "no, Yes", (False, True)),
+        ("original_size", "512x256, 64x64", ((512, 256), (64, 64))),
+        ("crop_top_left", '"0,0", "0,128"', ((0, 0), (0, 128))),
+        ("embedding", "a.pt, b.pt", (("a.pt",), ("b.pt",))),
+        ("replace", "apple, pear", ("apple", "pear")),
+    ],
+)
+def test_axes_are_read_as_users_write_them(option: str, text: str, values: tuple[object, ...]) -> None:
+    assert read_axis(Txt2imgOptions, option, text).values == values
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("stepz", "1", "wanted an option: .*steps"),
+        ("plan", "1", "wanted an option"),
+        ("strength", "0.5", "wanted an option"),  # of img2img
+        ("steps", "", "no values"),
+        ("steps", " , ,", "no values"),
+        ("steps", "5, many", "finite number"),
+        ("steps", "5.5", "whole numbers"),
+        ("steps", "0, 5", "got `steps` 0, wanted 1 to 1000"),
+        ("steps", "1-100000", "range"),
+        ("steps", "1-5 (-1)", "range"),
+        ("steps", "1..2-3", "finite number"),
+        ("scale", "nan", "finite number"),
+        ("compat", "perhaps", "yes or no"),
+        ("original_size", "big", "HxW"),
+        ("steps", ",".join(["1"] * 401), "at most 400"),
+    ],
+)
+def test_wrong_axes_are_one_line(option: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        read_axis(Txt2imgOptions, option, text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Txt2imgOptions, Img2imgOptions, InpaintOptions, UpscaleOptions])
+def test_every_option_with_a_flag_can_be_an_axis(kind: type[Txt2imgOptions]) -> None:
+    samples = {"original_size": "8x8", "target_size": "8x8", "crop_top_left": '"1,1"', "aesthetic_score": "5"}
+    for each in dataclasses.fields(kind):
+        if each.metadata["flag"]:
+            hint, within = str(each.type), each.metadata["within"]
+            number = "1" if within is None or within[0] <= 1 else str(within[0])
+            text = samples.get(each.name) or (number if "int" in hint or "float" in hint else "yes")
+            if each.metadata.get("choices"):
+                text = each.metadata["choices"][0]
+            assert len(read_axis(kind, each.name, text).values) == 1
+
+
+def test_cells_are_rows_of_columns() -> None:
+    x, y = Axis("steps", (5, 10)), Axis("scale", (1.0, 7.5))
+    assert cells(x, y) == [
+        {"scale": 1.0, "steps": 5},
+        {"scale": 1.0, "steps": 10},
+        {"scale": 7.5, "steps": 5},
+        {"scale": 7.5, "steps": 10},
+    ]
+    assert cells(x, None) == [{"steps": 5}, {"steps": 10}]
+    assert cells(None, y) == [{"scale": 1.0}, {"scale": 7.5}]
+    options = Txt2imgOptions("a cat", seed=3)
+    assert changed(options, cells(x, y)[2], x, y) == dataclasses.replace(options, scale=7.5, steps=5)
+    for axes, message in (
+        ((None, None), "one or two axes"),
+        ((x, x), "both axes"),
+        ((x, Axis("seed", (1,) * 201)), "402"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cells(*axes)
+
+
+def test_replace_changes_both_prompts() -> None:
+    options, axis = Txt2imgOptions("a red apple", negative_prompt="no apple"), Axis("replace", ("apple", "pear"))
+    made = [changed(options, cell, axis) for cell in cells(axis, None)]
+    assert [(each.prompt, each.negative_prompt) for each in made] == [
+        ("a red apple", "no apple"),
+        ("a red pear", "no pear"),
+    ]
+    # beside an axis of prompts, it looks in the cell's own
+    x = Axis("prompt", ("an apple", "two apples"))
+    assert [changed(options, cell, x, axis).prompt for cell in cells(x, axis)][2:] == ["an pear", "two pears"]
+    with pytest.raises(ValueError, match="does not have 'plum'"):
+        changed(options, {"replace": "pear"}, Axis("replace", ("plum", "pear")))
+
+
+def colours(count: int, size: tuple[int, int] = (64, 48)) -> list[Image.Image]:
+    return [Image.new("RGB", size, (40 * i, 255 - 40 * i, 80)) for i in range(count)]
+
+
+def test_the_picture_has_every_image_in_its_place_and_labels_outside() -> None:
+    x, y = Axis("steps", (5, 10, 20)), Axis("scale", (1.0, 7.5))
+    images = colours(6)
+    images[0].info["parameters"] = parameters("a, cat", None, {"Steps": 5, "Seed": 1, "Version": "ldm_lite 0"})
+    sheet = draw(images, x, y)
+    pixels = np.asarray(sheet)
+    left, top = sheet.width - 3 * 64 - 2 * xy.GAP, sheet.height - 2 * 48 - xy.GAP
+    for i, image in enumerate(images):
+        row, column = top + i // 3 * (48 + xy.GAP), left + i % 3 * (64 + xy.GAP)
+        assert (pixels[row : row + 48, column : column + 64] == np.asarray(image)).all()
+    for i in range(3):  # ink above each column, and none that reaches into its neighbour
+        column = left + i * (64 + xy.GAP)
+        assert pixels[:top, column : column + 64].min() < 60
+        assert i == 2 or pixels[:top, column + 64 : column + 64 + xy.GAP].min() == 255
+    for i in range(2):
+        row = top + i * (48 + xy.GAP)
+        assert pixels[row : row + 48, :left].min() < 60
+    text = parse_parameters(sheet.info["parameters"])
+    assert text.prompt == "a, cat"
+    assert text.settings["Seed"] == "1"
+    assert (text.settings["X Type"], text.settings["X Values"]) == ("steps", "5, 10, 20")
+    assert (text.settings["Y Type"], text.settings["Y Values"]) == ("scale", "1, 7.5")
+
+
+def test_one_axis_images_of_other_sizes_and_long_labels() -> None:
+    sizes = Axis("width", (32, 64))
+    images = [Image.new("RGB", (32, 48), "red"), Image.new("RGB", (64, 48), "red")]
+    sheet = draw(images, sizes, None)
+    assert sheet.width == 2 * 64 + xy.GAP
+    assert (np.asarray(sheet)[-48:, 16:48] == (255, 0, 0)).all()  # the narrow one, in the middle of its cell
+    assert (np.asarray(sheet)[-48:, :16] == 255).all()
+    column = draw(images, None, sizes)
+    assert column.height == 2 * 48 + xy.GAP
+    long = draw(colours(2), Axis("prompt", ("word " * 80, "x" * 400)), None)
+    assert long.width == 2 * 64 + xy.GAP
+    assert long.height < 48 + 200  # six lines
+    strange = draw(colours(1), Axis("prompt", ("яблоко, 苹果, 🍎\x00\n",)), None)
+    assert strange.width == 64
+
+
+def test_a_picture_that_would_be_too_large_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xy, "MOST_PIXELS", 2000)
+    whole = 2 * 48 + xy.GAP  # of two rows
+    assert draw(colours(4), Axis("steps", (1, 2)), Axis("seed", (1, 2))).height < whole
