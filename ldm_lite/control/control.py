@@ -30,6 +30,7 @@ class Control:
     in [-1,1].  It acts from `start` to `end`, shares of the steps in [0,1].  guess: no control of the negative prompt,
     deeper layers stronger; pool: averaged over the image, for the shuffle network, no control of the negative prompt.
     preprocess makes the map first: "none", "canny", "canny:LOW:HIGH" or "inpaint" (transparent parts are the hole).
+    name stands for the source in texts.
     Raises ValueError for values out of range.
     """
 
@@ -41,6 +42,7 @@ class Control:
     guess: bool = False
     pool: bool = False
     preprocess: str = "none"
+    name: str | None = None
     networks: WeakKeyDictionary[nn.Module, Any] = field(
         default_factory=WeakKeyDictionary, compare=False, repr=False
     )  # loaded networks, by UNet
@@ -62,7 +64,7 @@ class Control:
     def __str__(self) -> str:
         """The control as on the command line, without defaults."""
         image = os.fspath(self.image) if isinstance(self.image, (str, os.PathLike)) else "image"
-        text = f"{os.fspath(self.source)}:{image}" + (f":{self.weight:g}" if self.weight != 1 else "")
+        text = f"{self.name or os.fspath(self.source)}:{image}" + (f":{self.weight:g}" if self.weight != 1 else "")
         if (self.start, self.end) != (0, 1):
             text += f":{self.start:g}-{self.end:g}"
         return text + ":guess" * self.guess + ":pool" * self.pool

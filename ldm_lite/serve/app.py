@@ -71,8 +71,7 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
 def _add_page(app: FastAPI, engine: Engine) -> None:
     """Mount the page at "/"; without Gradio that leads to the description of the API."""
     if importlib.util.find_spec("ldm_lite.serve.page") and importlib.util.find_spec("gradio"):
-        gradio, page = (importlib.import_module(name) for name in ("gradio", "ldm_lite.serve.page"))
-        gradio.mount_gradio_app(app, page.page(engine), path="/")
+        importlib.import_module("ldm_lite.serve.page").mount(app, engine)
         return
 
     @app.get("/", include_in_schema=False)

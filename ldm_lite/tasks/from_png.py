@@ -7,6 +7,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from PIL import Image
+
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import given
 from ldm_lite.cli.task_options import Txt2imgOptions
@@ -37,7 +39,8 @@ def with_picture(options: Txt2imgOptions, model: Model | None = None) -> Txt2img
     """
     if options.from_png is None:
         return options
-    text, name = read_parameters(options.from_png), f"{options.from_png}"[:300]
+    text = read_parameters(options.from_png)
+    name = "the picture" if isinstance(options.from_png, Image.Image) else f"{options.from_png}"[:300]
     ours = text.settings.get("Version", "").startswith("ldm_lite")
     explicit = given(options) - {"from_png"}
     try:
