@@ -13,8 +13,8 @@ from torch import Tensor
 from ldm_lite.runtime.norm_kernels import wrapped
 
 # (rows, channels out) of a program, its warps and the stages of its pipeline; each is a candidate
-TILES = {(128, 64): (4, 3), (64, 64): (4, 4), (128, 128): (8, 3)}
-DEPTH = 64  # channels in of a stage
+TILES = {(128, 64): (8, 4), (64, 64): (8, 4)}
+DEPTH = 32  # channels in of a stage
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def registers(kernel: Any, capability: int, constants: dict[str, Any], **options
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")},
     )
-    made = compiler.triton.compile(source, target=backends.GPUTarget("cuda", capability, 32), options=options)
+    made = compiler.compile(source, target=backends.GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
