@@ -16,6 +16,7 @@ from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
@@ -307,7 +308,8 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
 
 def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
-    return _with_text(like.fitted(shapes[name.replace("text", "text_encoder")]), metadata, name)
+    found = shapes[name.replace("text", "text_encoder")]
+    return _with_text(T5Spec.from_shapes(found) if isinstance(like, T5Spec) else like.fitted(found), metadata, name)
 
 
 def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> EncoderSpec:
