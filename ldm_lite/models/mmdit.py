@@ -251,12 +251,12 @@ class MMDiT(nn.Module):
         context: Tensor,
         y: Tensor | None = None,
         *,
-        skip_layers: tuple[int, ...] = (),
+        skip: Tensor | None = None,
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at 1000 s = t (B,) in [0,1000] -> velocity, the same shape.
 
-        context (B,T,context_dim) is the text, y (B,vector_dim) the pooled text.  skip_layers are the numbers of blocks
-        to leave out, for skip-layer guidance.  x, context and y are in the weights' dtype; t may have any.  Raises
+        context (B,T,context_dim) is the text, y (B,vector_dim) the pooled text.  skip (B,depth) bool tells which blocks
+        are left out, for skip-layer guidance.  x, context and y are in the weights' dtype; t may have any.  Raises
         ValueError if a side of the image has more tokens than the table of positions.
         """
         assert y is not None, "Stable Diffusion 3 reads the pooled text"
@@ -265,8 +265,11 @@ class MMDiT(nn.Module):
         c = F.silu(self.t_embedder(timestep_embedding(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
         context = self.context_embedder(context)  # (B, T, D)
         for i, block in enumerate(self.joint_blocks):
-            if i not in skip_layers:
-                context, x = block(context, x, c)
+            before, (context, x) = (context, x), block(context, x, c)
+            if skip is not None:
+                context, x = (
+                    torch.where(skip[:, i, None, None], *both) for both in zip(before, (context, x), strict=True)
+                )
         patches = (
             self.final_layer(x, c).view(*x.shape[:2], 4, -1).transpose(2, 3)
         )  # (B, N, C, 4): channels are last inside
