@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, overload
 
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.schedule import SPACINGS, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, from_webui, to_webui
 
 Sampler = Callable[..., Plan]  # (schedule, steps, spacing="...") and, where it has them, eta=... and churn=...
@@ -162,7 +163,8 @@ def make_plan(
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
-        if named_spacing is None and schedule.spacing is not None and spacing in ("leading", "linspace"):
+        general = schedule.is_flow or spacing in ("leading", "linspace")
+        if named_spacing is None and schedule.spacing is not None and general:
             spacing = schedule.spacing
     arguments: dict[str, object] = {"spacing": spacing}
     if last is not None:

@@ -13,7 +13,8 @@ from plan_runner import Model, run, toy_model
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Array, Level, Prediction, Schedule, linear_betas, original
+from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Prediction, Schedule, linear_betas, original
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import toy
 
-from ldm_lite.diffusion.schedule import CLEAN, SECTIONS, SPACINGS, Schedule, leading, linear_betas, linspace, original
+from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Schedule, leading, linear_betas, linspace, original
+from ldm_lite.diffusion.spacings import SECTIONS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
