@@ -248,17 +248,21 @@ def _sent(noise: Tensor, device: torch.device) -> Tensor:
 
 def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:
     """Concatenate all branches on the device; integers stay integers.  Raises ValueError if shapes differ."""
-    stacked: dict[str, Tensor | None] = {"context": None, "y": None, "concat": None}
-    for name in stacked:
-        values = [getattr(conditioning, name) for conditioning in conditionings]
+    parts = [{**each._asdict(), **(each.inputs or {})} for each in conditionings]
+    stacked: dict[str, Tensor | None] = {}
+    for name in ("context", "y", "concat", *(conditionings[0].inputs or {})):
+        values = [part[name] for part in parts]
         if all(value is None for value in values):
+            stacked[name] = None
             continue
         if len({value.shape[1:] for value in values}) > 1:
             shapes = " and ".join(str(tuple(value.shape)) for value in values)
             raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
         value = torch.cat(values)
-        stacked[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
-    return Conditioning(stacked["context"], stacked["y"], stacked["concat"])
+        own = name in Conditioning._fields and value.is_floating_point()
+        stacked[name] = value.to(device, dtype if own else value.dtype)
+    main = Conditioning(stacked.pop("context"), stacked.pop("y"), stacked.pop("concat"))
+    return main._replace(inputs={name: each for name, each in stacked.items() if each is not None} or None)
 
 
 def _check_all(
@@ -293,8 +297,8 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
     if spec.in_channels > model.vae.spec.embed_dim and not given:
         raise ValueError(
-            f"{model.family.title} reads an image besides the text (its UNet has {spec.in_channels} input channels): "
-            "it cannot make an image from a prompt alone; take a checkpoint with 4"
+            f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
+            f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
         )
     channels = spec.in_channels - given
     if noise.ndim != 4 or noise.shape[1] != channels:
@@ -333,7 +337,8 @@ def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(mean + deviation).all():
         cause = broken_weights(model.networks) or "its pixels are not finite"
         raise ValueError(f"the image's latents are not finite: {cause}")
-    return mean.float() * model.family.scale_factor, deviation.float() * model.family.scale_factor
+    family = model.family
+    return (mean.float() - family.shift_factor) * family.scale_factor, deviation.float() * family.scale_factor
 
 
 @torch.no_grad()
@@ -349,7 +354,7 @@ def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
         raise ValueError(f"the latents are not finite: {broken_weights(model.networks) or advice}")
     with model.phase("vae"):
         vae = tiled_on_cpu(model.vae)
-        for z in latents.to(model.device) / model.family.scale_factor:
+        for z in latents.to(model.device) / model.family.scale_factor + model.family.shift_factor:
             dtype = next(vae.parameters()).dtype
             vae, pixels = _decode(vae, z[None].to(dtype))
             if not torch.isfinite(pixels).all() and dtype != torch.float32:

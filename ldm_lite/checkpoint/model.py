@@ -312,8 +312,10 @@ def _scaled(family: Family, checkpoint: Checkpoint) -> Family:
 
 def _schedule(family: Family, checkpoint: Checkpoint, about: Mapping[str, str], zero_snr: bool) -> Schedule:
     """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
-    spacing = about.get("spacing")
-    schedule = replace(Schedule.from_betas(family.noise.betas, family.prediction), spacing=spacing)
+    schedule = family.noise.schedule(family.prediction)
+    if schedule.is_flow:
+        return schedule
+    schedule = replace(schedule, spacing=about.get("spacing"))
     own = stored_schedule(checkpoint, schedule)
     if own is not None:
         log.warning("%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title)

@@ -4,7 +4,7 @@ Guidance runs the network on several conditionings (the branches) at once and mi
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ class Conditioning(NamedTuple):
     concat: Tensor | None = None  # (B,C',h,w), channels appended to the latents
     control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
     cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
+    inputs: Mapping[str, Tensor] | None = None  # what else the network takes, by the names of its parameters
 
     def rows(self, rows: slice | list[int], count: int) -> "Conditioning":
         """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
@@ -33,7 +34,16 @@ class Conditioning(NamedTuple):
                     f"got conditioning of shape {tuple(part.shape)} for {count} images, wanted 1 or {count}"
                 )
         chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
-        return Conditioning(chosen[0], chosen[1], chosen[2])
+        more = (
+            None
+            if self.inputs is None
+            else {name: each.expand(count, *each.shape[1:])[rows] for name, each in self.inputs.items()}
+        )
+        return Conditioning(chosen[0], chosen[1], chosen[2], inputs=more)
+
+    def with_inputs(self, **more: Tensor) -> "Conditioning":
+        """Return it with further inputs by name."""
+        return self._replace(inputs={**(self.inputs or {}), **more})
 
 
 def as_conditioning(value: Any) -> Conditioning | None:

@@ -161,7 +161,18 @@ def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
 
 SPACINGS |= {
     each.__name__: each
-    for each in (respaced, normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc)
+    for each in (
+        respaced,
+        normal,
+        simple,
+        turbo,
+        kl_optimal,
+        ddim_uniform,
+        beta_sigma,
+        time_uniform,
+        webui_ddim,
+        webui_unipc,
+    )
 }
 SPACINGS |= {name: functools.partial(_ays, name) for name in AYS}
 SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}

@@ -13,7 +13,6 @@ from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
 from ldm_lite.checkpoint.reader import load_weights
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
@@ -74,7 +73,7 @@ def _new_model(options: TrainOptions, load_options: LoadOptions) -> Model:
     initialise_text(text)
     if component is not None:
         load_weights(vae, component, "vae", device, torch.float32)
-    schedule = Schedule.from_betas(family.noise.betas, family.prediction)
+    schedule = family.noise.schedule(family.prediction)
     tokenizer = CLIPTokenizer(text.spec.length)
     return Model("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
 

@@ -45,7 +45,13 @@ STOCHASTIC = {  # and the order that its variance converges with
     "dpmpp_3m_sde": 2,
 }
 ANY_COUNT = {name: make for name, make in SPACINGS.items() if name not in SECTIONS}  # spacings of any number of steps
-for other in ("webui_ddim", "webui_unipc", "ddim_uniform"):  # of A1111's number, and not all strictly descending
+for other in (
+    "flow",
+    "flow_sd3",
+    "webui_ddim",
+    "webui_unipc",
+    "ddim_uniform",
+):  # for flows; of A1111's number, and not all strictly descending
     del ANY_COUNT[other]
 OWN_ENDS = ("restart", "dpm_fast", "dpm_adaptive", "tcd")  # and sometimes levels of their own
 OWN_STEPS = ("restart", "dpm_fast", "dpm_adaptive")
@@ -87,8 +93,10 @@ def test_trajectories_are_those_of_the_originals(name: str) -> None:
 
 
 def test_every_sampler_has_a_golden() -> None:
-    offered = {each.key for each in OFFERED.values()} - {"ddim_cfgpp"}  # these, CFG++ and TCD are in test_webui.py
-    assert {case.sampler for case in toy.RUNS.values()} | offered | {"ddim_cfgpp", "tcd"} == set(SAMPLERS)
+    offered = {each.key for each in OFFERED.values()} - {"ddim_cfgpp"}  # in test_webui.py, as CFG++ and TCD
+    assert {case.sampler for case in toy.RUNS.values()} | offered | {"ddim_cfgpp", "tcd", "dpmpp_2m_sd3"} == set(
+        SAMPLERS
+    )
 
 
 def test_the_goldens_tell_samplers_apart() -> None:

@@ -191,7 +191,9 @@ OTHER_COUNTS = (
 )  # spacings that may make another number of levels
 
 
-@pytest.mark.parametrize("spacing", [name for name in SPACINGS if name not in (*OTHER_COUNTS, *SECTIONS)])
+@pytest.mark.parametrize(
+    "spacing", [name for name in SPACINGS if name not in (*OTHER_COUNTS, *SECTIONS, "flow", "flow_sd3")]
+)
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50, 999, 1000])
 def test_levels_descend(spacing: str, steps: int) -> None:
     levels = SPACINGS[spacing](SD, steps)
