@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.model import Model, tokenizer_of
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.sources import tokenizer_of
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.conditioning import inputs
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free

@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
         """Return the relative position bias of all layers' scores (1,H,T,T) float32; only the first layer has one."""
         assert self.relative_attention_bias is not None
         buckets = relative_buckets(length, self.spec.buckets, self.spec.max_distance)
-        bias: Tensor = self.relative_attention_bias(buckets.to(self.q.weight.device))  # (T, T, H)
+        bias: Tensor = self.relative_attention_bias(buckets.to(self.relative_attention_bias.weight.device))  # (T, T, H)
         return bias.float().permute(2, 0, 1)[None]
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from ldm_lite.zoo.families import (
     text_roles,
 )
 from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
+from ldm_lite.zoo.transformers import fitted, transformer_row
 
 # Scheduler and timestep spacing of the Turbo models' diffusers folders: shapes do not tell them apart.
 TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
@@ -52,6 +53,10 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
         stage = IFSpec.from_shapes(shapes["unet"])
         return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
+    if (transformer := transformer_row(shapes["unet"], metadata)) is not None:
+        found = [(name, spec) for name, spec in _texts(transformer) if name.replace("text", "text_encoder") in shapes]
+        texts = {name: _infer_text(shapes, metadata, name, like) for name, like in found}
+        return fitted(transformer, texts, shapes)
     spec = UNetSpec.from_shapes(shapes["unet"])
     rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
     named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
