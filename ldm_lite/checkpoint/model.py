@@ -112,6 +112,11 @@ class Model:
         """Keep the networks of these roles on the device within the block; computing with them needs it."""
         return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
+    def sized(self: M, latent_shape: tuple[int, int, int]) -> M:
+        """Return it with the noise schedule of images of a latent shape, which FLUX.1 [dev] shifts by their size."""
+        patch, (_, h, w) = self.family.unet.patch, latent_shape
+        return replace(self, schedule=self.schedule.sized((h // patch) * (w // patch)))
+
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image, from its size in pixels.
 

@@ -1,8 +1,8 @@
 """Rectified flow: x = (1 - s) x0 + s eps with s from 1 to 0, for networks that predict its velocity, eps - x0.
 
-The samplers are those of samplers.py.  A sampler written for y = x / a and sigma = s / a reads these levels as they are.
-Solvers of the ODE dx/ds = (x - x0) / s read them as `Straight`: x itself, and sigma = s.  Liu et al. 2023; Esser et al.
-2024, sec. 2 and 5.3.2.
+The samplers are those of samplers.py.  One written for y = x / a and sigma = s / a reads these levels as they are.
+Solvers of the ODE dx/ds = (x - x0) / s read them as `Straight`: x itself, and sigma = s.
+Liu et al. 2023; Esser et al. 2024, sec. 2 and 5.3.2.
 """
 
 import math
@@ -20,8 +20,8 @@ NOISIEST = 1e-6  # the least 1 - s of samplers in y = x / a, as in diffusers
 
 Clock = Literal["s", "1000 s", "1 - s"]  # the time that a network is given
 # Spacings that only need a range of noise levels or of timesteps; the others are made for Stable Diffusion's betas.
-GENERAL = ("flow", "flow_sd3", "trailing", "linspace", "sgm_uniform", "normal", "simple", "beta", "beta_sigma", "turbo")
-GENERAL += ("karras", "exponential", "polyexponential")
+GENERAL = {"flow", "flow_sd3", "trailing", "linspace", "sgm_uniform", "normal", "simple", "beta", "beta_sigma", "turbo"}
+GENERAL |= {"karras", "exponential", "polyexponential"}
 
 
 class Straight(Level):
@@ -134,7 +134,9 @@ class FlowSchedule(Schedule):
     def check(self, spacing: str) -> None:
         """Raises ValueError for a spacing of the name that is made for another noise process."""
         if spacing in _MADE_FOR_BETAS:
-            raise ValueError(f"the spacing {spacing} is not for rectified flow: take one of {', '.join(GENERAL)}")
+            raise ValueError(
+                f"the spacing {spacing} is not for rectified flow: take one of {', '.join(sorted(GENERAL))}"
+            )
 
 
 def shifted(t: Array, shift: float) -> Array:
@@ -164,5 +166,5 @@ def flow_sd3(schedule: Schedule, steps: int, shift: float | None = None) -> list
     return [*(own.at_noise(float(s)) for s in shifted(np.linspace(1, own.span[0], steps), own.shift)), CLEAN]
 
 
-_MADE_FOR_BETAS = SPACINGS.keys() - set(GENERAL)
+_MADE_FOR_BETAS = SPACINGS.keys() - GENERAL
 SPACINGS |= {"flow": flow, "flow_sd3": flow_sd3}

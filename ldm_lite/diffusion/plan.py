@@ -62,7 +62,8 @@ class Plan:
 def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
     """Return (p, q) with kept = p x + q out, for a network that predicts eps, v = a eps - s x0, or x0.
 
-    A flow's velocity is eps - x0, or reversed.  NaN where undefined: x0 from eps at zero SNR.  Salimans and Ho 2022, sec. 4.
+    Or a flow's velocity, eps - x0 or reversed.  NaN where undefined: x0 from eps at zero SNR.  Salimans and Ho 2022,
+    sec. 4.
     """
     _, a, s = level
     if prediction == keep:

@@ -97,7 +97,7 @@ def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
 
 
 def finite_levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
-    """The levels of a spacing, without an infinite sigma.  Raises ValueError for eps prediction at zero terminal SNR."""
+    """The levels of a spacing, without an infinite sigma.  Raises ValueError for eps at zero terminal SNR."""
     return schedule.finite(levels_of(spacing, schedule, steps))
 
 
@@ -110,7 +110,7 @@ def only_preserving(schedule: Schedule, sampler: str) -> None:
     """Raises ValueError, naming the sampler, for a rectified flow."""
     if schedule.is_flow:
         raise ValueError(
-            f"{sampler} is not defined for rectified flow, as of FLUX or Stable Diffusion 3: take euler, heun or dpmpp_2m"
+            f"{sampler} is not defined for rectified flow (FLUX, Stable Diffusion 3): take euler, heun or dpmpp_2m"
         )
 
 

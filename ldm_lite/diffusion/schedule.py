@@ -83,6 +83,10 @@ class Schedule:
         """Whether it is a rectified flow: see flow.FlowSchedule."""
         return False
 
+    def sized(self, tokens: int) -> "Schedule":
+        """The schedule of images of so many tokens: the same, but for some rectified flows."""
+        return self
+
     @property
     def span(self) -> tuple[float, float]:
         """The least and the largest noise of the timesteps, that spacings by noise are made of: sigmas."""

@@ -1,4 +1,7 @@
-"""Spacings of other programs: AUTOMATIC1111's web UI ("A1111"), ComfyUI and DeepFloyd IF.  Each is in SPACINGS under its name."""
+"""Spacings of other programs: AUTOMATIC1111's web UI ("A1111"), ComfyUI and DeepFloyd IF.
+
+Each is in SPACINGS under its name.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -176,3 +179,4 @@ SPACINGS |= {
 }
 SPACINGS |= {name: functools.partial(_ays, name) for name in AYS}
 SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
+SPACINGS["respaced"] = respaced

@@ -4,7 +4,7 @@ The row enters as tensors, so one compiled step serves every sampler, step count
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def denoise_step(
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
-    extra = dict(conditioning.inputs or {})
+    extra: dict[str, Any] = dict(conditioning.inputs or {})
     if conditioning.control is not None:
         extra["control"] = conditioning.control
     if conditioning.cache is not None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.unet import Block, UNet
+from ldm_lite.models.unet import Block
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.train.data import to_float
@@ -114,7 +114,7 @@ class DiffusionLoss:
         return {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.model.schedule.prediction]
 
 
-def checkpoint_activations(unet: UNet) -> contextlib.ExitStack:
+def checkpoint_activations(unet: nn.Module) -> contextlib.ExitStack:
     """Recompute the activations of each block in the backward pass.  Chen et al. 2016.
 
     Changes the UNet in place, until close() of the result or the end of its `with` block.

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ldm_lite.diffusion.flow import Clock, FlowSchedule
 from ldm_lite.diffusion.schedule import Array, Prediction, Schedule, cosine_betas, linear_betas
 from ldm_lite.models.pixels import PixelSpec
-from ldm_lite.zoo.networks import AutoencoderSpec, DenoiserSpec, EncoderSpec, Spec
+from ldm_lite.zoo.networks import AutoencoderSpec, EncoderSpec, Spec
 
 IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
 
@@ -83,7 +84,8 @@ class Flow:
 
     def schedule(self, prediction: Prediction) -> Schedule:
         """The schedule of a network with this prediction type."""
-        return FlowSchedule.of(self.shift, self.by_size, self.clock, prediction, self.spacing)
+        schedule = FlowSchedule.of(self.shift, self.by_size, self.clock, prediction, self.spacing)
+        return schedule.sized(4096)  # 1024 px, until the size is known
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Family:
     """One kind of checkpoint: its networks, its noise process, and its default settings."""
 
     title: str
-    unet: DenoiserSpec
+    unet: Any  # a DenoiserSpec; most code that reads it is for UNets alone
     vae: AutoencoderSpec
     text_encoders: tuple[EncoderSpec, ...]  # encoders of the prompt: text, a class, boxes, a label map
     conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
