@@ -15,7 +15,7 @@ from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.reader import Checkpoint, on_meta, prefix
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 

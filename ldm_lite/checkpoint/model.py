@@ -53,7 +53,7 @@ from ldm_lite.zoo.detection import (
     with_vae,
 )
 from ldm_lite.zoo.families import Family
-from ldm_lite.zoo.networks import Autoencoder, Denoiser, build
+from ldm_lite.zoo.networks import Autoencoder, build
 
 log = logging.getLogger("ldm_lite")
 
@@ -70,7 +70,7 @@ class Model:
     name: str  # of the file, without its extension
     family: Family
     schedule: Schedule
-    unet: Denoiser
+    unet: Any  # the network of a DenoiserSpec; most code that reads it is for UNets alone
     vae: Autoencoder
     text_encoder: nn.Module | None  # encodes prompts (or classes, or boxes), if the family has one
     text_encoder_2: nn.Module | None

@@ -199,7 +199,8 @@ class Component:
 
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     """Return the prefix of a network's keys in the original layout, or with `sgm` in that of generative-models."""
-    prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name == role and probe in keys)
+    roles = (role, "text_encoder_3") if T5 in keys else (role,)  # T5's place depends on the family
+    prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name in roles and probe in keys)
     return next((found for found in prefixes if found.startswith(SGM) == sgm), prefixes[0])
 
 

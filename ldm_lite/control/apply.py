@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from ldm_lite.diffusion.step import Network, denoise_step
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
 from ldm_lite.models.style_adapter import styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
-from ldm_lite.models.unet import UNet
 
 Features = tuple[Tensor | None, ...]  # as UNet.forward takes them
 
@@ -54,7 +52,7 @@ class ActiveControls:
             else:
                 features = _features(network, control, pixels, model.family.unet.num_res_blocks)
                 self._adapters.append((control, features))
-        self._controlled = ControlledUNet(cast(UNet, model.unet), nets)
+        self._controlled = ControlledUNet(model.unet, nets)
 
     def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
         """Return the network for a step, counted from 0, on all branches of guidance, and its conditioning."""

@@ -23,7 +23,7 @@ from ldm_lite.train.data import write_atomically
 from ldm_lite.train.lora import LoRA, kohya_file
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.trainer import LOG, Trainer, read_log
-from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.describe import describe
 
 SAMPLES = 4  # per prompt
 SAMPLE_STEPS = 20

@@ -26,7 +26,6 @@ AutoencoderSpec = VAESpec | VQSpec | TAESDSpec | PixelSpec
 EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | T5Spec | BERTSpec | ClassSpec | LabelMapSpec  # of a prompt's encoder
 DenoiserSpec = UNetSpec | FluxSpec | MMDiTSpec
 Spec = DenoiserSpec | AutoencoderSpec | EncoderSpec
-Denoiser = UNet | Flux | MMDiT
 Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
 
 NETWORKS: dict[type, type[nn.Module]] = {
