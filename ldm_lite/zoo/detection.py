@@ -58,7 +58,8 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         texts = {name: _infer_text(shapes, metadata, name, like) for name, like in found}
         return _numbered(fitted(transformer, texts, shapes), metadata)
     spec = UNetSpec.from_shapes(shapes["unet"])
-    rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
+    unets = [family for family in FAMILIES.values() if isinstance(family.unet, UNetSpec)]
+    rows = [family for family in unets if _as_inferred(family.unet) == spec]
     named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
     if rows:
         row = next((row for row in rows if row.sgm == sgm), rows[0])

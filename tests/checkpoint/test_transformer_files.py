@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import toy
 import toy_flow
-from random_checkpoint import state_dict
+from random_checkpoint import random_tensor, state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
+from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiTSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.zoo.describe import describe
@@ -246,3 +248,26 @@ def test_a_random_checkpoint_of_the_benchmark_loads(name: str, tmp_path: Path) -
     family = toy_flow.small(name)
     path = save(tmp_path / "f.safetensors", dict(state_dict(family)), describe(family))
     assert list(ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).networks) == list(family.networks)
+
+
+# ---- diffusers ------------------------------------------------------------------------------------------------------
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
+
+
+def of_diffusers(name: str) -> dict[str, Tensor]:
+    """The weights of a miniature under diffusers' keys, with which the golden was made."""
+    shapes = json.loads(str(GOLDEN["shapes"]))[name]
+    return {key: random_tensor(key, tuple(shape)) for key, shape in shapes.items()}
+
+
+@NAMES
+def test_a_transformer_of_diffusers_computes_the_same(name: str, tmp_path: Path) -> None:
+    component = split(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
+    spec = toy_flow.TRANSFORMERS[name]
+    with on_meta():
+        network = build(spec)
+    load_weights(network, component, "transformer", torch.device("cpu"), torch.float32)
+    x, t, context, y = toy_flow.inputs(spec)
+    out = network(x, t, context, y, **toy_flow.more(spec))
+    assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5

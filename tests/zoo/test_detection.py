@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, on_meta, split
+from ldm_lite.checkpoint.sources import placed
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, Spec, build, infer_vae
+from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, TRANSFORMERS, Spec, build, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (
@@ -27,6 +28,12 @@ UNET, STAGE, CLIP, OPEN_CLIP, COND = (
 SD1 = {STAGE: "vae_kl_f8_sd", CLIP: "text_clip_l"}
 SD2 = {STAGE: "vae_kl_f8_sd", OPEN_CLIP: "text_openclip_h14"}
 SDXL = {STAGE: "vae_kl_f8_sd", f"{SGM}0.transformer.": "text_clip_l", f"{SGM}1.model.": "text_openclip_bigg14"}
+FLUX = {
+    "vae.": "vae_kl_f8_flux",
+    "text_encoders.clip_l.transformer.": "text_clip_l",
+    "text_encoders.t5xxl.transformer.": "t5_v1_1_xxl_encoder",
+}
+SD3 = {**FLUX, "text_encoders.clip_g.transformer.": "text_openclip_bigg14"}
 
 # Family -> its file: the manifest under each prefix.
 FILES: dict[str, dict[str, str]] = {
@@ -56,6 +63,7 @@ FILES: dict[str, dict[str, str]] = {
     "ldm_bsr_sr": {UNET: "unet_ldm_bsr_sr", STAGE: "vae_vq_f4"},
     "ldm_semantic_synthesis": {UNET: "unet_ldm_semantic_synthesis", STAGE: "vae_vq_f4"},
     "rdm768": {UNET: "unet_rdm768", STAGE: "vae_kl_f16"},
+    **{name: {UNET: f"transformer_{name}", **(SD3 if name.startswith("sd3") else FLUX)} for name in TRANSFORMERS},
     "if_I": {"": "unet_if_I_XL"},
     "if_II": {"": "unet_if_II_L"},
 }
@@ -103,7 +111,8 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
-    assert set(FILES) == {name for name in FAMILIES if name != "sdxl_turbo"}  # detected by metadata
+    by_metadata = {"sdxl_turbo", "sd35_large_turbo", "flux_canny"}
+    assert set(FILES) == set(FAMILIES) - by_metadata
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -111,7 +120,7 @@ def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
 def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCaptureFixture) -> None:
     """And every tensor is either loaded or known to carry no weights."""
     checkpoint = opened(file_of(name), order=order)
-    components = split(checkpoint)
+    components = placed(split(checkpoint), {}, {})
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     family = detect_family({role: component.shapes for role, component in components.items()}, {}, sgm)
     assert family == FAMILIES[name]
@@ -124,7 +133,7 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
 @pytest.mark.thin(6)
 def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
     """By names and shapes, with nothing missing; the remaining tensors carry no weights."""
-    for role, component in split(opened(file_of(name))).items():
+    for role, component in placed(split(opened(file_of(name))), {}, {}).items():
         network = built(FAMILIES[name].networks[role])
         ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
         assert ours.items() <= component.shapes.items()
