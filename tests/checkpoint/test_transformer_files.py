@@ -13,72 +13,20 @@ import torch
 import toy
 import toy_flow
 from random_checkpoint import random_tensor, state_dict
-from safetensors.torch import save_file
 from torch import Tensor
+from toy_flow import all_in_one, hugging_face, save, under, weights
 
 import ldm_lite
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiTSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.zoo.describe import describe
-from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 
 SPIECE = Path(__file__).parents[1] / "data" / "small_spiece.model"
 NAMES = pytest.mark.parametrize("name", toy_flow.TRANSFORMERS)
 ROLES = {"unet": "model.diffusion_model.", "vae": "first_stage_model.", "text_encoder": "cond_stage_model."}
-
-
-def weights(family: Family) -> dict[str, dict[str, Tensor]]:
-    """The weights of a family's networks by role, and by key without prefix."""
-    return {role: toy.fill(build(spec), f"{role}.").state_dict() for role, spec in family.networks.items()}
-
-
-def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata=dict(about or {}))
-    return path
-
-
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + key: value for key, value in tensors.items()}
-
-
-def hugging_face(clip: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An OpenCLIP text encoder under transformers' names, as clip_g.safetensors has it."""
-    names = {
-        "transformer.resblocks": "text_model.encoder.layers",
-        ".attn.out_proj": ".self_attn.out_proj",
-        ".c_fc": ".fc1",
-        ".c_proj": ".fc2",
-        ".ln_": ".layer_norm",
-        "ln_final": "text_model.final_layer_norm",
-        "token_embedding": "text_model.embeddings.token_embedding",
-    }
-    found = {"text_projection.weight": clip["text_projection"].T}
-    found["text_model.embeddings.position_embedding.weight"] = clip["positional_embedding"]
-    for key, value in clip.items():
-        name = key
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        if ".attn.in_proj_" in name:
-            for which, part in zip("qkv", value.chunk(3), strict=True):
-                found[name.replace(".attn.in_proj_", f".self_attn.{which}_proj.")] = part
-        elif key not in ("text_projection", "positional_embedding"):
-            found[name] = value
-    return found
-
-
-def all_in_one(family: Family, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """A file as ComfyUI and Stability AI write it."""
-    texts = {key: value for key, value in parts.items() if key.startswith("text_encoder")}
-    t5 = max(texts)
-    whole = under("model.diffusion_model.", parts["unet"]) | under("vae.", parts["vae"])
-    whole |= under("text_encoders.clip_l.transformer.text_model.", texts["text_encoder"])
-    whole |= {"text_encoders.clip_l.transformer.text_projection.weight": torch.ones(2, 2)}
-    whole |= under("text_encoders.t5xxl.transformer.", texts[t5])
-    if len(texts) == 3:
-        whole |= under("text_encoders.clip_g.transformer.", hugging_face(texts["text_encoder_2"]))
-    return whole
 
 
 def same(pipe: ldm_lite.Pipeline, parts: Mapping[str, Mapping[str, Tensor]], roles: int | None = None) -> None:

@@ -49,33 +49,54 @@ def ids(x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
     return image, torch.zeros(context.shape[1], 3)
 
 
+def flux_params(model: Any, spec: FluxSpec) -> Any:
+    """The original's parameters for a spec."""
+    parameters: dict[str, Any] = {
+        "in_channels": 4 * spec.in_channels,
+        "out_channels": 4 * spec.out_channels,
+        "vec_in_dim": spec.vector_dim,
+        "context_in_dim": spec.context_dim,
+        "hidden_size": spec.width,
+        "mlp_ratio": spec.mlp_width / spec.width,
+        "num_heads": spec.heads,
+        "depth": spec.depth,
+        "depth_single_blocks": spec.single_depth,
+        "axes_dim": list(AXES),
+        "theta": 10000,
+        "qkv_bias": True,
+        "guidance_embed": spec.guidance,
+    }
+    return model.FluxParams(**parameters)
+
+
 def flux(originals: Path) -> Arrays:
     """FLUX.1, the original."""
     arrays: Arrays = {}
     with repository(originals / "flux" / "src", ("flux", "flux.modules")):
         model = importlib.import_module("flux.model")
         for name, spec in FLUX.items():
-            parameters: dict[str, Any] = {
-                "in_channels": 4 * spec.in_channels,
-                "out_channels": 4 * spec.out_channels,
-                "vec_in_dim": spec.vector_dim,
-                "context_in_dim": spec.context_dim,
-                "hidden_size": spec.width,
-                "mlp_ratio": spec.mlp_width / spec.width,
-                "num_heads": spec.heads,
-                "depth": spec.depth,
-                "depth_single_blocks": spec.single_depth,
-                "axes_dim": list(AXES),
-                "theta": 10000,
-                "qkv_bias": True,
-                "guidance_embed": spec.guidance,
-            }
-            network = toy.fill(model.Flux(model.FluxParams(**parameters)))
+            network = toy.fill(model.Flux(flux_params(model, spec)))
             x, t, context, y = toy_flow.inputs(spec)
             image_ids, text_ids = (each.expand(2, -1, -1) for each in ids(x, context))
             more = toy_flow.more(spec)
             arrays[name] = unpack(network(pack(x), image_ids, context, text_ids, t, y, **more), x)
     return arrays
+
+
+def mmditx_of(mmditx: Any, spec: MMDiTSpec) -> Any:
+    """The original's network for a spec."""
+    linear = {"target": "torch.nn.Linear", "params": {"in_features": 32, "out_features": spec.width}}
+    return mmditx.MMDiTX(
+        input_size=None,
+        pos_embed_max_size=spec.side,
+        num_patches=spec.side**2,
+        in_channels=spec.in_channels,
+        depth=spec.depth,
+        adm_in_channels=spec.vector_dim,
+        context_embedder_config=linear,
+        qk_norm="rms" if spec.qk_norm else None,
+        x_block_self_attn_layers=list(range(spec.dual_depth)),
+    )
 
 
 def sd3(originals: Path) -> Arrays:
@@ -84,18 +105,7 @@ def sd3(originals: Path) -> Arrays:
     with repository(originals / "sd3.5", stubs=("mmditx",)):
         mmditx = importlib.import_module("mmditx")
         for name, spec in SD3.items():
-            linear = {"target": "torch.nn.Linear", "params": {"in_features": 32, "out_features": spec.width}}
-            network = mmditx.MMDiTX(
-                input_size=None,
-                pos_embed_max_size=spec.side,
-                num_patches=spec.side**2,
-                in_channels=spec.in_channels,
-                depth=spec.depth,
-                adm_in_channels=spec.vector_dim,
-                context_embedder_config=linear,
-                qk_norm="rms" if spec.qk_norm else None,
-                x_block_self_attn_layers=list(range(spec.dual_depth)),
-            )
+            network = mmditx_of(mmditx, spec)
             x, t, context, y = toy_flow.inputs(spec)
             toy.fill(network)
             arrays[name] = network(x, t, y, context)
