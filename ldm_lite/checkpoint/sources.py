@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.diffusers_folder import open_source
+from ldm_lite.checkpoint.diffusers_folder import T5_VOCABS, open_source
 from ldm_lite.checkpoint.reader import Component, errors_of, split
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
@@ -70,7 +70,7 @@ def t5_tokenizer_of(family: Family, components: Mapping[str, Component], vocab: 
     weights = components[role].checkpoint.path
     folder = weights.parent if weights.is_file() else weights
     places = [folder, *(folder / role.replace("text_encoder", "tokenizer") for folder in (folder, folder.parent))]
-    files = [place / name for place in places for name in ("spiece.model", "tokenizer.json")]
+    files = [place / name for place in places for name in T5_VOCABS]
     path = hub.resolve(vocab) if vocab is not None else next((file for file in files if file.is_file()), None)
     if path is None:
         raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")

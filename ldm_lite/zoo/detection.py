@@ -148,7 +148,8 @@ def _as_inferred(spec: UNetSpec) -> UNetSpec:
 
 def turbo_variant(family: Family) -> str | None:
     """Return the name of the Turbo variant of the family; None if there is none, or the family is Turbo itself."""
-    name = next((name for name in TURBOS.values() if FAMILIES[name].unet == family.unet), None)
+    turbos = (name for name in FAMILIES if name.endswith("_turbo"))
+    name = next((name for name in turbos if FAMILIES[name].unet == family.unet), None)
     return None if name is None or FAMILIES[name].title == family.title else name
 
 

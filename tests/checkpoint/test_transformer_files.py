@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -219,3 +220,57 @@ def test_a_transformer_of_diffusers_computes_the_same(name: str, tmp_path: Path)
     x, t, context, y = toy_flow.inputs(spec)
     out = network(x, t, context, y, **toy_flow.more(spec))
     assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5
+
+
+SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": False}
+
+
+@pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
+def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    family = toy_flow.small(name)
+    parts = weights(family)
+    last = max(role for role in parts if role.startswith("text"))
+    clips = {"text_encoder": under("text_model.", parts["text_encoder"])}
+    if last == "text_encoder_3":
+        clips["text_encoder_2"] = hugging_face(parts["text_encoder_2"])
+    folders = {"transformer": of_diffusers(name), "vae": parts["vae"], last: parts[last], **clips}
+    for folder, tensors in folders.items():
+        (tmp_path / folder).mkdir()
+        file = "diffusion_pytorch_model" if folder in ("transformer", "vae") else "model"
+        save(tmp_path / folder / f"{file}.safetensors", tensors)
+        act = {"hidden_act": "gelu" if folder == "text_encoder_2" else "quick_gelu", "num_attention_heads": 2}
+        about = act if folder in clips else {"scaling_factor": 0.3, "shift_factor": 0.1159} if folder == "vae" else {}
+        (tmp_path / folder / "config.json").write_text(json.dumps(about))
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
+    (tmp_path / last.replace("text_encoder", "tokenizer")).mkdir()
+    shutil.copy(SPIECE, tmp_path / last.replace("text_encoder", "tokenizer") / "spiece.model")
+    kind = "Flux" if name == "flux_dev" else "StableDiffusion3"
+    listed = {role: ["diffusers", "x"] for role in folders}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": f"{kind}Pipeline", **listed}))
+    with caplog.at_level(logging.WARNING):
+        pipe = ldm_lite.load(tmp_path, device="cpu")
+    assert not caplog.records
+    same(pipe, {"unet": pipe.unet.state_dict(), **{role: parts[role] for role in parts if role != "unet"}})
+    x, t, context, y = toy_flow.inputs(family.unet)
+    out = pipe.unet(x, t, context, y, **toy_flow.more(family.unet))
+    assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5
+    assert pipe.family.scale_factor == 0.3
+
+
+@pytest.mark.parametrize(
+    ("row", "file", "warning"),
+    [
+        ("sd35_large", "sd3.5_large_turbo", "its name says Turbo, .*add `metadata=family=sd35_large_turbo`"),
+        ("flux_dev", "flux1-kontext-dev", "its name says Kontext"),
+        ("flux_control", "flux1-canny-dev", "its name says Canny, .*add `metadata=family=flux_canny`"),
+    ],
+)
+def test_what_only_a_name_tells_is_a_warning(
+    row: str, file: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = replace(toy_flow.small(row), title=FAMILIES[row].title)
+    monkeypatch.setitem(FAMILIES, "sd35_large_turbo", replace(FAMILIES["sd35_large_turbo"], unet=family.unet))
+    path = save(tmp_path / f"{file}.safetensors", all_in_one(family, weights(family)), describe(family))
+    ldm_lite.load(path, device="cpu", t5_vocab=SPIECE)
+    assert re.search(warning, caplog.text)
