@@ -18,8 +18,8 @@ from ldm_lite.diffusion.guidance import Conditioning, skipping
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import denoise
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.zoo.networks import build
 from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "flow.npz")
@@ -43,7 +43,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def pipes(paths: dict[str, Path]) -> dict[str, Pipeline]:
     return {name: ldm_lite.load(path, device="cpu", dtype="fp32") for name, path in paths.items()}
-
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import nn
 
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
+from ldm_lite.checkpoint.control_lora import widened
 from ldm_lite.checkpoint.diffusers_config import metadata_of
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
@@ -144,6 +145,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     path, title = checkpoint.path, hub.title(checkpoint.path)
     device = pick_device(options.device)
     family, components, metadata = _detect(checkpoint, options)
+    family, components["unet"] = widened(family, components["unet"], [each for each, _ in loras])
     components["unet"], weights = _with_ema(components["unet"], options.ema, family)
     t5_tokenizer = t5_tokenizer_of(family, components, options.t5_vocab)
     # Transformers are trained in bfloat16: some of their values exceed float16.

@@ -13,7 +13,8 @@ import pytest
 import torch
 import toy
 import toy_flow
-from random_checkpoint import random_tensor, state_dict
+from flow_files import SPIECE, of_diffusers, same
+from random_checkpoint import state_dict
 from torch import Tensor
 from toy_flow import all_in_one, hugging_face, save, under, weights
 
@@ -25,19 +26,7 @@ from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 
-SPIECE = Path(__file__).parents[1] / "data" / "small_spiece.model"
 NAMES = pytest.mark.parametrize("name", toy_flow.TRANSFORMERS)
-ROLES = {"unet": "model.diffusion_model.", "vae": "first_stage_model.", "text_encoder": "cond_stage_model."}
-
-
-def same(pipe: ldm_lite.Pipeline, parts: Mapping[str, Mapping[str, Tensor]], roles: int | None = None) -> None:
-    """Check that the pipeline has these weights."""
-    assert list(pipe.networks) == list(parts)
-    for role, values in parts.items():
-        found = pipe.networks[role].state_dict()
-        assert found.keys() == values.keys()
-        for key, value in values.items():
-            assert torch.equal(found[key], value), (role, key)
 
 
 @NAMES
@@ -202,12 +191,6 @@ def test_a_random_checkpoint_of_the_benchmark_loads(name: str, tmp_path: Path) -
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
-
-
-def of_diffusers(name: str) -> dict[str, Tensor]:
-    """The weights of a miniature under diffusers' keys, with which the golden was made."""
-    shapes = json.loads(str(GOLDEN["shapes"]))[name]
-    return {key: random_tensor(key, tuple(shape)) for key, shape in shapes.items()}
 
 
 @NAMES

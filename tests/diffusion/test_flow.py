@@ -45,7 +45,9 @@ def sigmas_of(sigmas: Array) -> Callable[[Schedule, int], list[Level]]:
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_of", sorted({key.rsplit(".", 1)[0] for key in GOLDEN.files if not key.startswith("run.")} - {"made_with"}))
+@pytest.mark.parametrize(
+    "run_of", sorted({key.rsplit(".", 1)[0] for key in GOLDEN.files if not key.startswith("run.")} - {"made_with"})
+)
 def test_trajectories_are_those_of_diffusers(run_of: str) -> None:
     name, steps = run_of.split(".")
     sigmas, theirs = GOLDEN[f"{run_of}.sigmas"], GOLDEN[f"{run_of}.x"]

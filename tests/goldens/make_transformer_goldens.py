@@ -1,26 +1,31 @@
 """Make tests/data/transformers.npz: what the original FLUX.1 and Stable Diffusion 3, and diffusers', compute.
 
-    pip install einops diffusers
+    pip install einops diffusers peft
     git clone https://github.com/black-forest-labs/flux && git clone https://github.com/Stability-AI/sd3.5
     PYTHONPATH=tests/fixtures python tests/goldens/make_transformer_goldens.py --originals .
 
 The networks are the originals' own classes, in toy_flow's sizes and filled with toy.fill's weights, in float32.
-diffusers' are filled by diffusers' keys, which are stored with their shapes.
+diffusers' are filled by diffusers' keys, which are stored with their shapes; LoRAs likewise, PEFT's on diffusers'
+networks and Black Forest Labs' own for control.
 """
 
 import argparse
 import importlib
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
+import peft
 import torch
 import toy
 import toy_flow
 from make_goldens import DATA, Arrays, repository, write
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from random_checkpoint import random_tensor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +35,8 @@ from ldm_lite.models.mmdit import MMDiTSpec
 FLUX = {name: spec for name, spec in toy_flow.TRANSFORMERS.items() if isinstance(spec, FluxSpec)}
 SD3 = {name: spec for name, spec in toy_flow.TRANSFORMERS.items() if isinstance(spec, MMDiTSpec)}
 AXES = (4, 6, 6)
+RANK, LORA_SCALE = 3, 0.85
+IN_CONTROL_LORA = re.compile(r"\.lora_[AB]\.|_norm\.scale$")
 
 
 def pack(x: Tensor) -> Tensor:
@@ -80,6 +87,15 @@ def flux(originals: Path) -> Arrays:
             image_ids, text_ids = (each.expand(2, -1, -1) for each in ids(x, context))
             more = toy_flow.more(spec)
             arrays[name] = unpack(network(pack(x), image_ids, context, text_ids, t, y, **more), x)
+            if name == "flux_control":
+                lora = model.FluxLoraWrapper(RANK, LORA_SCALE, params=flux_params(model, spec))
+                dev = toy.fill(model.Flux(flux_params(model, FLUX["flux_dev"])))
+                lora.load_state_dict(widened(dev.state_dict()), strict=False)
+                shapes = {key: value.shape for key, value in lora.state_dict().items() if IN_CONTROL_LORA.search(key)}
+                control = {key: random_tensor(f"lora.{key}", tuple(shape)) for key, shape in shapes.items()}
+                lora.load_state_dict(control, strict=False)
+                arrays["control_lora"] = unpack(lora(pack(x), image_ids, context, text_ids, t, y, **more), x)
+                arrays["control_lora.shapes"] = text({key: list(shape) for key, shape in shapes.items()})
     return arrays
 
 
@@ -97,6 +113,16 @@ def mmditx_of(mmditx: Any, spec: MMDiTSpec) -> Any:
         qk_norm="rms" if spec.qk_norm else None,
         x_block_self_attn_layers=list(range(spec.dual_depth)),
     )
+
+
+def widened(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """FLUX.1 dev's weights with inputs of 0 for an image's latents, as load_flow_model makes them."""
+    return weights | {"img_in.weight": F.pad(weights["img_in.weight"], (0, weights["img_in.weight"].shape[1]))}
+
+
+def text(values: dict[str, Any]) -> Tensor:
+    """Values as the bytes of JSON, to be stored among arrays of numbers."""
+    return torch.tensor(list(json.dumps(values).encode())).float()
 
 
 def sd3(originals: Path) -> Arrays:
@@ -136,6 +162,10 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
         shapes[name] = filled(network)
         out = network(pack(x), encoder_hidden_states=context, pooled_projections=y, **arguments).sample
         arrays[f"diffusers.{name}"] = unpack(out, x)
+        if name == "flux_dev":
+            shapes["lora.flux_dev"] = with_lora(network)
+            out = network(pack(x), encoder_hidden_states=context, pooled_projections=y, **arguments).sample
+            arrays["lora.flux_dev"] = unpack(out, x)
     for name, spec in SD3.items():
         network = diffusers.SD3Transformer2DModel(
             sample_size=2 * spec.side,
@@ -155,6 +185,10 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
         shapes[name] = filled(network)
         out = network(x, encoder_hidden_states=context, pooled_projections=y, timestep=t).sample
         arrays[f"diffusers.{name}"] = out
+        if name == "sd35_medium":
+            shapes["lora.sd35_medium"] = with_lora(network)
+            out = network(x, encoder_hidden_states=context, pooled_projections=y, timestep=t).sample
+            arrays["lora.sd35_medium"] = out
     return arrays, shapes
 
 
@@ -163,9 +197,19 @@ def filled(network: nn.Module) -> dict[str, list[int]]:
     return {key: list(value.shape) for key, value in toy.fill(network).state_dict().items()}
 
 
+def with_lora(network: nn.Module) -> dict[str, list[int]]:
+    """Put a LoRA on every linear of diffusers' network, by PEFT; return the shapes of its file."""
+    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    network.add_adapter(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names))
+    keys = get_peft_model_state_dict(network)
+    weights = {f"transformer.{key}": random_tensor(f"lora.{key}", tuple(value.shape)) for key, value in keys.items()}
+    set_peft_model_state_dict(network, {key.removeprefix("transformer."): value for key, value in weights.items()})
+    return {key: list(value.shape) for key, value in weights.items()}
+
+
 def made_with(originals: Path) -> str:
     """Versions of what the goldens are made with."""
-    about = [f"torch {torch.__version__}", f"diffusers {diffusers.__version__}"]
+    about = [f"torch {torch.__version__}", f"diffusers {diffusers.__version__}", f"peft {peft.__version__}"]
     for name in ("flux", "sd3.5"):
         git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
         about.append(f"{name} {subprocess.run(git, capture_output=True, text=True, check=True).stdout[:7]}")
