@@ -24,8 +24,10 @@ log = logging.getLogger("ldm_lite")
 MOST_SHARDS = 1000
 ROLES = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 # Of a pipeline beside its networks.  Anything else in model_index.json is ignored, and a message says so.
-BESIDE = ("scheduler", "low_res_scheduler", "image_noising_scheduler", "feature_extractor")
-BESIDE += ("tokenizer", "tokenizer_2", "tokenizer_3")
+BESIDE = (
+    *("scheduler", "low_res_scheduler", "image_noising_scheduler", "feature_extractor"),
+    *("tokenizer", "tokenizer_2", "tokenizer_3"),
+)
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")

@@ -129,6 +129,7 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     for module in targets(network):
         other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
         names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other, module]
+        names = [module] if isinstance(network, Flux | MMDiT) else names
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]

@@ -120,14 +120,15 @@ def label(name: str) -> str:
     return text if spacing is None else f"{text} {spacing.replace('_', ' ').title()}"
 
 
-def written(name: str, spacing: str | Spacing | None) -> dict[str, str]:
+def written(name: str, spacing: str | Spacing | None, theirs_too: bool = True) -> dict[str, str]:
     """Return the entries of a PNG's text for a sampler by any of its names, and a spacing (None: the sampler's own).
 
-    If A1111 can make this trajectory, they are its names for it; otherwise, none that it would take for its own.
+    If A1111 can make this trajectory, they are its names for it; otherwise, or without `theirs_too` (of rectified
+    flows), none that it would take for its own.
     """
     key, named = resolve(name)
     used = spacing or named or _parameters(key, SAMPLERS[key])["spacing"].default
-    if isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
+    if theirs_too and isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
         return {"Sampler": theirs[0], **theirs[1]}
     used = used if isinstance(used, str) else getattr(used, "__name__", "a function")
     if LABELS.get(key, "").lower() in {each.lower() for each in OFFERED}:

@@ -52,7 +52,8 @@ def settings_of(
         if (name := each.metadata["png"]) is not None and value != each.default:
             settings[name] = _as_text(each.name, value)
     if options.plan is None:
-        settings |= written(sampler_of(model, options), "original" if options.compat else _spacing_of(model, options))
+        spacing = "original" if options.compat else _spacing_of(model, options)
+        settings |= written(sampler_of(model, options), spacing, not model.schedule.is_flow)
         if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
             settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
     if refiner is not None:

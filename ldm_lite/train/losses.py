@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import Block
 from ldm_lite.models.vae_kl import AutoencoderKL
@@ -59,9 +60,10 @@ class AutoencoderLoss:
 
 @dataclass
 class DiffusionLoss:
-    """Mean squared error of the prediction (eps, v or x0) at random timesteps.
+    """Mean squared error of the prediction (eps, v, x0 or a flow's velocity) at random timesteps.
 
-    Rombach et al. 2022, eq. 3; Hang et al. 2023 for min-SNR weights.
+    Timesteps are uniform; of a rectified flow s is logit-normal, then shifted as in sampling.  Rombach et al. 2022,
+    eq. 3; Hang et al. 2023 for min-SNR weights; Esser et al. 2024, sec. 3.1.
     """
 
     model: Model  # with a KL autoencoder, which stays frozen, and a CLIP-L text encoder
@@ -76,32 +78,50 @@ class DiffusionLoss:
         assert isinstance(text, CLIPTextEncoder)
         self._vae, self._text = vae, text
         self._tokenizer = CLIPTokenizer(text.spec.length if self.tokens is None else self.tokens)
-        device = next(self.model.unet.parameters()).device
+        self._device = next(self.model.unet.parameters()).device
         alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
-        self._a, self._s = (value.sqrt().float().to(device) for value in (alpha_bar, 1 - alpha_bar))
+        self._a, self._s = (value.sqrt().float().to(self._device) for value in (alpha_bar, 1 - alpha_bar))
 
     def __call__(self, pixels: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
         """Return the loss of one batch; pixels may also be the moments (B,2C,h,w) of a LatentDataset."""
         mean, logvar = self._moments(pixels)
         z, noise = (torch.randn(mean.shape, generator=generator).to(mean.device) for _ in range(2))
-        x0 = self.model.family.scale_factor * (mean + (logvar / 2).exp() * z)
+        family = self.model.family
+        x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
+        if self.model.schedule.is_flow:
+            return self._of_flow(x0, noise, self._dropped(captions, generator), generator)
         t = torch.randint(len(self._a), (len(x0),), generator=generator).to(x0.device)
         a, s = self._a[t][:, None, None, None], self._s[t][:, None, None, None]
 
-        dropped = torch.rand(len(captions), generator=generator) < self.caption_dropout
-        clean = self._tokenizer.clean
-        ids = self._tokenizer(
-            ["" if drop else clean(caption) for caption, drop in zip(captions, dropped.tolist(), strict=True)]
-        )
+        ids = self._tokenizer([self._tokenizer.clean(caption) for caption in self._dropped(captions, generator)])
         out = self.model.unet(a * x0 + s * noise, t, self._text(ids.to(x0.device)))
         target = {"eps": noise, "v": a * noise - s * x0, "x0": x0}[self.model.schedule.prediction]
         errors = (out.float() - target).square().mean(dim=(1, 2, 3))
         return errors.mean() if self.min_snr is None else (self._weights(t, self.min_snr) * errors).mean()
 
+    def _dropped(self, captions: list[str], generator: torch.Generator) -> list[str]:
+        """Return the captions, some of them replaced by the empty one."""
+        dropped = torch.rand(len(captions), generator=generator) < self.caption_dropout
+        return ["" if drop else caption for caption, drop in zip(captions, dropped.tolist(), strict=True)]
+
+    def _of_flow(self, x0: Tensor, noise: Tensor, captions: list[str], generator: torch.Generator) -> Tensor:
+        """Return the loss of the velocity; a network that reads the guidance scale is given 1, as kohya does."""
+        model = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3]))
+        even = torch.sigmoid(torch.randn(len(x0), generator=generator, dtype=torch.float64)).numpy()
+        levels = [model.schedule.between(1000 * float(share) - 1) for share in even]
+        with torch.no_grad():
+            (text,) = guided(model, encode_prompts(model, captions), None, 1.0).conditionings
+        t = torch.tensor([model.schedule.time(level) for level in levels], dtype=torch.float32).to(x0.device)
+        s = torch.tensor([level.s for level in levels], dtype=torch.float32).to(x0.device)[:, None, None, None]
+        more = {name: value.to(x0.device) for name, value in (text.inputs or {}).items()}
+        out = model.unet((1 - s) * x0 + s * noise, t, text.context, text.y, **more)
+        target = {"flow": noise - x0, "reverse_flow": x0 - noise}[model.schedule.prediction]
+        return (out.float() - target).square().mean()
+
     @torch.no_grad()
     def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the latents, from pixels or from moments encoded beforehand."""
-        device = self._a.device
+        device = self._device
         if pixels.dtype == torch.uint8:
             return self._vae.encode(to_float(pixels, device))
         mean, logvar = pixels.to(device).float().chunk(2, dim=1)

@@ -14,8 +14,7 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import prefix
-from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
@@ -86,7 +85,7 @@ def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
     uncond = encode_prompts(model, [""] * SAMPLES)
     images = []
     for prompt in prompts:
-        branches = classifier_free(encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
+        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
         latents = generate.denoise(model, noise, branches, plan)
         images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
     return grid(images, columns=SAMPLES)

@@ -32,6 +32,7 @@ from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.zoo.detection import parse_prediction
+from ldm_lite.zoo.families import Family
 
 log = logging.getLogger("ldm_lite")
 
@@ -85,6 +86,9 @@ def check_model(options: TrainOptions, model: Model) -> None:
         raise ValueError(f"{family.title}: has no KL autoencoder, the only kind that can be trained with here")
     if options.stage == "autoencoder":
         return
+    if family.conditioner in ("flux", "sd3") and family.task == "txt2img":
+        _check_flow(options, family)
+        return
     if family.unet.guidance_dim is not None:
         raise ValueError(f"{family.title}: is distilled: train the model it was distilled from")
     reads_text = family.task == "txt2img" and family.conditioner == "clip"
@@ -93,6 +97,14 @@ def check_model(options: TrainOptions, model: Model) -> None:
     length = model.text_encoder.spec.length
     if options.tokens is not None and options.tokens > length:
         raise ValueError(f"got `tokens` {options.tokens}, wanted 2 to {length}, the length of the text encoder")
+
+
+def _check_flow(options: TrainOptions, family: Family) -> None:
+    """Raise ValueError, one line, for what a transformer with several text encoders cannot be trained with here."""
+    if options.lora_rank is None or options.lora_text:
+        raise ValueError(f"{family.title}: only a LoRA of its transformer can be trained here: give `lora_rank=16`")
+    if options.min_snr is not None or options.tokens is not None:
+        raise ValueError(f"{family.title}: leave out `min_snr` and `tokens`, which are for CLIP and betas")
 
 
 def open_dataset(options: TrainOptions, resolution: int) -> Dataset:
@@ -119,7 +131,8 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module) -> LatentDa
     """Encode a finite dataset, or read its latents from the run's folder if data and autoencoder are the same."""
     assert isinstance(vae, AutoencoderKL)
     path = Path(options.out) / "latents.pt"
-    encoder = [*vae.encoder.parameters(), *vae.quant_conv.parameters()]
+    quant = vae.quant_conv.parameters() if vae.spec.quant else ()
+    encoder = [*vae.encoder.parameters(), *quant]
     weights = float(sum(p.double().abs().sum() for p in encoder))
     code = "" if options.renderer is None else zlib.crc32(Path(options.renderer).read_bytes())
     key = f"{options.data} {options.renderer} {code} {options.renderer_options} {dataset.size} {weights}"
