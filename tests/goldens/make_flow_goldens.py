@@ -5,7 +5,8 @@
     PYTHONPATH=tests/fixtures python tests/goldens/make_flow_goldens.py --originals .
 
 For the schedulers the network is the velocity toy.denoiser(x, 1000 s), in float64; they compute in float64 too:
-float64 takes the place of float32 in their modules.  Noise comes from toy.noises.  Stored are the sigmas and KEPT numbers of each latent.
+float64 takes the place of float32 in their modules.  Noise comes from toy.noises.  Stored are the sigmas and KEPT
+numbers of each latent.
 Whole runs are the originals' own loops, guidance and networks, in toy_flow's sizes with toy.fill's weights, in float32.
 """
 
