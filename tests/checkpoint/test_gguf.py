@@ -9,8 +9,9 @@ import pytest
 import torch
 import toy
 import toy_flow
-from flow_files import SPIECE, all_in_one, save, weights
+from flow_files import SPIECE
 from torch import Tensor, nn
+from toy_flow import all_in_one, save, weights
 
 import ldm_lite
 from ldm_lite.checkpoint.gguf import open_gguf
@@ -106,6 +107,7 @@ def linears(network: nn.Module) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
+@pytest.mark.thin(2)
 def test_a_transformer_stays_in_blocks(name: str, tmp_path: Path) -> None:
     """And computes what its values do; with `storage` or `lora` it does not, and offloading moves the blocks."""
     family = toy_flow.small(name)

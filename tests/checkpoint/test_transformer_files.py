@@ -30,6 +30,7 @@ NAMES = pytest.mark.parametrize("name", toy_flow.TRANSFORMERS)
 
 
 @NAMES
+@pytest.mark.thin(4)
 def test_loads_all_in_one_and_apart(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family = toy_flow.small(name)
     parts, about = weights(family), describe(family)
@@ -54,6 +55,7 @@ def test_loads_all_in_one_and_apart(name: str, tmp_path: Path, caplog: pytest.Lo
     same(ldm_lite.load(files["unet"], vae=files["vae"], text_encoder=texts, device="cpu"), parts)
 
 
+@pytest.mark.slow
 def test_a_file_is_its_own_row_by_its_metadata(tmp_path: Path) -> None:
     for name, row in (("sd35_large_turbo", "sd35_large"), ("flux_canny", "flux_control")):
         family = toy_flow.small(row)
@@ -65,6 +67,7 @@ def test_a_file_is_its_own_row_by_its_metadata(tmp_path: Path) -> None:
         assert (pipe.family.steps, pipe.family.scale) == (FAMILIES[name].steps, FAMILIES[name].scale)
 
 
+@pytest.mark.slow
 def test_stable_diffusion_3_may_lack_t5_and_flux_may_not(tmp_path: Path) -> None:
     for name in ("sd35_medium", "flux_dev"):
         family = toy_flow.small(name)
@@ -140,6 +143,7 @@ def scaled(values: Mapping[str, Tensor], kind: str) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("kind", ["scalar", "rows", "blocks", "newer"])
+@pytest.mark.thin(3)
 def test_scaled_fp8_is_multiplied(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family = toy_flow.small("flux_schnell")
     parts = weights(family)
@@ -155,6 +159,7 @@ def test_scaled_fp8_is_multiplied(kind: str, tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8, torch.float8_e5m2])
+@pytest.mark.thin(4)
 def test_other_precisions_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     family = toy_flow.small("sd35_large")
     parts = weights(family)
@@ -182,6 +187,7 @@ def test_scales_that_make_no_sense_are_refused(change: dict[str, Tensor], match:
 
 
 @NAMES
+@pytest.mark.thin(7)
 def test_a_random_checkpoint_of_the_benchmark_loads(name: str, tmp_path: Path) -> None:
     family = toy_flow.small(name)
     path = save(tmp_path / "f.safetensors", dict(state_dict(family)), describe(family))
@@ -194,6 +200,7 @@ GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
 
 
 @NAMES
+@pytest.mark.thin(3)
 def test_a_transformer_of_diffusers_computes_the_same(name: str, tmp_path: Path) -> None:
     component = split(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
     spec = toy_flow.TRANSFORMERS[name]
@@ -209,6 +216,7 @@ SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "us
 
 
 @pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
+@pytest.mark.thin(2)
 def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family = toy_flow.small(name)
     parts = weights(family)
@@ -249,6 +257,7 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
         ("flux_control", "flux1-canny-dev", "its name says Canny, .*add `metadata=family=flux_canny`"),
     ],
 )
+@pytest.mark.thin(3)
 def test_what_only_a_name_tells_is_a_warning(
     row: str, file: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def pairs(network: nn.Module, prefix: str, rank: int = 2) -> dict[str, Tensor]:
 
 
 @BOTH
+@pytest.mark.thin(2)
 def test_kohyas_names_of_all_networks(name: str, tmp_path: Path) -> None:
     """W + weight * alpha / rank * up @ down, in the transformer and in T5: lora_te3_ in both families."""
     family = toy_flow.small(name)
@@ -104,6 +105,7 @@ def test_kohyas_names_of_all_networks(name: str, tmp_path: Path) -> None:
 
 
 @BOTH
+@pytest.mark.thin(2)
 def test_other_prefixes(name: str, tmp_path: Path) -> None:
     """ComfyUI's and the original's names change the same weights as kohya's."""
     spec = toy_flow.TRANSFORMERS[name]

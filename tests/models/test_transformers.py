@@ -46,6 +46,7 @@ def shapes_of(spec: FluxSpec | MMDiTSpec) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.thin(3)
 def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
     manifest = MANIFESTS[f"transformer_{name}"]
     shapes = shapes_of(TRANSFORMERS[name])
@@ -58,6 +59,7 @@ def test_every_original_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMERS, *(f"small {name}" for name in SPECS)])
+@pytest.mark.thin(7)
 def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
     spec = SPECS[name.removeprefix("small ")] if name.startswith("small ") else TRANSFORMERS[name]
     items = list(shapes_of(spec).items())
@@ -71,6 +73,7 @@ def test_equals_the_original(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if isinstance(spec, MMDiTSpec)])
+@pytest.mark.thin(3)
 def test_leaves_out_layers_as_the_original_does(name: str) -> None:
     skip = torch.tensor([[i == 1 for i in range(SPECS[name].depth)], [False] * SPECS[name].depth])
     out = run(name, skip=skip)  # of the first image alone
@@ -101,6 +104,7 @@ def test_a_mask_is_packed_as_the_original_does() -> None:
 
 
 @EVERY
+@pytest.mark.thin(7)
 def test_half_precision_is_close(name: str) -> None:
     exact = run(name, dtype=torch.float64)
     assert toy.relative_error(run(name), exact.numpy()) < 1e-5
@@ -109,6 +113,7 @@ def test_half_precision_is_close(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
+@pytest.mark.thin(2)
 def test_float16_does_not_become_infinite(name: str) -> None:
     network = toy.fill(build(SPECS[name])).half()
     for key, value in network.named_parameters():
@@ -118,6 +123,7 @@ def test_float16_does_not_become_infinite(name: str) -> None:
 
 
 @EVERY
+@pytest.mark.thin(6)
 def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
     spec, network = SPECS[name], toy.fill(build(SPECS[name]))
     own = run(name, network)
@@ -139,6 +145,7 @@ def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
 
 @pytest.mark.parametrize("offload_", ["model", "sequential"])
 @pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
+@pytest.mark.thin(4)
 def test_offloads_and_stores_in_8_bits(name: str, offload_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "BLOCK", 1)  # every block is as large as a released one
     own = run(name)
@@ -169,11 +176,10 @@ def test_flux_in_int8_with_offload_fits_a_gpu_of_12_gb() -> None:
         assert sum(sizes) < 12e9  # bytes of int8 in the CPU's memory
 
 
-@pytest.mark.parametrize("h", [2, 6])
-def test_works_at_any_even_size(h: int) -> None:
-    for spec in SPECS.values():
-        x, t, context, y = toy_flow.inputs(spec, h=h, w=8)
-        assert toy.fill(build(spec))(x, t, context, y, **toy_flow.more(spec)).shape == (2, 4, h, 8)
+def test_works_at_any_even_size() -> None:
+    for spec in (SPECS["flux_fill"], SPECS["sd35_medium"]):
+        x, t, context, y = toy_flow.inputs(spec, h=2, w=8)
+        assert toy.fill(build(spec))(x, t, context, y, **toy_flow.more(spec)).shape == (2, 4, 2, 8)
 
 
 def test_an_image_larger_than_the_table_of_positions_is_refused() -> None:
@@ -197,6 +203,7 @@ def test_an_image_larger_than_the_table_of_positions_is_refused() -> None:
         ("sd3_medium", "pos_embed", (36864, 1536), "pos_embed has the shape"),
     ],
 )
+@pytest.mark.thin(3)
 def test_shapes_that_make_no_sense_are_refused(name: str, key: str, shape: tuple[int, ...], message: str) -> None:
     spec = TRANSFORMERS[name]
     with pytest.raises(ValueError, match=message):
