@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.adaptive import each_image
-from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, SkipWeights
 from ldm_lite.diffusion.noise import Draw
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.schedule import Level
@@ -193,7 +193,10 @@ class _Stage:
 
     def __init__(self, model: Model, branches: Branches, first_step: int, device: torch.device) -> None:
         self.model, self.branches, self.first_step, self.device = model, branches, first_step, device
-        self.conditioning = _stacked(branches.conditionings, device, model.dtype)
+        self.conditioning = self._all = _stacked(branches.conditionings, device, model.dtype)
+        self._others: Conditioning | None = None  # without a first branch that only counts in some steps
+        if isinstance(branches.weights, SkipWeights):
+            self._others = _stacked(branches.conditionings[1:], device, model.dtype)
         self._cache: TextCache | None = None
         self._guidance: tuple[object, Guidance] | None = None
 
@@ -203,7 +206,7 @@ class _Stage:
         Skipped under autocast, and if part of the network was replaced or hooked: such code may need the text, or
         may load the weights.
         """
-        unet = self.model.unet
+        unet: Any = self.model.unet
         as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
         autocast = torch.is_autocast_enabled(self.device.type)
         if self.conditioning.context is not None and as_written and not autocast:
@@ -212,6 +215,8 @@ class _Stage:
     def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
         """Return the network that runs a step, and its conditioning."""
         network: Network = self.model.unet
+        if self._others is not None:
+            self.conditioning = self._others if self.branches.weights_at(step)[0] == 0 else self._all
         conditioning = self.conditioning
         if control is not None:
             network, conditioning = control(step, conditioning)
@@ -223,6 +228,8 @@ class _Stage:
     def guidance(self, step: int) -> Guidance:
         """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
         weights = self.branches.weights_at(step)
+        if self._others is not None and weights[0] == 0:
+            weights = weights[1:]
         if self._guidance is None or self._guidance[0] != weights:
             percentile, limit = self.branches.threshold or (None, None)
             made = Guidance(
@@ -248,17 +255,21 @@ def _sent(noise: Tensor, device: torch.device) -> Tensor:
 
 def _stacked(conditionings: Sequence[Conditioning], device: torch.device, dtype: torch.dtype) -> Conditioning:
     """Concatenate all branches on the device; integers stay integers.  Raises ValueError if shapes differ."""
-    stacked: dict[str, Tensor | None] = {"context": None, "y": None, "concat": None}
-    for name in stacked:
-        values = [getattr(conditioning, name) for conditioning in conditionings]
+    parts = [{**each._asdict(), **(each.inputs or {})} for each in conditionings]
+    stacked: dict[str, Tensor | None] = {}
+    for name in ("context", "y", "concat", *(conditionings[0].inputs or {})):
+        values = [part[name] for part in parts]
         if all(value is None for value in values):
+            stacked[name] = None
             continue
         if len({value.shape[1:] for value in values}) > 1:
             shapes = " and ".join(str(tuple(value.shape)) for value in values)
             raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
         value = torch.cat(values)
-        stacked[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
-    return Conditioning(stacked["context"], stacked["y"], stacked["concat"])
+        own = name in Conditioning._fields and value.is_floating_point()
+        stacked[name] = value.to(device, dtype if own else value.dtype)
+    main = Conditioning(stacked.pop("context"), stacked.pop("y"), stacked.pop("concat"))
+    return main._replace(inputs={name: each for name, each in stacked.items() if each is not None} or None)
 
 
 def _check_all(
@@ -293,8 +304,8 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     given = 0 if conditioning.concat is None else conditioning.concat.shape[1]
     if spec.in_channels > model.vae.spec.embed_dim and not given:
         raise ValueError(
-            f"{model.family.title} reads an image besides the text (its UNet has {spec.in_channels} input channels): "
-            "it cannot make an image from a prompt alone; take a checkpoint with 4"
+            f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
+            f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
         )
     channels = spec.in_channels - given
     if noise.ndim != 4 or noise.shape[1] != channels:
@@ -333,7 +344,8 @@ def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(mean + deviation).all():
         cause = broken_weights(model.networks) or "its pixels are not finite"
         raise ValueError(f"the image's latents are not finite: {cause}")
-    return mean.float() * model.family.scale_factor, deviation.float() * model.family.scale_factor
+    family = model.family
+    return (mean.float() - family.shift_factor) * family.scale_factor, deviation.float() * family.scale_factor
 
 
 @torch.no_grad()
@@ -349,7 +361,7 @@ def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
         raise ValueError(f"the latents are not finite: {broken_weights(model.networks) or advice}")
     with model.phase("vae"):
         vae = tiled_on_cpu(model.vae)
-        for z in latents.to(model.device) / model.family.scale_factor:
+        for z in latents.to(model.device) / model.family.scale_factor + model.family.shift_factor:
             dtype = next(vae.parameters()).dtype
             vae, pixels = _decode(vae, z[None].to(dtype))
             if not torch.isfinite(pixels).all() and dtype != torch.float32:

@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Model, tokenizer_of
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.checkpoint.sources import tokenizer_of
 from ldm_lite.cli.task_options import CascadeOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import LoadedControl

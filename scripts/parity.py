@@ -6,6 +6,7 @@
     python scripts/parity.py families sdxl_base       # Stable Diffusion 2 and XL, with diffusers' pipelines
     python scripts/parity.py if --originals .         # a DeepFloyd IF stage, with a clone of github.com/deep-floyd/IF
     python scripts/parity.py control sd15 sd21 sdxl   # ControlNets, with diffusers; sdxl needs 11 GB, and 5 of disk
+    python scripts/parity.py transformers --originals .   # blocks of FLUX.1 and SD3 at full width, with clones
     python scripts/parity.py devices                  # all commands on a CUDA device that need not be there
 
 Prints relative errors |ours - theirs| / |theirs| and exits 1 if one exceeds its limit.  Needs
@@ -41,6 +42,7 @@ from ldm_lite.control.loading import load_controls
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import DenoisingState, denoise
+from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
 from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
@@ -48,7 +50,7 @@ from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
+from ldm_lite.zoo.networks import FLUX_DEV, IF_I_XL, IF_II_L, TRANSFORMERS, build
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "fixtures"), str(TESTS / "goldens")]
@@ -329,6 +331,56 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
+# ---- FLUX.1 and Stable Diffusion 3 ----------------------------------------------------------------------------------
+
+
+def transformers(args: argparse.Namespace, checks: Checks) -> None:
+    """FLUX.1 of full width with one block of each kind, and blocks of SD3, with the originals, in float32."""
+    sys.path[:0] = [str(args.originals.resolve() / "flux" / "src"), str(args.originals.resolve() / "sd3.5")]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def filled(network: torch.nn.Module) -> torch.nn.Module:
+        tensors = {key: random_tensor(key, tuple(value.shape)) for key, value in network.state_dict().items()}
+        network.load_state_dict(tensors, assign=True)
+        return network.eval()
+
+    model, spec = importlib.import_module("flux.model"), replace(FLUX_DEV, depth=1, single_depth=1)
+    with on_meta():
+        ours = build(spec)
+        sizes = (4 * spec.in_channels, 4 * spec.out_channels, spec.vector_dim, spec.context_dim, spec.width, 4.0)
+        theirs = model.Flux(model.FluxParams(*sizes, spec.heads, 1, 1, list(spec.axes), 10000, True, True))
+    filled(ours)
+    theirs.load_state_dict(ours.state_dict(), assign=True)
+    side = args.size // 8
+    x, t, context, y, scale = normal(1, 16, side, side), torch.tensor([0.7]), normal(1, 128, 4096), normal(1, 768), 3.5
+    tokens = torch.nn.functional.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2)
+    rows, columns = torch.meshgrid(torch.arange(side // 2), torch.arange(side // 2), indexing="ij")
+    ids = torch.stack([0 * rows, rows, columns], dim=-1).view(1, -1, 3).float()
+    guidance = torch.tensor([scale])
+    out = theirs(tokens, ids, context, torch.zeros(1, 128, 3), t, y, guidance)
+    mine = torch.nn.functional.pixel_unshuffle(ours(x, t, context, y, guidance=guidance), 2).flatten(2).transpose(1, 2)
+    checks.compare("FLUX.1, width 3072", mine, out, 1e-5)
+    del ours, theirs
+
+    mmditx = importlib.import_module("mmditx")
+    for name in ("sd3_medium", "sd35_medium", "sd35_large"):
+        sd3 = TRANSFORMERS[name]
+        assert isinstance(sd3, MMDiTSpec)
+        with on_meta():
+            block = JointBlock(sd3, 0)
+            options = {"qk_norm": "rms" if sd3.qk_norm else None, "x_block_self_attn": sd3.dual_depth > 0}
+            other = mmditx.JointBlock(sd3.width, sd3.heads, mlp_ratio=4.0, qkv_bias=True, pre_only=False, **options)
+        filled(block)
+        other.load_state_dict(block.state_dict(), assign=True)
+        text, image, c = normal(1, 154, sd3.width), normal(1, tokens.shape[1], sd3.width), normal(1, sd3.width)
+        both = block(text, image, torch.nn.functional.silu(c)), other(text, image, c=c)
+        for what, mine, out in zip(("text", "image"), *both, strict=True):
+            checks.compare(f"{name}, width {sd3.width}, {what}", mine, out, 1e-5)
+
+
 def devices(args: argparse.Namespace, checks: Checks) -> None:
     """Run every family's commands with fake tensors: an operator on tensors of two devices fails."""
     checks.failed |= importlib.import_module("fake_cuda").run_commands(args.names or FAMILIES) > 0
@@ -366,6 +418,8 @@ def parse() -> argparse.Namespace:
     command.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
     command.add_argument("--stage", choices=IF_STAGES, default="I-L")
     add("control", control).add_argument("names", nargs="+", choices=CONTROLS)
+    command = add("transformers", transformers, size=256)
+    command.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
     add("devices", devices).add_argument("names", nargs="*", metavar="FAMILY", help="default: all")
     return parser.parse_args()
 

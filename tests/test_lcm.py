@@ -28,7 +28,7 @@ from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
-from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import UNETS
 from tests.checkpoint.test_diffusers_keys import GOLDEN, shapes_of, weights_of

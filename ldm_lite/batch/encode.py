@@ -84,10 +84,10 @@ class EncodeWorker:
             yield torch.stack([each[0] for each in examples]), [each[1] for each in examples]
 
     def _moments(self, pixels: Tensor) -> NDArray[np.float16]:
-        scale = self.model.family.scale_factor
+        scale, shift = self.model.family.scale_factor, self.model.family.shift_factor
         mean, deviation = generate.encode(self.model, to_float(pixels, self.model.device))
         log_variance = (2 * (deviation / scale).log()).clamp(-30, 20)
-        return torch.cat([mean / scale, log_variance], dim=1).half().cpu().numpy()
+        return torch.cat([mean / scale + shift, log_variance], dim=1).half().cpu().numpy()
 
     def _text(self, captions: Sequence[str]) -> dict[str, NDArray[Any]]:
         side = self.model.family.resolution

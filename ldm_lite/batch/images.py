@@ -26,6 +26,7 @@ from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.tasks.batching import Batch, ImageInputs, Later, PromptEncoder, Runner, noise_settings
 from ldm_lite.tasks.job import Job, Result
+from ldm_lite.zoo.families import text_roles
 
 TEXTS = 64  # prompts that are encoded in one run of the text encoder
 PENDING = 4  # batches that may wait to be finished
@@ -116,7 +117,7 @@ class Maker:
         model, encoder = job.model, PromptEncoder(job.model, job)
         height, width = (side * model.vae.spec.factor for side in image.latent_shape[1:])
         options = dataclasses.replace(job.text, num_chunks=items[0].chunks, size=(height, width))
-        with model.phase("text_encoder", "text_encoder_2"):
+        with model.phase(*text_roles(model.family.text_encoders)):
             cond = _encoded(model, [item.prompt for item in items], options)
             if not encoder.guided:
                 return dataclasses.replace(job, cond=cond)

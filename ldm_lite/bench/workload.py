@@ -16,7 +16,6 @@ from ldm_lite.bench.measure import flops
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import SeededNoise
-from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.families import Family
@@ -142,7 +141,7 @@ def _flops_at_batch_1(family: Family, setting: Setting) -> dict[str, int]:
     x, context, ids = (each.to("meta") for each in (given.noise, given.context, given.ids))
     step = 2 * flops(lambda: networks["unet"](x, torch.empty(1, device="meta"), context))
     decode, text = flops(lambda: networks["vae"].decode(x)), flops(lambda: networks["text_encoder"](ids))
-    schedule = Schedule.from_betas(family.noise.betas, family.prediction)
+    schedule = family.noise.schedule(family.prediction)
     num_calls = len(make_plan(setting.sampler, schedule, setting.steps).t)
     image = setting.n_iter * (num_calls * step + decode + 2 * text)
     encode = flops(lambda: networks["vae"].encode(given.image.to("meta")))

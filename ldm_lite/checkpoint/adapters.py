@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ PARTS = (
     (r"\.(?:diff|w_norm)$", "diff"),  # LyCORIS: full differences and norms
     (r"\.(?:diff_b|b_norm)$", "diff_b"),
     (r"\.set_weight$", "value"),  # ComfyUI
+    (r"(?<=_norm)\.scale$", "value_s"),  # Black Forest Labs
     (r"^(?=.*\bbase_model\.model\.)(?!.*\blora_).*\.weight$", "value"),  # PEFT: modules_to_save
     (r"^(?=.*\bbase_model\.model\.)(?!.*\blora_).*\.bias$", "value_b"),
 )
@@ -111,9 +113,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Value:
-    """Replaces a parameter; a weight other than 1 mixes both."""
+    """Replaces a parameter; a weight other than 1 mixes both, unless it does `always`."""
 
     tensor: Tensor
+    always: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,7 +130,7 @@ class Value:
 
 WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that are a change alone
     *(("diff", "weight", Difference), ("diff_b", "bias", Difference)),
-    *(("value", "weight", Value), ("value_b", "bias", Value)),
+    *(("value", "weight", Value), ("value_b", "bias", Value), ("value_s", "scale", partial(Value, always=True))),
 )
 Changes = Mapping[str, Change]  # "weight" or "bias" -> its change
 Alpha = Callable[[int], float]  # rank -> alpha

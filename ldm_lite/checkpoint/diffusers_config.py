@@ -50,7 +50,8 @@ UNET: dict[str, Values] = {
     "timestep_post_act": (None,),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }
-NO_SHIFT: dict[str, Values] = {"shift_factor": (None, 0), "latents_mean": (None,), "latents_std": (None,)}
+SHIFTS = (None, 0, 0.0609, 0.1159)  # of latents: Stable Diffusion 3's and FLUX.1's are told by the transformer
+NO_SHIFT: dict[str, Values] = {"shift_factor": SHIFTS, "latents_mean": (None,), "latents_std": (None,)}
 CLIP: dict[str, Values] = {"layer_norm_eps": (1e-5,), "eos_token_id": (None, 2, 49407), "use_attention_mask": (None, 0)}
 IMPLEMENTED: dict[str, dict[str, Values]] = {
     "unet": {"_class_name": ("UNet2DConditionModel",), **UNET},
@@ -88,6 +89,18 @@ IMPLEMENTED: dict[str, dict[str, Values]] = {
         "use_dynamic_shifting": (False,),
         "use_flow_sigmas": (False,),
     },
+}
+FLOW: dict[str, Values] = {  # the families' own schedules
+    "num_train_timesteps": (1000,),
+    "shift": (1, 3),
+    "use_dynamic_shifting": (True, False),
+    "base_image_seq_len": (256,),
+    "max_image_seq_len": (4096,),
+    "base_shift": (0.5,),
+    "max_shift": (1.15,),
+    "invert_sigmas": (False,),
+    "shift_terminal": (None,),
+    "stochastic_sampling": (False,),
 }
 # Told by the shapes, of training, of precision, of defaults in no use here, or read elsewhere in this file.
 _INERT = """
@@ -241,6 +254,9 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if not config:
         return {}
     name, spacing = str(config.get("_class_name")), config.get("timestep_spacing")
+    if name == "FlowMatchEulerDiscreteScheduler":
+        check(place, config, FLOW)
+        return {}
     sampler = _sampler(place, name, config)
     check(place, config, IMPLEMENTED["scheduler"])
     _tell_unused(place, name, config, fixed="XL" not in pipeline)
@@ -293,21 +309,36 @@ def _tell_unused(place: str, name: str, config: Config, fixed: bool) -> None:
 
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------
 
-PIPELINES = frozenset(
-    f"StableDiffusion{name}Pipeline"
-    for name in (
-        *("", "Img2Img", "Inpaint", "InpaintLegacy", "InstructPix2Pix", "Depth2Img", "Upscale", "XL", "XLImg2Img"),
-        *("XLInpaint", "ControlNet", "ControlNetImg2Img", "ControlNetInpaint", "XLControlNet", "XLControlNetImg2Img"),
-        *("XLControlNetInpaint", "Adapter", "XLAdapter", "XLInstructPix2Pix"),
+PIPELINES = (
+    frozenset(
+        f"{family}{name}Pipeline"
+        for family in ("Flux", "StableDiffusion3")
+        for name in ("", "Img2Img", "Inpaint", "Fill", "Control")
     )
-) | {
-    "LatentConsistencyModelPipeline",
-    "LatentConsistencyModelImg2ImgPipeline",
-    "StableUnCLIPImg2ImgPipeline",
-    "AutoPipelineForText2Image",
-    "DiffusionPipeline",
-    "None",
-}
+    | frozenset(
+        f"StableDiffusion{name}Pipeline"
+        for name in (
+            *("", "Img2Img", "Inpaint", "InpaintLegacy", "InstructPix2Pix", "Depth2Img", "Upscale", "XL", "XLImg2Img"),
+            *(
+                "XLInpaint",
+                "ControlNet",
+                "ControlNetImg2Img",
+                "ControlNetInpaint",
+                "XLControlNet",
+                "XLControlNetImg2Img",
+            ),
+            *("XLControlNetInpaint", "Adapter", "XLAdapter", "XLInstructPix2Pix"),
+        )
+    )
+    | {
+        "LatentConsistencyModelPipeline",
+        "LatentConsistencyModelImg2ImgPipeline",
+        "StableUnCLIPImg2ImgPipeline",
+        "AutoPipelineForText2Image",
+        "DiffusionPipeline",
+        "None",
+    }
+)
 
 
 def check_pipeline(place: str, index: Config, roles: Collection[str]) -> None:

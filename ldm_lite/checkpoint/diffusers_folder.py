@@ -16,16 +16,20 @@ from ldm_lite.checkpoint.diffusers_config import (
     read_network,
     read_scheduler,
 )
-from ldm_lite.checkpoint.reader import Checkpoint, combine, join, open_checkpoint, prefix, split
+from ldm_lite.checkpoint.reader import T5, Checkpoint, combine, join, open_checkpoint, prefix, split
 from ldm_lite.cli.files import read_json
 
 log = logging.getLogger("ldm_lite")
 
 MOST_SHARDS = 1000
-ROLES = ("unet", "vae", "text_encoder", "text_encoder_2")
+ROLES = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 # Of a pipeline beside its networks.  Anything else in model_index.json is ignored, and a message says so.
-BESIDE = ("scheduler", "low_res_scheduler", "image_noising_scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
+BESIDE = (
+    *("scheduler", "low_res_scheduler", "image_noising_scheduler", "feature_extractor"),
+    *("tokenizer", "tokenizer_2", "tokenizer_3"),
+)
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
+T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that exists is read
@@ -45,7 +49,7 @@ def open_source(source: str | os.PathLike[str] | None) -> Checkpoint:
     roles = [role for role in ROLES if (path / role).is_dir()]
     if not roles:
         return _open_network(path)
-    if "unet" not in roles:
+    if not {"unet", "transformer"} & set(roles):
         raise ValueError(f"{path}: is a pipeline without a UNet ({', '.join(roles)}), not a latent diffusion model")
     return _open_pipeline(path, roles)
 
@@ -56,6 +60,7 @@ def _download(repository: str) -> Path:
     folders = [f"{role}/" for role in ROLES if any(name.startswith(f"{role}/") for name in names)] or [""]
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
     about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
+    about += [f"{folder}/{file}" for folder in ("tokenizer_2", "tokenizer_3") for file in T5_VOCABS]
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
@@ -86,20 +91,21 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
     name = str(index.get("_class_name"))
     metadata = read_scheduler(f"{title}/scheduler", _read_json(folder / "scheduler" / "scheduler_config.json"), name)
     tensors: dict[str, tuple[Checkpoint, str]] = {}
-    texts = iter(("text_encoder", "text_encoder_2"))  # SDXL's refiner has only the base's second one
+    texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears
     for name in roles:
         role, network = next(texts) if name.startswith("text_encoder") else name, _open_network(folder / name)
+        role = "unet" if name == "transformer" else role
         if name == "unet":
             linear = any(key.endswith(".proj_in.weight") and len(s) == 2 for key, s in network.shapes.items())
-        if name.startswith("text_encoder"):
+        if name.startswith("text_encoder") and T5 not in network.shapes:
             open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
             network = _text_encoder(folder, name, network, open_clip)
         found = split(network)
-        component = found.get("text_encoder" if name == "text_encoder_2" else name)
+        component = found.get("text_encoder" if name.startswith("text_encoder") else role)
         if component is None:
             raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(found)}")
-        before = prefix(role, component.keys, sgm="text_encoder_2" in roles)
+        before = prefix(role, component.keys, sgm="text_encoder_2" in roles and "unet" in roles)
         tensors |= {before + key: (component.checkpoint, stored) for key, stored in component.keys.items()}
         own = {key.replace("text_", "text_2_"): value for key, value in network.metadata.items()}
         metadata |= metadata_of(role, own if role == "text_encoder_2" else network.metadata)

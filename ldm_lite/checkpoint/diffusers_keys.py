@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ldm_lite.checkpoint.transformer_keys import stored_keys
 from ldm_lite.models.shapes import Shapes, size
 from ldm_lite.runtime.memory import MappedPages
 
@@ -228,11 +229,12 @@ def transformers_name(module: str) -> str:
 
 
 class StoredTensor(NamedTuple):
-    """How a tensor is stored: tensors of a file, to be concatenated by rows, transposed if needed, and reshaped."""
+    """How a tensor is stored: a file's tensors, concatenated by rows, transposed or in swapped halves, and reshaped."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     transposed: bool = False
+    swapped: bool = False
 
     def read(self, read: Callable[[str], Tensor], pages: MappedPages) -> Tensor:
         """Return the tensor.  `read` reads a tensor of the file; `pages` releases those that were copied."""
@@ -241,6 +243,8 @@ class StoredTensor(NamedTuple):
         for part in parts:
             if part is not whole:
                 pages.release(part)
+        if self.swapped:
+            whole = whole.roll(len(whole) // 2, dims=0)
         return (whole.T if self.transposed else whole).reshape(self.shape)
 
 
@@ -253,6 +257,8 @@ def original_layout(shapes: Shapes, open_clip: bool | None = None) -> dict[str, 
     Return None if the keys are neither diffusers' nor transformers' names of an OpenCLIP text encoder.  `open_clip`
     tells whether a text encoder is OpenCLIP; None = OpenCLIP if wider than CLIP-L.  Unknown keys keep their names.
     """
+    if (stored := stored_keys(shapes)) is not None:
+        return {name: _stored(name, keys, shapes)._replace(swapped=swapped) for name, (keys, swapped) in stored.items()}
     names = _original_keys(shapes, open_clip)
     if names is None:
         return None

@@ -21,13 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint import adapters, peft
-from ldm_lite.checkpoint.adapters import Change, Changes
+from ldm_lite.checkpoint.adapters import Change, Changes, Value
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
+from ldm_lite.checkpoint.transformer_keys import flux_modules, sd3_modules
 from ldm_lite.cli.files import read_text
+from ldm_lite.models.flux import Flux
+from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.quantization import Quantized
 
@@ -38,7 +43,10 @@ log = logging.getLogger("ldm_lite")
 # Prefixes of module names by role, kohya's first; those of ComfyUI and the original name the encoder itself.  Files for
 # a single network may have none: shapes then tell the text encoders apart.
 PREFIXES = {
-    "unet": ("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
+    "unet": (
+        *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
+        *("transformer_", "lora_transformer_"),
+    ),
     "text_encoder": (
         *("lora_te_", "lora_te1_", "text_encoder_", "text_encoders_clip_l_transformer_", ""),
         *("text_encoders_clip_h_transformer_", "cond_stage_model_transformer_", "cond_stage_model_model_"),
@@ -47,7 +55,9 @@ PREFIXES = {
     "text_encoder_2": (
         *("lora_te2_", "text_encoder_2_", "text_encoders_clip_g_transformer_", "conditioner_embedders_1_model_", ""),
     ),
+    "text_encoder_3": (),
 }
+OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # which is the second or the third encoder
 
 
 class Target(NamedTuple):
@@ -56,6 +66,7 @@ class Target(NamedTuple):
     parameter: nn.Parameter
     rows: slice = slice(None)
     transposed: bool = False
+    swapped: bool = False  # a file's first half is the second one here
 
     @property
     def shape(self) -> torch.Size:
@@ -67,13 +78,17 @@ class Target(NamedTuple):
         """Return the weight or bias as a view of the parameter's value."""
         return whole.T if self.transposed else whole[self.rows]
 
+    def swap(self, value: Tensor) -> Tensor:
+        """Return a value as the file has it, from ours or the reverse."""
+        return value.roll(len(value) // 2, dims=0) if self.swapped else value
+
 
 def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
     """Return the "weight" and "bias" of a network's modules, by name; OpenCLIP's q, k and v share parameters."""
     found: dict[str, dict[str, Target]] = {}
     for key, parameter in network.named_parameters(remove_duplicate=False):
         module, _, last = key.rpartition(".")
-        if last in ("weight", "bias"):
+        if last in ("weight", "bias", "scale"):
             found.setdefault(module, {})[last] = Target(parameter)
         elif last in ("in_proj_weight", "in_proj_bias"):
             third = len(parameter) // 3
@@ -82,7 +97,26 @@ def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
                 found.setdefault(f"{module}.{part}_proj", {})[last.removeprefix("in_proj_")] = Target(parameter, rows)
         elif key in ("positional_embedding", "text_projection"):
             found[key] = {"weight": Target(parameter, transposed=key == "text_projection")}
-    return found
+    return found | _parts(network, found)
+
+
+def _parts(network: nn.Module, found: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
+    """Return the targets of diffusers' modules of a transformer, which are rows of its own or have swapped halves."""
+    if isinstance(network, Flux):
+        modules = flux_modules(network.spec.depth, network.spec.single_depth)
+    elif isinstance(network, MMDiT):
+        modules = sd3_modules(network.spec.depth)
+    else:
+        return {}
+    parts: dict[str, dict[str, Target]] = {}
+    for ours, (names, swapped) in modules.items():
+        for i, name in enumerate(names):
+            width = network.spec.width  # of queries, keys and values; the MLP is the rest
+            rows = slice(None) if len(names) == 1 else slice(i * width, None if i == 3 else (i + 1) * width)
+            for last, target in found.get(ours, {}).items():
+                key = "weight" if last == "scale" else last  # of norms
+                parts.setdefault(name, {})[key] = Target(target.parameter, rows, swapped=swapped)
+    return parts
 
 
 def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
@@ -95,10 +129,12 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     for module in targets(network):
         other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
         names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other, module]
+        names = [module] if isinstance(network, Flux | MMDiT) else names
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]
-        found[module] = [prefix + name for prefix in PREFIXES[role] for name in flat]
+        prefixes = (*OF_T5, f"{role}_") if isinstance(network, T5Encoder) else PREFIXES[role]
+        found[module] = [prefix + name for prefix in prefixes for name in flat]
     return found
 
 
@@ -225,6 +261,10 @@ def merge_lora(
     the networks, or one has another shape.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
+    if any(isinstance(layer, BlockLinear) for network in networks.values() for layer in network.modules()):
+        raise ValueError(
+            "the weights are in blocks of a GGUF file: name the LoRA when that is loaded, with `lora=FILE`"
+        )
     places = {(role, name): found for role, network in networks.items() for name, found in targets(network).items()}
     table: dict[str, list[Place]] = {}
     for role, network in networks.items():
@@ -247,7 +287,8 @@ def merge_lora(
         total = offloader.read(parameter, parameter.device, torch.float32).clone()
         for target, change, scale in parts:
             now = target.of(total)
-            now += scale * change.change(now).reshape(now.shape).to(total.device)
+            strength = 1.0 if isinstance(change, Value) and change.always else scale
+            now += strength * target.swap(change.change(target.swap(now)).reshape(now.shape)).to(total.device)
         offloader.write(parameter, total)
     return MergedLora(offloader, before)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
+from ldm_lite.checkpoint.control_lora import widened
 from ldm_lite.checkpoint.diffusers_config import metadata_of
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec
@@ -29,20 +30,19 @@ from ldm_lite.checkpoint.reader import (
     read_weight,
     split,
 )
+from ldm_lite.checkpoint.sources import from_files, placed, t5_tokenizer_of, tokenizer_of
 from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, learn, open_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.models.bert import BERTSpec
-from ldm_lite.models.clip import CLIPTextSpec
-from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, prepare
-from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
+from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.detection import (
     check_complete,
     check_metadata,
@@ -54,8 +54,8 @@ from ldm_lite.zoo.detection import (
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.families import Family
-from ldm_lite.zoo.networks import BERT_LARGE, Autoencoder, EncoderSpec, build
+from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.networks import Autoencoder, build
 
 log = logging.getLogger("ldm_lite")
 
@@ -72,7 +72,7 @@ class Model:
     name: str  # of the file, without its extension
     family: Family
     schedule: Schedule
-    unet: UNet
+    unet: Any  # the network of a DenoiserSpec; most code that reads it is for UNets alone
     vae: Autoencoder
     text_encoder: nn.Module | None  # encodes prompts (or classes, or boxes), if the family has one
     text_encoder_2: nn.Module | None
@@ -82,6 +82,14 @@ class Model:
     step: Step = denoise_step  # runs a row of a plan: as written, or compiled
     learned: Learned = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
     ema: bool = False  # the UNet is the EMA copy of a file that has both
+    text_encoder_3: nn.Module | None = None
+    t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one
+
+    @property
+    def text_encoders(self) -> tuple[nn.Module, ...]:
+        """The text encoders, in the family's order."""
+        every = (self.text_encoder, self.text_encoder_2, self.text_encoder_3)
+        return tuple(encoder for encoder in every if encoder is not None)
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -106,27 +114,23 @@ class Model:
         """Keep the networks of these roles on the device within the block; computing with them needs it."""
         return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
+    def sized(self: M, latent_shape: tuple[int, int, int]) -> M:
+        """Return it with the noise schedule of images of a latent shape, which FLUX.1 [dev] shifts by their size."""
+        patch, (_, h, w) = self.family.unet.patch, latent_shape
+        return replace(self, schedule=self.schedule.sized((h // patch) * (w // patch)))
+
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image, from its size in pixels.
 
-        Raises ValueError if a side is not a multiple of the autoencoder's factor, 8 for Stable Diffusion.
+        Raises ValueError if a side is not a multiple of what a token of the network covers: 8 for Stable Diffusion, 16
+        for FLUX.1 and Stable Diffusion 3.
         """
-        f = self.vae.spec.factor
+        factor = self.vae.spec.factor
+        f = factor * self.family.unet.patch
         if height <= 0 or width <= 0 or height % f or width % f:
             legal = [max(f, round(side / f) * f) for side in (height, width)]
             raise ValueError(f"got H {height} and W {width}, wanted multiples of {f}: take {legal[0]} and {legal[1]}")
-        return self.vae.spec.embed_dim, height // f, width // f
-
-
-def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
-    """Return the tokenizer of a text encoder; None if it does not read text."""
-    if isinstance(spec, CLIPTextSpec):
-        return CLIPTokenizer(spec.length)
-    if isinstance(spec, OpenCLIPTextSpec):
-        return OpenCLIPTokenizer(spec.length)
-    if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # otherwise it reads boxes
-        return BERTTokenizer(spec.length)
-    return None
+        return self.vae.spec.embed_dim, height // factor, width // factor
 
 
 def load_model(options: LoadOptions, kind: type[M]) -> M:
@@ -141,9 +145,15 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     path, title = checkpoint.path, hub.title(checkpoint.path)
     device = pick_device(options.device)
     family, components, metadata = _detect(checkpoint, options)
+    family, components["unet"] = widened(family, components["unet"], [each for each, _ in loras])
     components["unet"], weights = _with_ema(components["unet"], options.ema, family)
-    dtypes = pick_dtypes(options.dtype, device, family.networks, ("vae",) if family.vae_overflows else ())
-    networks = _networks(family, components, load_device(options, device), dtypes)
+    t5_tokenizer = t5_tokenizer_of(family, components, options.t5_vocab)
+    # Transformers are trained in bfloat16: some of their values exceed float16.
+    default = "bf16" if device.type == "cuda" and not isinstance(family.unet, UNetSpec) else None
+    dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
+    networks = _networks(
+        family, components, load_device(options, device), dtypes, in_blocks=not options.lora and options.storage is None
+    )
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
     schedule = _schedule(family, _main(components), metadata, options.zero_snr)
     if loras:
@@ -158,11 +168,18 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     turbo = turbo_variant(family)
     if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
+    if "kontext" in title.lower() and isinstance(family.unet, FluxSpec):
+        log.warning("its name says Kontext, which edits an image: here it makes images from text, as FLUX.1 dev does")
+    if "canny" in title.lower() and family.title == FAMILIES["flux_control"].title:
+        log.warning(
+            "its name says Canny, which weights cannot tell from Depth: if it is, add `metadata=family=flux_canny`"
+        )
     model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,
         schedule=schedule,
         tokenizer=tokenizer_of(family.text),
+        t5_tokenizer=t5_tokenizer,
         description=description,
         offloader=offloader,
         step=step,
@@ -201,8 +218,9 @@ def _main(components: Mapping[str, Component]) -> Checkpoint:
 def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[str, Component], dict[str, str]]:
     """Return a checkpoint's family, its components (including those from other files), and all metadata."""
     own = split(checkpoint)
-    components = own | _others(options.parts)
-    main = _main(components)
+    given = from_files(options.parts)
+    main = _main({**own, **given})
+    components = placed(own, given, {**main.metadata, **options.added_metadata})
     marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
     metadata = {**marked, **main.metadata}
     for role, component in components.items():
@@ -232,13 +250,17 @@ def _predicting(family: Family, prediction: str | None, about: Mapping[str, str]
 
 
 def _networks(
-    family: Family, components: Mapping[str, Component], device: torch.device, dtypes: Mapping[str, torch.dtype]
+    family: Family,
+    components: Mapping[str, Component],
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype],
+    in_blocks: bool,
 ) -> dict[str, Any]:
-    """Return the family's networks by role, with their weights."""
+    """Return the family's networks by role, with their weights; those of GGUF files in blocks, if `in_blocks`."""
     with errors_of(_main(components).path), on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
-        load_weights(network, components[role], role.replace("_", " "), device, dtypes[role])
+        load_weights(network, components[role], role.replace("_", " "), device, dtypes[role], in_blocks)
     return networks
 
 
@@ -253,17 +275,6 @@ def _absent(family: Family, device: torch.device, dtype: torch.dtype) -> dict[st
     """Return stand-ins for the networks that a family lacks."""
     none: dict[str, Any] = {"text_encoder": None, "text_encoder_2": None}
     return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
-
-
-def _others(sources: Mapping[str, str]) -> dict[str, Component]:
-    """Return the weights from other files, by role.  Raises ValueError for a file without weights of its role."""
-    components: dict[str, Component] = {}
-    for name, source in sources.items():
-        given = split(open_source(source))
-        if name not in given:
-            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
-        components |= {role: component for role, component in given.items() if role in (name, f"{name}_2")}
-    return components
 
 
 def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], family: Family) -> None:
@@ -312,8 +323,10 @@ def _scaled(family: Family, checkpoint: Checkpoint) -> Family:
 
 def _schedule(family: Family, checkpoint: Checkpoint, about: Mapping[str, str], zero_snr: bool) -> Schedule:
     """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
-    spacing = about.get("spacing")
-    schedule = replace(Schedule.from_betas(family.noise.betas, family.prediction), spacing=spacing)
+    schedule = family.noise.schedule(family.prediction)
+    if schedule.is_flow:
+        return schedule
+    schedule = replace(schedule, spacing=about.get("spacing"))
     own = stored_schedule(checkpoint, schedule)
     if own is not None:
         log.warning("%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title)

@@ -15,29 +15,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
+from ldm_lite.checkpoint.gguf import MAGIC, open_gguf
+from ldm_lite.checkpoint.safetensors_file import MOST_TENSORS, open_safetensors
+from ldm_lite.checkpoint.scaled import is_scaled, unscaled
 from ldm_lite.checkpoint.torch_file import open_torch
 from ldm_lite.cli.files import open_file
 from ldm_lite.models.rrdb import original_keys
 from ldm_lite.models.shapes import Shapes
+from ldm_lite.runtime.blocks import BlockLinear, Blocks
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.foreign import foreign
 
 log = logging.getLogger("ldm_lite")
 
 
+def _no_blocks(key: str) -> Blocks | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: the shapes of its tensors by key, its metadata, and a function that reads one tensor."""
+    """An open checkpoint: the shapes of its tensors by key, its metadata, and functions that read one tensor."""
 
     path: Path
     shapes: Shapes
     metadata: Mapping[str, str]
     read: Callable[[str], Tensor]  # key -> tensor on the CPU
+    blocks: Callable[[str], Blocks | None] = _no_blocks  # key -> a GGUF file's tensor as it is stored, if in blocks
 
 
 # ---- opening --------------------------------------------------------------------------------------------------------
@@ -57,14 +65,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
     if len(head) > 8 and head[8:9] == b"{":
-        return _checked(_open_safetensors(path, size, header=int.from_bytes(head[:8], "little")))
+        return _checked(Checkpoint(path, *open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))))
     if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
         shapes, read = open_torch(path, is_zip=head[:1] == b"P")
         return _checked(Checkpoint(path, shapes, {}, read))
-    raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
+    if head.startswith(MAGIC):
+        return _checked(Checkpoint(path, *open_gguf(path)))
+    raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors, .ckpt or .gguf")
 
 
-MOST_TENSORS, LONGEST_KEY = 65536, 512  # Stable Diffusion XL with an EMA copy has 5,000 tensors
+LONGEST_KEY = 512
 NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
 
 
@@ -78,18 +88,27 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     odd = (key for key in keys if len(key) > LONGEST_KEY or NO_INDEX.search(key))
     if (key := next(odd, None)) is not None:
         raise ValueError(f"{checkpoint.path}: has the key {key[:60]!r}, which is too long or has too high a number")
-    return checkpoint
+    if not is_scaled(keys):
+        return checkpoint
+    with errors_of(checkpoint.path):
+        kept, read = unscaled(checkpoint.shapes, checkpoint.metadata, checkpoint.read)
+    return replace(checkpoint, shapes=kept, read=read)
 
 
 def combine(path: Path, tensors: Mapping[str, tuple[Checkpoint, str]], metadata: Mapping[str, str]) -> Checkpoint:
     """Return one checkpoint of tensors from several.  `tensors` maps each key to a checkpoint and its key there."""
     shapes = {key: checkpoint.shapes[stored] for key, (checkpoint, stored) in tensors.items()}
-    return Checkpoint(path, shapes, metadata, partial(_read_from, tensors))
+    return Checkpoint(path, shapes, metadata, partial(_read_from, tensors), partial(_blocks_from, tensors))
 
 
 def _read_from(tensors: Mapping[str, tuple[Checkpoint, str]], key: str) -> Tensor:
     checkpoint, stored = tensors[key]
     return checkpoint.read(stored)
+
+
+def _blocks_from(tensors: Mapping[str, tuple[Checkpoint, str]], key: str) -> Blocks | None:
+    checkpoint, stored = tensors[key]
+    return checkpoint.blocks(stored)
 
 
 def join(parts: Sequence[Checkpoint]) -> Checkpoint:
@@ -106,40 +125,19 @@ def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
     if tensors is None:
         return checkpoint
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
-    return replace(checkpoint, shapes=shapes, read=partial(_read_stored, checkpoint, tensors, MappedPages()))
+    read = partial(_read_stored, checkpoint, tensors, MappedPages())
+    return Checkpoint(checkpoint.path, shapes, checkpoint.metadata, read)
 
 
 def _read_stored(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], pages: MappedPages, key: str) -> Tensor:
     return tensors[key].read(partial(read_weight, checkpoint), pages)
 
 
-MOST_HEADER = 64 * 2**20  # bytes; most of a large one is metadata
-
-
-def _open_safetensors(path: Path, size: int, header: int) -> Checkpoint:
-    if 8 + header > size:
-        raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
-    if header > MOST_HEADER:
-        raise ValueError(f"{path}: has a header of {header} bytes, wanted at most {MOST_HEADER}")
-    try:
-        file: Any = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        with open(path, "rb") as raw:
-            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,18})\b', raw.read(8 + header))
-        wanted = 8 + header + max(map(int, ends), default=0)
-        if size < wanted:
-            raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
-        raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
-    keys = file.keys()
-    if len(keys) > MOST_TENSORS:
-        raise ValueError(f"{path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
-    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-    return Checkpoint(path, shapes, file.metadata() or {}, file.get_tensor)
-
-
 # ---- splitting ------------------------------------------------------------------------------------------------------
 
 SGM = "conditioner.embedders."  # prefix of text encoders in files of generative-models: SDXL, SD-Turbo
+CLIP_G = "text_encoders.clip_g.transformer."  # of bigG's in files of Stable Diffusion 3, with transformers' names
+T5 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 # A component's role, a key that it always has, and its possible prefixes.  The first match wins.
 COMPONENTS = (
     ("control", "input_hint_block.0.weight", ("control_model.", "")),
@@ -149,10 +147,13 @@ COMPONENTS = (
     ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
     ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
+    ("unet", "double_blocks.0.img_attn.norm.key_norm.scale", ("model.diffusion_model.", "")),  # FLUX.1
+    ("unet", "joint_blocks.0.context_block.attn.qkv.weight", ("model.diffusion_model.", "")),  # Stable Diffusion 3
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
     ("vae", "encoder.0.weight", ("",)),
-    ("text_encoder", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", ("",)),  # T5
+    ("text_encoder", T5, ("",)),
+    ("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders gives it its place
     (
         "text_encoder",
         "embeddings.token_embedding.weight",
@@ -160,6 +161,7 @@ COMPONENTS = (
             "cond_stage_model.transformer.text_model.",
             "cond_stage_model.transformer.",
             f"{SGM}0.transformer.text_model.",
+            "text_encoders.clip_l.transformer.text_model.",
             "text_model.",
             "",
         ),
@@ -168,7 +170,7 @@ COMPONENTS = (
     ("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
     ("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
     ("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
-    ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.",)),
+    ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", CLIP_G)),
 )
 # Keys that carry no weights and are ignored without a warning, unless a network has them.
 NO_WEIGHTS = re.compile(
@@ -197,7 +199,8 @@ class Component:
 
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     """Return the prefix of a network's keys in the original layout, or with `sgm` in that of generative-models."""
-    prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name == role and probe in keys)
+    roles = (role, "text_encoder_3") if T5 in keys else (role,)  # T5's place depends on the family
+    prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name in roles and probe in keys)
     return next((found for found in prefixes if found.startswith(SGM) == sgm), prefixes[0])
 
 
@@ -206,7 +209,7 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
 
     Raises ValueError, one line, if there is none or ldm_lite does not read this kind of file.
     """
-    checkpoint = to_original_layout(checkpoint)
+    checkpoint = _with_clip_g(to_original_layout(checkpoint))
     stored = taesd_keys({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
     stored = original_keys(stored)
     if what := foreign(stored):
@@ -232,8 +235,22 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
 
 
 def _plain(key: str) -> str:
-    """Remove what torch.compile and DataParallel add to a key."""
-    return key.replace("_orig_mod.", "").removeprefix("module.")
+    """Remove what torch.compile and DataParallel add to a key, and undo what ComfyUI renames in FLUX.1."""
+    return NORM.sub(r"\1.scale", key.replace("_orig_mod.", "").removeprefix("module."))
+
+
+NORM = re.compile(r"\b(query_norm|key_norm)\.weight$")
+
+
+def _with_clip_g(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with OpenCLIP's names in place of transformers' in the part with the prefix CLIP_G."""
+    if f"{CLIP_G}text_model.final_layer_norm.weight" not in checkpoint.shapes:
+        return checkpoint
+    inside = {key for key in checkpoint.shapes if key.startswith(CLIP_G)}
+    keys = {key.removeprefix(CLIP_G): (checkpoint, key) for key in inside}
+    part = to_original_layout(combine(checkpoint.path, keys, {"open_clip": "True"}))
+    tensors = {key: (checkpoint, key) for key in checkpoint.shapes if key not in inside}
+    return combine(checkpoint.path, tensors | {CLIP_G + key: (part, key) for key in part.shapes}, checkpoint.metadata)
 
 
 def _with_other_half(vae: Component) -> Component:
@@ -310,10 +327,16 @@ def read_weight(checkpoint: Checkpoint, key: str) -> Tensor:
 
 
 def load_weights(
-    network: nn.Module, component: Component, title: str, device: torch.device, dtype: torch.dtype
+    network: nn.Module,
+    component: Component,
+    title: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    in_blocks: bool = False,
 ) -> None:
     """Fill a network built on the meta device, strictly, reading each tensor directly to device and dtype.
 
+    With `in_blocks`, the linears whose weights a GGUF file stores in blocks keep them so, and compute in dtype.
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
@@ -329,13 +352,27 @@ def load_weights(
     if problems:
         raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
     weights, pages = {}, MappedPages()
+    if in_blocks:
+        wanted = {
+            key: shape for key, shape in wanted.items() if not _keep_blocks(network, component, key, device, dtype)
+        }
     for key in wanted:
         value = read_weight(component.checkpoint, component.keys[key])
         weights[key] = value.to(device=device, dtype=dtype)
         if weights[key] is not value:
             pages.release(value)
-    network.load_state_dict(weights, assign=True)
+    network.load_state_dict(weights, assign=True, strict=False)  # blocks are there already
     network.requires_grad_(False).eval()
+
+
+def _keep_blocks(network: nn.Module, component: Component, key: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Replace the linear whose weight has this key by one that keeps it in blocks, if the file does."""
+    name, _, last = key.rpartition(".")
+    linear, weight = network.get_submodule(name), component.checkpoint.blocks(component.keys[key])
+    if weight is None or last != "weight" or type(linear) is not nn.Linear:
+        return False
+    network.set_submodule(name, BlockLinear(weight._replace(data=weight.data.to(device)), linear.bias, dtype))
+    return True
 
 
 def _sample(items: Iterable[str], most: int = 3) -> str:

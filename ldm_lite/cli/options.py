@@ -183,7 +183,10 @@ class LoadOptions(RuntimeOptions):
     )
     vae: str | None = option(None, "take the autoencoder from this file", common=True)
     unet: str | None = option(None, "take the UNet from this file")
-    text_encoder: str | None = option(None, "take the text encoder from this file")
+    text_encoder: tuple[str, ...] = option(
+        (), "take the text encoder from this file; repeatable: CLIP-L, bigG and T5 of FLUX.1 and Stable Diffusion 3"
+    )
+    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside its weights)")
     lora: tuple[str, ...] = option(
         (), "merge a LoRA, a file or PEFT's folder; repeatable", metavar="FILE[:WEIGHT]", common=True
     )
@@ -205,10 +208,10 @@ class LoadOptions(RuntimeOptions):
     )
 
     @property
-    def parts(self) -> dict[str, str]:
+    def parts(self) -> dict[str, tuple[str, ...]]:
         """The files that single networks are taken from, by role."""
         files = {role: getattr(self, role) for role in ("vae", "unet", "text_encoder")}
-        return {role: file for role, file in files.items() if file is not None}
+        return {role: file if isinstance(file, tuple) else (file,) for role, file in files.items() if file}
 
     @property
     def added_metadata(self) -> Mapping[str, str]:

@@ -161,7 +161,13 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     refiner_start: float | None = option(
         None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
     )
-    depth: Any = option(None, "depth map, lighter = nearer, for models that read one")
+    depth: Any = option(None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges")
+    skip_layer_scale: float | None = option(
+        None,
+        "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",
+        within=FINITE,
+        png="Skip layer scale",
+    )
     seed: int | Sequence[int] = option(
         42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
     )

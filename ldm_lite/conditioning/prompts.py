@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ldm_lite.checkpoint.model import Model, tokenizer_of
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.sources import tokenizer_of
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.conditioning import inputs
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
@@ -21,8 +23,10 @@ from ldm_lite.diffusion.schedule import cosine_betas
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.ops import guidance_embedding, timestep_embedding
+from ldm_lite.models.t5 import T5Spec
 from ldm_lite.text.prompt import Chunks, chunks, weighted
 from ldm_lite.text.tokenizer import TextTokenizer
+from ldm_lite.zoo.families import text_roles
 from ldm_lite.zoo.networks import EncoderSpec
 
 log = logging.getLogger("ldm_lite")
@@ -55,11 +59,12 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
 
     A warning names the words that do not fit into the text encoder, once per prompt.
     """
-    if options.syntax == "plain" and model.tokenizer is not None:
+    tokenizer = _longest(model)
+    if options.syntax == "plain" and tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
-            if dropped := model.tokenizer.dropped(model.tokenizer.clean(prompt or "")):
+            if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
                 log.warning("prompt is too long, dropped from it: %s", dropped)
-    with model.phase("text_encoder", "text_encoder_2"):
+    with model.phase(*text_roles(model.family.text_encoders)):
         return CONDITIONERS[model.family.conditioner](model, prompts, options)
 
 
@@ -81,12 +86,15 @@ def guided(
     guidance is a scale or a function, as classifier_free takes it.  Raises ValueError for a function if the network
     reads the scale.
     """
-    dim = model.family.unet.guidance_dim
-    if dim is None:
+    if not model.family.distilled:
         return classifier_free(cond, uncond, guidance)
     if callable(guidance):
         raise ValueError(f"{model.family.title} reads the guidance scale itself: give a number, not a function")
     assert cond.context is not None
+    dim = model.family.unet.guidance_dim
+    if dim is None:  # the network embeds it
+        scales = torch.full((len(cond.context),), guidance, dtype=torch.float32, device="cpu")
+        return classifier_free(cond.with_inputs(guidance=scales), None, 1.0)
     embedded = guidance_embedding(torch.tensor([guidance], dtype=torch.float64, device="cpu"), dim).to(cond.context)
     embedded = embedded.expand(len(cond.context), -1)
     y = embedded if cond.y is None else torch.cat([cond.y, embedded], dim=1)
@@ -95,8 +103,8 @@ def guided(
 
 def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "plain") -> int:
     """Return the number of chunks of the longest prompt, to which all prompts of a job are padded."""
-    if model.tokenizer is None:
-        length = LENGTHS.get(model.family.conditioner)
+    length = LENGTHS.get(model.family.conditioner)
+    if length is not None or model.tokenizer is None:
         return max(1 if length is None or not prompt else length(model, prompt) for prompt in prompts)
     return max(len(chunks(model.tokenizer, prompt or "", syntax).ids) for prompt in prompts)
 
@@ -149,6 +157,40 @@ def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
     return Conditioning(context, _with_numbers(pooled, (*_cut(model, options), score)))
 
 
+def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """FLUX.1: T5's hidden states (B,512,D) as context, padding included; y is CLIP's pooled output, without projection.
+
+    schnell was trained with 256 tokens.  black-forest-labs/flux conditioner.py.
+    """
+    _check_t5(model, options)
+    encoder = model.text_encoder
+    assert model.tokenizer is not None
+    assert isinstance(encoder, CLIPTextEncoder)
+    ids = _read(model.tokenizer, prompts, options).ids.to(model.device)
+    _, pooled = encoder.context_and_pooled(ids, 1, _learned(model, encoder))
+    return Conditioning(_t5(model, prompts, T5_LENGTHS["flux"](model)), pooled)
+
+
+def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """Stable Diffusion 3: CLIP-L's and bigG's hidden states by channel, zeros up to T5's width, then T5's tokens.
+
+    T5 has at least 77 tokens, at most 256; without T5 they are 77 zeros.  y is both pooled outputs, of which only
+    bigG's is projected.  Stability-AI/sd3.5, sd3_infer.py, get_cond; Esser et al. 2024, sec. 4 and appendix B.3.
+    """
+    _check_t5(model, options, clip_skip=True)
+    encoder = model.text_encoder
+    assert model.tokenizer is not None
+    assert isinstance(encoder, CLIPTextEncoder)
+    ids = _read(model.tokenizer, prompts, replace(options, num_chunks=1)).ids.to(model.device)
+    context, pooled = encoder.context_and_pooled(ids, options.clip_skip, _learned(model, encoder))
+    spec = model.family.text_encoders[1]
+    context_2, pooled_2 = _big(model, model.text_encoder_2, spec, prompts, replace(options, num_chunks=1))
+    both = torch.cat([context, context_2], dim=2)
+    both = F.pad(both, (0, model.family.unet.context_dim - both.shape[2]))  # (B, 77, D)
+    tokens = _t5(model, prompts, max(TOKENS, options.num_chunks)) if _t5_role(model) else both.new_zeros(both.shape)
+    return Conditioning(torch.cat([both, tokens.to(both)], dim=1), torch.cat([pooled, pooled_2], dim=1))
+
+
 def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
 
@@ -191,6 +233,12 @@ def unclip_l(model: Model, prompts: Prompts, options: PromptOptions) -> Conditio
     return unclip(model, prompts, options)
 
 
+TOKENS = 77  # of CLIP
+T5_LENGTHS: dict[str, Callable[[Model], int]] = {  # the most tokens of T5, by conditioner
+    "flux": lambda model: 512 if model.family.distilled else 256,
+    "sd3": lambda model: 256,
+}
+
 # ---- parts of these -------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +249,42 @@ def _read(tokenizer: TextTokenizer, prompts: Prompts, options: PromptOptions) ->
     empty = chunks(tokenizer, "")
     padded = [part for each in parts for part in (each, *[empty] * (num_chunks - len(each.ids)))]
     return Chunks(torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded]))
+
+
+def _t5_role(model: Model) -> str | None:
+    """Return the role of T5 among a model's text encoders; None if it has none."""
+    encoders = model.family.text_encoders
+    found = (role for role, spec in zip(text_roles(encoders), encoders, strict=True) if isinstance(spec, T5Spec))
+    return next(found, None)
+
+
+def _longest(model: Model) -> TextTokenizer | None:
+    """Return the tokenizer that reads most of a prompt: T5's if there is one."""
+    if _t5_role(model) is None or model.t5_tokenizer is None:
+        return model.tokenizer
+    return replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model))
+
+
+def _num_tokens(model: Model, prompt: str) -> int:
+    """Return the number of T5's tokens of a prompt, as far as they are read."""
+    tokenizer = _longest(model) if _t5_role(model) else None
+    return 1 if tokenizer is None else min(tokenizer.length, len(tokenizer.encode(prompt)) + 1)
+
+
+def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
+    """Return T5's hidden states (B,length,D) of prompts, padded without a mask."""
+    encoder = getattr(model, _t5_role(model) or "")
+    assert model.t5_tokenizer is not None
+    ids = replace(model.t5_tokenizer, length=length)([prompt or "" for prompt in prompts])
+    return encoder(ids.to(model.device))
+
+
+def _check_t5(model: Model, options: PromptOptions, clip_skip: bool = False) -> None:
+    """Raises ValueError for options that families with T5 do not have."""
+    if options.syntax != "plain":
+        raise ValueError(f"{model.family.title} reads prompts with T5, which has no weights: leave out `prompt_syntax`")
+    if options.clip_skip != 1 and not clip_skip:
+        raise ValueError(f"{model.family.title} reads only CLIP's pooled output: leave out `clip_skip`")
 
 
 def _learned(model: Model, encoder: nn.Module) -> Tensor | None:
@@ -248,6 +332,8 @@ def _with_numbers(pooled: Tensor, numbers: Sequence[float]) -> Tensor:
 CONDITIONERS: dict[str, Conditioner] = {
     "clip": clip,
     "sdxl": sdxl,
+    "flux": flux,
+    "sd3": sd3,
     "refiner": refiner,
     "unclip": unclip,
     "unclip_l": unclip_l,
@@ -258,8 +344,10 @@ CONDITIONERS: dict[str, Conditioner] = {
     "label_maps": lambda model, prompts, options: inputs.label_maps(model, prompts, _size(model, options)),
     "embeddings": lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
 }
-# Number of tokens of a prompt that is not text.
+# Number of tokens of a prompt, of which CLIP's chunks are not what counts.
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
-    "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt))
+    "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
+    "flux": lambda model, prompt: 1,
+    "sd3": lambda model, prompt: _num_tokens(model, prompt),
 }
 OPTIONAL = ("nothing",)  # conditioners that read no prompt

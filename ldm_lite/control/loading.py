@@ -127,6 +127,8 @@ def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter |
     Raises ValueError if they make no sense, or are for UNets of another kind.
     """
     unet = model.family.unet
+    if not isinstance(unet, UNetSpec):
+        raise ValueError(f"is for UNets, but {model.family.title} is a transformer, for which there is no control here")
     if role == "adapter":
         return T2IAdapter(AdapterSpec.from_shapes(shapes, len(unet.channel_mult)))
     if role == "style":

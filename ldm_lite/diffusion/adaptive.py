@@ -14,8 +14,7 @@ import numpy as np
 from ldm_lite.diffusion.dpmpp import dpm_fast, solver_rows, solver_span
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import NOISE, Plan, Rows
-from ldm_lite.diffusion.samplers import ancestral
-from ldm_lite.diffusion.schedule import Level, Schedule, Spacing
+from ldm_lite.diffusion.schedule import Level, Schedule, Spacing, ancestral
 
 if TYPE_CHECKING:  # `import ldm_lite.diffusion` does not load torch
     from torch import Tensor

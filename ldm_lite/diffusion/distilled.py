@@ -1,23 +1,27 @@
 """Samplers for distilled checkpoints.  Conventions are those of samplers.py."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
 
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import NOISE, H, Plan, Rows, X
-from ldm_lite.diffusion.samplers import finite_levels
+from ldm_lite.diffusion.samplers import finite_levels, only_preserving
 from ldm_lite.diffusion.schedule import Level, Schedule, Spacing, levels_of
 
 
 @register(label="LCM")
 def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
-    """Latent consistency: jump to x0, then add noise up to the next level.  Luo et al. 2023, alg. 3."""
+    """Latent consistency: jump to x0, then add noise up to the next level.  Luo et al. 2023, alg. 3.
+
+    The network's own x0 of a variance-preserving process is mixed with x, more at low noise; that of a flow is not.
+    """
     rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
-        scaled = 10.0 * now.t
-        x0 = 0.25 / (scaled**2 + 0.25) * X + scaled / np.sqrt(scaled**2 + 0.25) * H
-        rows.add(i, now, after.a * x0 + after.s * NOISE)
+        scaled = math.inf if schedule.is_flow else 10.0 * now.t
+        skip = 0.25 / (scaled**2 + 0.25)
+        rows.add(i, now, after.a * (skip * X + np.sqrt(1 - skip) * H) + after.s * NOISE)
     return rows.plan(end=levels[-1])
 
 
@@ -27,6 +31,7 @@ def lcm_webui(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
 
     The network is given the trained timestep that is nearest in log sigma.
     """
+    only_preserving(schedule, "LCM webui")
     stride = len(schedule.alpha_bar) // 50
     trained = Schedule(schedule.alpha_bar[stride - 1 :: stride], schedule.prediction)
     rows, levels = Rows(schedule, keep="x0"), finite_levels(trained, steps, spacing)
@@ -44,6 +49,7 @@ def tcd(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm", eta: flo
 
     eta is the paper's gamma: 0 adds no noise.  Zheng et al. 2024, alg. 4.
     """
+    only_preserving(schedule, "TCD")
     rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     levels = [*levels[:-1], schedule.at(0)] if levels[-1].s == 0 else levels
     for i, (now, after) in enumerate(pairwise(levels)):

@@ -8,8 +8,8 @@ import numpy as np
 
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
-from ldm_lite.diffusion.samplers import ancestral, finite_levels
-from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing
+from ldm_lite.diffusion.samplers import finite_levels, ode_levels, only_preserving
+from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, ancestral
 
 # ---- DPM-Solver++: x0 -----------------------------------------------------------------------------------------------
 
@@ -20,32 +20,46 @@ def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
 
     The first step is of first order, and so is one to sigma 0, where lambda is infinite.
     """
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    return _two_multistep(schedule, finite_levels(schedule, steps, spacing))
+
+
+@register(label="DPM++ 2M SD3")
+def dpmpp_2m_sd3(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    """DPM-Solver++ (2M) of a rectified flow with lambda = -log s, as in Stable Diffusion 3's code and ComfyUI."""
+    return _two_multistep(schedule, ode_levels(schedule, steps, spacing))
+
+
+def _two_multistep(schedule: Schedule, levels: list[Level]) -> Plan:
+    rows = Rows(schedule, keep="x0")
     for i, (now, after) in enumerate(pairwise(levels)):
         x0 = H
         if i > 0 and after.sigma > 0:
             r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
             x0 = H + (H - H1) / (2 * r)
         ratio = after.sigma / now.sigma  # exp(-h)
-        rows.add(i, now, after.a * (ratio * X / now.a + (1 - ratio) * x0))
+        rows.add(i, now, after.scale * (ratio * X / now.scale + (1 - ratio) * x0))
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
 @register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
 def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
-        down, up = ancestral(now.sigma, after.sigma, eta)
-        if down == 0:
-            rows.add(i, now, after.a * (H + up * NOISE))
+        down, factor, noise = schedule.below(now, after, eta)
+        if down.s == 0:
+            rows.add(i, now, factor * down.a * H + noise * NOISE)
             continue
-        mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
-        ratio = mid.sigma / now.sigma
-        rows.add(i, now, mid.a * (ratio * X / now.a + (1 - ratio) * H), aside=X)
-        ratio = down / now.sigma
-        rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * NOISE))
+        mid = schedule.at_sigma(float(np.sqrt(now.ratio * down.ratio)))
+        rows.add(i, now, _moved(now, mid, X), aside=X)
+        rows.add(i, mid, factor * _moved(now, down, ASIDE) + noise * NOISE)
     return rows.plan(end=levels[-1], initial=levels[0].s)
+
+
+def _moved(now: Level, after: Level, x: Array) -> Array:
+    """The step of first order with x0 = H, from x at one level to another."""
+    ratio = after.s / now.s
+    return ratio * x + (after.a - now.a * ratio) * H
 
 
 @register(label="DPM++ SDE", aliases=("dpmsolversde",))
@@ -200,6 +214,7 @@ def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
     The result is y = x0 + sigma eps.
     """
     rows, levels = Rows(schedule, keep="eps"), finite_levels(schedule, steps, spacing)
+    only_preserving(schedule, "DPM fast or adaptive")  # even steps in log sigma, which is infinite at the start
     high, low = solver_span(schedule, steps, spacing)
     calls = min(steps, len(levels) - 1)
     orders = [3] * (calls // 3 - (calls % 3 == 0)) + ([2, 1] if calls % 3 == 0 else [calls % 3])

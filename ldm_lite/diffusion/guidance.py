@@ -4,8 +4,8 @@ Guidance runs the network on several conditionings (the branches) at once and mi
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ class Conditioning(NamedTuple):
     concat: Tensor | None = None  # (B,C',h,w), channels appended to the latents
     control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
     cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
+    inputs: Mapping[str, Tensor] | None = None  # what else the network takes, by the names of its parameters
 
     def rows(self, rows: slice | list[int], count: int) -> "Conditioning":
         """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
@@ -33,7 +34,12 @@ class Conditioning(NamedTuple):
                     f"got conditioning of shape {tuple(part.shape)} for {count} images, wanted 1 or {count}"
                 )
         chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
-        return Conditioning(chosen[0], chosen[1], chosen[2])
+        more = {name: each.expand(count, *each.shape[1:])[rows] for name, each in (self.inputs or {}).items()}
+        return Conditioning(chosen[0], chosen[1], chosen[2], inputs=more or None)
+
+    def with_inputs(self, **more: Tensor) -> "Conditioning":
+        """Return it with further inputs by name."""
+        return self._replace(inputs={**(self.inputs or {}), **more})
 
 
 def as_conditioning(value: Any) -> Conditioning | None:
@@ -135,6 +141,40 @@ def instructed(
     weighted = ((neither, 1 - image_scale), (image, image_scale - scale), (both, scale))
     used = [(branch, weight) for branch, weight in weighted if weight != 0 or branch is both]
     return Branches(*zip(*used, strict=True))
+
+
+@dataclass(frozen=True)
+class SkipWeights:
+    """Weights of branches, of which the first leaves blocks of the network out, for the steps in which it counts."""
+
+    others: tuple[float, ...] | Callable[[int], tuple[float, ...]]
+    scale: float
+    between: tuple[float, float]  # steps from 0, both excluded
+
+    def __call__(self, step: int) -> tuple[float, ...]:
+        """The weights of a step, counted from 0."""
+        *uncond, cond = self.others(step) if callable(self.others) else self.others
+        scale = self.scale if self.between[0] < step < self.between[1] else 0.0
+        return -scale, *uncond, cond + scale
+
+
+def skipping(branches: Branches, skip: Tensor, scale: float, between: tuple[float, float]) -> Branches:
+    """Return branches with skip-layer guidance: plus scale * (cond - cond without the blocks in `skip`).
+
+    skip (depth,) bool tells which blocks are left out, `between` (both excluded) in which steps.  Raises ValueError
+    for branches that a function mixes.  Stability-AI/sd3.5, SkipLayerCFGDenoiser.
+    """
+    if branches.combine is not None:
+        raise ValueError("skip-layer guidance takes `scale` alone: leave the `guidance` function out, or the skipping")
+    cond = branches.conditionings[-1]
+    assert cond.context is not None
+    rows = skip.expand(len(cond.context), -1)
+    whole = [each.with_inputs(skip=torch.zeros_like(rows)) for each in branches.conditionings]
+    return replace(
+        branches,
+        conditionings=(cond.with_inputs(skip=rows), *whole),
+        weights=SkipWeights(branches.weights, scale, between),
+    )
 
 
 class Guidance(NamedTuple):

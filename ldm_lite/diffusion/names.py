@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, overload
 
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.schedule import SPACINGS, Level, Schedule, Spacing, levels_of
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, from_webui, to_webui
 
 Sampler = Callable[..., Plan]  # (schedule, steps, spacing="...") and, where it has them, eta=... and churn=...
@@ -119,14 +120,15 @@ def label(name: str) -> str:
     return text if spacing is None else f"{text} {spacing.replace('_', ' ').title()}"
 
 
-def written(name: str, spacing: str | Spacing | None) -> dict[str, str]:
+def written(name: str, spacing: str | Spacing | None, theirs_too: bool = True) -> dict[str, str]:
     """Return the entries of a PNG's text for a sampler by any of its names, and a spacing (None: the sampler's own).
 
-    If A1111 can make this trajectory, they are its names for it; otherwise, none that it would take for its own.
+    If A1111 can make this trajectory, they are its names for it; otherwise, or without `theirs_too` (of rectified
+    flows), none that it would take for its own.
     """
     key, named = resolve(name)
     used = spacing or named or _parameters(key, SAMPLERS[key])["spacing"].default
-    if isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
+    if theirs_too and isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
         return {"Sampler": theirs[0], **theirs[1]}
     used = used if isinstance(used, str) else getattr(used, "__name__", "a function")
     if LABELS.get(key, "").lower() in {each.lower() for each in OFFERED}:
@@ -162,7 +164,8 @@ def make_plan(
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
-        if named_spacing is None and schedule.spacing is not None and spacing in ("leading", "linspace"):
+        general = schedule.is_flow or spacing in ("leading", "linspace")
+        if named_spacing is None and schedule.spacing is not None and general:
             spacing = schedule.spacing
     arguments: dict[str, object] = {"spacing": spacing}
     if last is not None:

@@ -62,11 +62,15 @@ class Plan:
 def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
     """Return (p, q) with kept = p x + q out, for a network that predicts eps, v = a eps - s x0, or x0.
 
-    NaN where undefined: x0 from eps at zero SNR.  Salimans and Ho 2022, sec. 4.
+    Or a flow's velocity, eps - x0 or reversed.  NaN where undefined: x0 from eps at zero SNR.  Salimans and Ho 2022,
+    sec. 4.
     """
     _, a, s = level
     if prediction == keep:
         return 0.0, 1.0
+    if prediction in ("flow", "reverse_flow"):
+        p, q = {"flow": (0.0, 1.0), "eps": (1.0, 1 - s), "x0": (1.0, -s)}[keep]
+        return p, q if prediction == "flow" else -q
     if prediction == "v":
         return (s, a) if keep == "eps" else (a, -s)
     if prediction == "eps":
@@ -79,7 +83,7 @@ class Rows:
     """Builds a plan: call add() once for each model call, then plan()."""
 
     schedule: Schedule
-    keep: Literal["eps", "x0"]  # what H is
+    keep: Literal["eps", "x0", "flow"]  # what H is
     rows: list[tuple[Level, Array, int]] = field(default_factory=list)
 
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
@@ -92,7 +96,7 @@ class Rows:
         levels, mixes, steps = zip(*self.rows, strict=True)
         prediction = self.schedule.prediction
         plan = Plan(
-            t=np.array([level.t for level in levels]),
+            t=np.array([self.schedule.time(level) for level in levels]),
             level=np.array([[level.a, level.s] for level in levels]),
             to_prediction=np.array([to_kept(prediction, self.keep, level) for level in levels]),
             to_x0=np.array([to_kept(prediction, "x0", level) for level in levels]),

@@ -1,7 +1,8 @@
 """Samplers: each is one function that writes its paper's update as the rows of a Plan.
 
 A spacing gives the noise levels, the noisiest first.  Latents are X = a x0 + s eps.  A sampler written for the
-variance-exploding scale y = x0 + sigma eps uses y = X / a and X = a y.  H is the network's eps or x0.
+variance-exploding scale y = x0 + sigma eps uses y = X / a and X = a y; a solver of the ODE, which also runs in a
+rectified flow's own scale, `scale` in place of a.  H is the network's eps or x0.
 To add a sampler, write such a function, here or in your own code, and decorate it with @register.
 """
 
@@ -30,14 +31,16 @@ def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
 
     That of eps is sqrt(after.s^2 - sigma^2), written to avoid cancellation (total at zero SNR with eta 1).
     """
-    ratio = now.a / after.a
-    old = after.s * np.sqrt(1 - eta**2 + (eta * ratio * after.s / now.s) ** 2)
-    return float(old), float(eta * (after.s / now.s) * np.sqrt(1 - ratio**2))
+    ratio = now.a * after.s / (after.a * now.s)  # of the two levels' s / a
+    old = after.s * np.sqrt(1 - eta**2 + (eta * ratio) ** 2)
+    return float(old), float(eta * after.s * np.sqrt((1 - ratio) * (1 + ratio)))
 
 
 def _preserving(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
-    """The levels of a spacing, all of them variance-preserving, also the last."""
+    """The levels of a spacing, all of them of the schedule's kind, also the last."""
     *levels, end = levels_of(spacing, schedule, steps)
+    if schedule.is_flow:
+        return [*levels, end]
     scale = np.hypot(end.a, end.s)
     return [*levels, end if abs(scale - 1) < 1e-9 else Level(end.t, end.a / scale, end.s / scale)]
 
@@ -65,6 +68,7 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
     The first step makes two calls (pseudo improved Euler), so there is one call more than steps.  A single step to the
     clean image is DDIM's, since no eps can be predicted at its end.
     """
+    only_preserving(schedule, "PLMS")
     rows, levels = Rows(schedule, keep="eps"), _preserving(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.s == 0 and i == 0:
@@ -93,14 +97,21 @@ def ddpm(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
 
 
 def finite_levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
-    """The levels of a spacing; an infinite sigma (zero terminal SNR) becomes 4096, as in diffusers.
+    """The levels of a spacing, without an infinite sigma.  Raises ValueError for eps at zero terminal SNR."""
+    return schedule.finite(levels_of(spacing, schedule, steps))
 
-    Raises ValueError for eps prediction at zero terminal SNR, from which x0 cannot be computed.
-    """
-    levels = levels_of(spacing, schedule, steps)
-    if schedule.prediction == "eps" and schedule.alpha_bar[-1] == 0:
-        raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
-    return [level if level.a > 0 else level._replace(a=2.0**-12) for level in levels]
+
+def ode_levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
+    """The same for solvers of the ODE: those of a rectified flow are flow.Straight, where sigma is s."""
+    return schedule.straight(levels_of(spacing, schedule, steps))
+
+
+def only_preserving(schedule: Schedule, sampler: str) -> None:
+    """Raises ValueError, naming the sampler, for a rectified flow."""
+    if schedule.is_flow:
+        raise ValueError(
+            f"{sampler} is not defined for rectified flow (FLUX, Stable Diffusion 3): take euler, heun or dpmpp_2m"
+        )
 
 
 def slope(y: Array, x0: Array, sigma: float) -> Array:
@@ -108,14 +119,10 @@ def slope(y: Array, x0: Array, sigma: float) -> Array:
     return (y - x0) / sigma
 
 
-def ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
-    """Return the sigma to step down to on the way from `now` to `after`, and that of the noise to add.  k-diffusion."""
-    up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
-    return float(np.sqrt(after**2 - up**2)), float(up)
-
-
 def _churned(schedule: Schedule, levels: list[Level], churn: float) -> list[Level]:
     """Return the levels raised by their share of churn, as the model sees them.  Karras et al. 2022, alg. 2."""
+    if churn:
+        only_preserving(schedule, "`churn`")
     gamma = min(churn / (len(levels) - 1), np.sqrt(2) - 1)
     return (
         levels if gamma == 0 else [schedule.at_sigma(level.sigma * (1 + gamma)) for level in levels[:-1]] + levels[-1:]
@@ -128,12 +135,12 @@ def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", c
 
     Churn adds noise before a model call: here, at the end of the previous row.
     """
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
-        y = X / now.a
+        y = X / now.scale
         y = y + slope(y, H, now.sigma) * (after.sigma - now.sigma)
-        rows.add(i, now, hat.a * (y + _extra(after, hat) * NOISE))
+        rows.add(i, now, hat.scale * (y + _extra(after, hat) * NOISE))
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
 
@@ -145,12 +152,12 @@ def _extra(level: Level, hat: Level) -> float:
 @register(label="Euler a", aliases=("euler_ancestral", "eulerancestraldiscrete"))
 def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """Euler ancestral: step below the next level, then add noise up to it.  k-diffusion sample_euler_ancestral."""
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
-        down, up = ancestral(now.sigma, after.sigma, eta)
-        y = X / now.a
-        y = y + slope(y, H, now.sigma) * (down - now.sigma) + up * NOISE
-        rows.add(i, now, after.a * y)
+        down, factor, noise = schedule.below(now, after, eta)
+        y = X / now.scale
+        y = y + slope(y, H, now.sigma) * (down.sigma - now.sigma)
+        rows.add(i, now, factor * down.scale * y + noise * NOISE)
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
@@ -160,7 +167,7 @@ def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
 
     Two calls a step, except for the last, which ends at sigma 0.
     """
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
         _heun_step(rows, i, now, after, hat)
@@ -174,6 +181,7 @@ def restart(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -
     As in A1111: below 20 steps it is Heun's method; from 20 on, 9 of the steps are the second descent; from 36 on, two
     descents take a quarter each.  Levels are then those of "karras", between the spacing's first and last but one.
     """
+    only_preserving(schedule, "Restart")
     rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
     total, start, path = len(levels) - 1, levels[0].s, list(pairwise(levels))
     if total >= 20:
@@ -197,33 +205,33 @@ def restart(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -
 
 def _heun_step(rows: Rows, step: int, now: Level, after: Level, hat: Level) -> None:
     """Add the one or two calls of a step of Heun's method, and noise from `after` up to `hat`."""
-    y, h = X / now.a, after.sigma - now.sigma
+    y, h = X / now.scale, after.sigma - now.sigma
     ahead = y + slope(y, H, now.sigma) * h
     if after.sigma == 0:
-        rows.add(step, now, hat.a * (ahead + hat.sigma * NOISE))
+        rows.add(step, now, hat.scale * (ahead + hat.sigma * NOISE))
         return
     # The network reads variance-preserving latents; the last level may be of another scale.
-    mid = after if np.isclose(after.a**2 + after.s**2, 1) else rows.schedule.at_sigma(after.sigma)
-    rows.add(step, now, mid.a * ahead, aside=X)
-    y, ahead = ASIDE / now.a, X / mid.a
+    mid = after if np.isclose(after.a**2 + after.s**2, 1) else rows.schedule.beside(after, after.sigma)
+    rows.add(step, now, mid.scale * ahead, aside=X)
+    y, ahead = ASIDE / now.scale, X / mid.scale
     y = y + (slope(y, H1, now.sigma) + slope(ahead, H, after.sigma)) / 2 * h
-    rows.add(step, mid, hat.a * (y + _extra(after, hat) * NOISE))
+    rows.add(step, mid, hat.scale * (y + _extra(after, hat) * NOISE))
 
 
 @register(label="DPM2", aliases=("dpm_2", "kdpm_2", "kdpm2discrete"))
 def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """DPM-Solver-2: steps with the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
     hats = _churned(schedule, levels, churn)
     for i, (now, hat, after) in enumerate(zip(hats, hats[1:], levels[1:], strict=False)):
-        y = X / now.a
+        y = X / now.scale
         if after.sigma == 0:
-            rows.add(i, now, after.a * H)
+            rows.add(i, now, after.scale * H)
             continue
-        mid = schedule.at_sigma(float(np.sqrt(now.sigma * after.sigma)))
-        rows.add(i, now, mid.a * (y + slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
-        y = ASIDE / now.a + slope(X / mid.a, H, mid.sigma) * (after.sigma - now.sigma)
-        rows.add(i, mid, hat.a * (y + _extra(after, hat) * NOISE))
+        mid = schedule.beside(now, float(np.sqrt(now.sigma * after.sigma)))
+        rows.add(i, now, mid.scale * (y + slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
+        y = ASIDE / now.scale + slope(X / mid.scale, H, mid.sigma) * (after.sigma - now.sigma)
+        rows.add(i, mid, hat.scale * (y + _extra(after, hat) * NOISE))
     return rows.plan(end=levels[-1], initial=hats[0].s)
 
 
@@ -232,17 +240,17 @@ def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
 )
 def dpm2_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver-2: step below the next level, then add noise up to it.  k-diffusion sample_dpm_2_ancestral."""
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
-        down, up = ancestral(now.sigma, after.sigma, eta)
-        y = X / now.a
-        if down == 0:
-            rows.add(i, now, after.a * (H + up * NOISE))
+        down, factor, noise = schedule.below(now, after, eta)
+        y = X / now.scale
+        if down.s == 0:
+            rows.add(i, now, factor * down.scale * H + noise * NOISE)
             continue
-        mid = schedule.at_sigma(float(np.sqrt(now.sigma * down)))
-        rows.add(i, now, mid.a * (y + slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
-        y = ASIDE / now.a + slope(X / mid.a, H, mid.sigma) * (down - now.sigma)
-        rows.add(i, mid, after.a * (y + up * NOISE))
+        mid = schedule.beside(now, float(np.sqrt(now.sigma * down.sigma)))
+        rows.add(i, now, mid.scale * (y + slope(y, H, now.sigma) * (mid.sigma - now.sigma)), aside=X)
+        y = ASIDE / now.scale + slope(X / mid.scale, H, mid.sigma) * (down.sigma - now.sigma)
+        rows.add(i, mid, factor * down.scale * y + noise * NOISE)
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
@@ -263,29 +271,32 @@ def _interpolation_integrals(points: Array, low: float, high: float, log: bool) 
     return np.array(integrals)
 
 
-def _adams(schedule: Schedule, steps: int, spacing: str | Spacing, order: int, log: bool) -> Plan:
-    """Adams-Bashforth, exact for uneven steps: the slope, eps, is interpolated in sigma or in log sigma."""
-    rows, levels = Rows(schedule, keep="eps"), finite_levels(schedule, steps, spacing)
+def _adams(rows: Rows, levels: list[Level], order: int, log: bool) -> Plan:
+    """Adams-Bashforth, exact for uneven steps: H, the slope, is interpolated in sigma or in log sigma."""
     sigmas = np.array([level.sigma for level in levels])
     for i, (now, after) in enumerate(pairwise(levels)):
         past = 1 if log and after.sigma == 0 else min(order, i + 1)  # log 0 cannot be interpolated
         points = sigmas[i - past + 1 : i + 1][::-1]
         weights = _interpolation_integrals(points, now.sigma, after.sigma, log)
-        y = X / now.a + sum(w * h for w, h in zip(weights, (H, H1, H2, H3), strict=False))
-        rows.add(i, now, after.a * y)
+        y = X / now.scale + sum(w * h for w, h in zip(weights, (H, H1, H2, H3), strict=False))
+        rows.add(i, now, after.scale * y)
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
 @register(label="LMS", aliases=("lmsdiscrete",))
 def lms(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """Linear multistep of order 4 in sigma.  k-diffusion sample_lms."""
-    return _adams(schedule, steps, spacing, order=4, log=False)
+    rows = Rows(schedule, keep="flow" if schedule.is_flow else "eps")
+    return _adams(rows, ode_levels(schedule, steps, spacing), order=4, log=False)
 
 
 @register(label="DEIS", aliases=("deismultistep",))
 def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """DEIS: linear multistep of order 3 in log sigma ("log-rho AB").  Zhang and Chen 2023, sec. 4."""
-    return _adams(schedule, steps, spacing, order=3, log=True)
+    levels = finite_levels(schedule, steps, spacing)
+    if schedule.is_flow:
+        levels = schedule.finite(levels, 3e-4)  # eps cancels x at a higher first sigma, in float32
+    return _adams(Rows(schedule, keep="eps"), levels, order=3, log=True)
 
 
 # ---- with its own guidance ------------------------------------------------------------------------------------------

@@ -4,10 +4,9 @@ Latents are kept in the variance-preserving scale x = a x0 + s eps with a = sqrt
 A spacing is the list of levels that a sampler visits, the noisiest first.
 """
 
-import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -15,7 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Prediction = Literal["eps", "v", "x0"]
+# The last two are the velocity of a rectified flow, eps - x0 or x0 - eps.
+Prediction = Literal["eps", "v", "x0", "flow", "reverse_flow"]
 Array = NDArray[np.float64]
 
 
@@ -27,9 +27,19 @@ class Level(NamedTuple):
     s: float
 
     @property
+    def scale(self) -> float:
+        """What x is divided by in the variance-exploding scale."""
+        return self.a
+
+    @property
     def sigma(self) -> float:
         """The noise's standard deviation in the variance-exploding scale, y = x / a = x0 + sigma eps."""
-        return self.s / self.a
+        return self.s / self.scale if self.scale else math.inf
+
+    @property
+    def ratio(self) -> float:
+        """s / a: of noise to signal."""
+        return self.s / self.a if self.a else math.inf
 
 
 CLEAN = Level(0.0, 1.0, 0.0)
@@ -68,6 +78,20 @@ class Schedule:
         """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (infinity at zero terminal SNR)."""
         return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))
 
+    @property
+    def is_flow(self) -> bool:
+        """Whether it is a rectified flow: see flow.FlowSchedule."""
+        return False
+
+    def sized(self, tokens: int) -> "Schedule":
+        """The schedule of images of so many tokens: the same, but for some rectified flows."""
+        return self
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The least and the largest noise of the timesteps, that spacings by noise are made of: sigmas."""
+        return float(self.sigmas[0]), float(self.sigmas[-1])
+
     def zero_terminal_snr(self) -> "Schedule":
         """This schedule with sqrt(alpha_bar) shifted and scaled to end at exactly 0.  Lin et al. 2024, alg. 1.
 
@@ -92,10 +116,52 @@ class Schedule:
         index = np.arange(len(self.alpha_bar), dtype=np.float64)
         return _from_sigma(float(np.interp(np.log(sigma), np.log(self.sigmas), index)), sigma)
 
+    def at_noise(self, noise: float) -> Level:
+        """The level of a noise within `span`."""
+        return self.at_sigma(noise)
+
+    def finite(self, levels: list[Level], least: float = 2.0**-12) -> list[Level]:
+        """Levels without an infinite sigma (zero terminal SNR), which becomes 4096, as in diffusers: an a of `least`.
+
+        Raises ValueError for eps prediction at zero terminal SNR, from which x0 cannot be computed.
+        """
+        if self.prediction == "eps" and self.alpha_bar[-1] == 0:
+            raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
+        return [level if level.a > 0 else level._replace(a=least) for level in levels]
+
+    def straight(self, levels: list[Level]) -> list[Level]:
+        """Levels for solvers of the ODE in sigma: the finite ones."""
+        return self.finite(levels)
+
+    def beside(self, level: Level, sigma: float) -> Level:
+        """The level of a sigma of the same kind as that of another level."""
+        return self.at_sigma(sigma)
+
+    def below(self, now: Level, after: Level, eta: float) -> tuple[Level, float, float]:
+        """Return (level, factor, noise): step from `now` down to the level, times the factor, plus noise, is `after`.
+
+        k-diffusion get_ancestral_step.
+        """
+        down, up = ancestral(now.sigma, after.sigma, eta)
+        return after._replace(s=after.a * down), 1.0, after.a * up
+
+    def time(self, level: Level) -> float:
+        """What the network is given at a level: its timestep."""
+        return level.t
+
+    def check(self, spacing: str) -> None:
+        """Raises ValueError for a spacing of the name that is made for another noise process."""
+
 
 def _from_sigma(t: float, sigma: float) -> Level:
     a = 1.0 / np.sqrt(1.0 + sigma**2)
     return Level(t, float(a), float(sigma * a))
+
+
+def ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
+    """Return the sigma to step down to on the way from `now` to `after`, and that of the noise to add.  k-diffusion."""
+    up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
+    return float(np.sqrt(after**2 - up**2)), float(up)
 
 
 def linear_betas(start: float, end: float, num: int = 1000) -> Array:
@@ -175,7 +241,7 @@ def sgm_uniform(
     schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
 ) -> list[Level]:
     """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability AI's sgm."""
-    low, high = (schedule.at_sigma(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
+    low, high = (schedule.at_noise(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
     return at_timesteps(schedule, np.linspace(high, low, steps + 1)[:-1])
 
 
@@ -253,8 +319,8 @@ def polyexponential(
 
 def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | None) -> tuple[float, float]:
     """The least and the largest sigma: the schedule's where none is given.  Raises ValueError if they are no range."""
-    low = float(schedule.sigmas[0] if sigma_min is None else sigma_min)
-    high = float(schedule.sigmas[-1] if sigma_max is None else sigma_max)
+    least, most = schedule.span
+    low, high = least if sigma_min is None else sigma_min, most if sigma_max is None else sigma_max
     if not 0 < low < high < 1e6:
         raise ValueError(f"got sigmas from {low:g} to {high:g}, wanted a range above 0")
     return low, high
@@ -267,49 +333,7 @@ def at_timesteps(schedule: Schedule, ts: Array) -> list[Level]:
 
 def at_sigmas(schedule: Schedule, sigmas: Array) -> list[Level]:
     """The levels of sigmas, then clean."""
-    return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
-
-
-# DeepFloyd IF's tables: timesteps per section of the schedule, which is cut into equal parts, cleanest first.
-SECTIONS = {
-    "fast27": (10, 10, 3, 2, 2),
-    "smart27": (7, 4, 2, 1, 2, 4, 7),
-    "smart50": (10, 6, 4, 3, 2, 2, 3, 4, 6, 10),
-    "smart100": (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 10, 13),
-    "smart185": (1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20),
-    "super27": (1, 1, 1, 1, 1, 1, 1, 2, 5, 13),
-    "super40": (2, 2, 2, 2, 2, 2, 3, 4, 6, 15),
-    "super100": (4, 4, 6, 6, 8, 8, 10, 10, 14, 30),
-}
-
-
-def respaced(schedule: Schedule, steps: int) -> list[Level]:
-    """Even timesteps from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number of steps."""
-    return _in_sections(schedule, (steps,))
-
-
-def _table(name: str, schedule: Schedule, steps: int) -> list[Level]:
-    """The levels of one of SECTIONS, which has a fixed number of steps.  deepfloyd_if/model/respace.py."""
-    counts = SECTIONS[name]
-    if steps != sum(counts):
-        raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
-    levels = _in_sections(schedule, counts)
-    # An exception in the original too, against artefacts at the noisiest timestep.
-    return [schedule.at(len(schedule.alpha_bar) - 3), *levels[1:]] if name == "fast27" else levels
-
-
-def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
-    """Cut the schedule into equal parts (the first may be longer by one), and take `counts` even timesteps of each."""
-    size, longer = divmod(len(schedule.alpha_bar), len(counts))
-    ts, start = [], 0
-    for i, count in enumerate(counts):
-        part = size + (i < longer)
-        stride, at = (part - 1) / max(1, count - 1), 0.0
-        for _ in range(count):
-            ts.append(start + round(at))
-            at += stride  # a running sum, as in the original, so that halves round the same way
-        start += part
-    return [*(schedule.at(t) for t in reversed(ts)), CLEAN]
+    return [*(schedule.at_noise(float(sigma)) for sigma in sigmas), CLEAN]
 
 
 Spacing = Callable[[Schedule, int], list[Level]]
@@ -327,11 +351,9 @@ SPACINGS: dict[str, Spacing] = {
         beta,
         lcm,
         original,
-        respaced,
     )
 }
 SPACINGS |= {"leading_clean": leading_clean, "trailing_to_0": trailing_to_0}
-SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
 
 
 def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Level]:
@@ -346,6 +368,7 @@ def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Le
     name, *settings = spacing.split(":")
     if name not in SPACINGS:
         raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
+    schedule.check(name)
     function, discard = SPACINGS[name], "discard" in settings
     numbers = {key: number(text) for key, _, text in (each.partition("=") for each in settings if each != "discard")}
     try:

@@ -1,6 +1,10 @@
-"""Spacings of other programs: AUTOMATIC1111's web UI ("A1111") and ComfyUI.  Each is in SPACINGS under its name."""
+"""Spacings of other programs: AUTOMATIC1111's web UI ("A1111"), ComfyUI and DeepFloyd IF.
+
+Each is in SPACINGS under its name.
+"""
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,7 +24,7 @@ def normal(
     schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
 ) -> list[Level]:
     """Fractional timesteps evenly from that of sigma_max to that of sigma_min, then clean: ComfyUI's "normal"."""
-    low, high = (schedule.at_sigma(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
+    low, high = (schedule.at_noise(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
     return at_timesteps(schedule, np.linspace(high, low, steps))
 
 
@@ -116,8 +120,63 @@ def _ays(name: str, schedule: Schedule, steps: int) -> list[Level]:
     return at_sigmas(schedule, np.exp(logs))
 
 
+# DeepFloyd IF's tables: timesteps per section of the schedule, which is cut into equal parts, cleanest first.
+SECTIONS = {
+    "fast27": (10, 10, 3, 2, 2),
+    "smart27": (7, 4, 2, 1, 2, 4, 7),
+    "smart50": (10, 6, 4, 3, 2, 2, 3, 4, 6, 10),
+    "smart100": (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 10, 13),
+    "smart185": (1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20),
+    "super27": (1, 1, 1, 1, 1, 1, 1, 2, 5, 13),
+    "super40": (2, 2, 2, 2, 2, 2, 3, 4, 6, 15),
+    "super100": (4, 4, 6, 6, 8, 8, 10, 10, 14, 30),
+}
+
+
+def respaced(schedule: Schedule, steps: int) -> list[Level]:
+    """Even timesteps from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number of steps."""
+    return _in_sections(schedule, (steps,))
+
+
+def _table(name: str, schedule: Schedule, steps: int) -> list[Level]:
+    """The levels of one of SECTIONS, which has a fixed number of steps.  deepfloyd_if/model/respace.py."""
+    counts = SECTIONS[name]
+    if steps != sum(counts):
+        raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
+    levels = _in_sections(schedule, counts)
+    # An exception in the original too, against artefacts at the noisiest timestep.
+    return [schedule.at(len(schedule.alpha_bar) - 3), *levels[1:]] if name == "fast27" else levels
+
+
+def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
+    """Cut the schedule into equal parts (the first may be longer by one), and take `counts` even timesteps of each."""
+    size, longer = divmod(len(schedule.alpha_bar), len(counts))
+    ts, start = [], 0
+    for i, count in enumerate(counts):
+        part = size + (i < longer)
+        stride, at = (part - 1) / max(1, count - 1), 0.0
+        for _ in range(count):
+            ts.append(start + round(at))
+            at += stride  # a running sum, as in the original, so that halves round the same way
+        start += part
+    return [*(schedule.at(t) for t in reversed(ts)), CLEAN]
+
+
 SPACINGS |= {
     each.__name__: each
-    for each in (normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc)
+    for each in (
+        respaced,
+        normal,
+        simple,
+        turbo,
+        kl_optimal,
+        ddim_uniform,
+        beta_sigma,
+        time_uniform,
+        webui_ddim,
+        webui_unipc,
+    )
 }
 SPACINGS |= {name: functools.partial(_ays, name) for name in AYS}
+SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
+SPACINGS["respaced"] = respaced

@@ -4,7 +4,7 @@ The row enters as tensors, so one compiled step serves every sampler, step count
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, guide
 from ldm_lite.diffusion.plan import Plan
 
-Network = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; also control= and cache= if they are given
+Network = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; also control=, cache= and inputs if given
 
 
 class Row(NamedTuple):
@@ -51,7 +51,7 @@ def denoise_step(
     batch = x if guidance.weights is None else x.repeat(len(guidance.weights), 1, 1, 1)
     if conditioning.concat is not None:
         batch = torch.cat([batch, conditioning.concat], dim=1)
-    extra = {}
+    extra: dict[str, Any] = dict(conditioning.inputs or {})
     if conditioning.control is not None:
         extra["control"] = conditioning.control
     if conditioning.cache is not None:

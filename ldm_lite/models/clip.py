@@ -121,8 +121,8 @@ class Encoder(nn.Module):
         numbers = (spec.width, spec.mlp_width, spec.heads, spec.activation)
         self.layers = nn.ModuleList(EncoderLayer(*numbers, causal=True) for _ in range(spec.layers))
 
-    def forward(self, x: Tensor, num_layers: int) -> Tensor:
-        for layer in self.layers[:num_layers]:
+    def forward(self, x: Tensor, num_layers: int, first: int = 0) -> Tensor:
+        for layer in self.layers[first:num_layers]:
             x = layer(x)
         return x
 
@@ -144,8 +144,25 @@ class CLIPTextEncoder(nn.Module):
         so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
         clip_skip exceeds the number of layers.
         """
+        x = self.encoder(self.embeddings(token_ids, learned), num_layers=self._depth(clip_skip))
+        return self.final_layer_norm(x) if self.spec.norm else x
+
+    def context_and_pooled(
+        self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids (B,T) -> forward's context (B,T,D), and the last layer, normalised, at the end token (B,D).
+
+        Raises ValueError as forward does.  Source: pooler_output of transformers' CLIPTextModel.
+        """
+        depth = self._depth(clip_skip)
+        x = self.encoder(self.embeddings(token_ids, learned), num_layers=depth)
+        last = self.final_layer_norm(self.encoder(x, first=depth, num_layers=self.spec.layers))
+        end = (token_ids == self.spec.vocab_size - 1).int().argmax(dim=1)  # (B,)
+        pooled = last[torch.arange(len(last), device=last.device), end]
+        return self.final_layer_norm(x) if self.spec.norm else x, pooled
+
+    def _depth(self, clip_skip: int) -> int:
         most = self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:
             raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
-        x = self.encoder(self.embeddings(token_ids, learned), num_layers=most + 1 - clip_skip)
-        return self.final_layer_norm(x) if self.spec.norm else x
+        return most + 1 - clip_skip

@@ -69,6 +69,48 @@ def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
     return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, dim % 2))
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for a dtype of lower precision, else the dtype itself: what norms and rotations compute in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in at least float32, then times weight (C,) in x's dtype."""
+    values = x.to(wide(x.dtype))
+    return (values * torch.rsqrt(values.pow(2).mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """LayerNorm without weights, then times 1 + scale, plus shift.  Peebles and Xie 2023, sec. 3.2."""
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+def finite_half(x: Tensor) -> Tensor:
+    """Limit float16 to its largest numbers: transformers trained in bfloat16 exceed them in few channels."""
+    return x.clamp(-65504.0, 65504.0) if x.dtype == torch.float16 else x
+
+
+def axial_rotation(ids: Tensor, axes: tuple[int, ...], theta: float, dtype: torch.dtype) -> Tensor:
+    """Positions ids (A,N) on A axes -> cosines and sines (2,N,sum(axes)/2) of the angles of rotary embeddings.
+
+    An axis of d channels has the angles id * theta^(-2i/d), i < d/2.  They are in float32, or in dtype if that is
+    wider.  Su et al. 2021, eq. 15.
+    """
+    angles = []
+    for positions, channels in zip(ids.to(wide(dtype)), axes, strict=True):
+        powers = torch.arange(0, channels, 2, dtype=positions.dtype, device=ids.device) / channels
+        angles.append(positions[:, None] * theta**-powers)  # (N, channels/2)
+    both = torch.cat(angles, dim=1)  # (N, D/2)
+    return torch.stack([both.cos(), both.sin()])
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of channels of x (B,H,N,D) by the angles of rotation (2,N,D/2), as axial_rotation's."""
+    cos, sin = rotation
+    a, b = x.to(rotation.dtype).view(*x.shape[:-1], -1, 2).unbind(-1)  # (B, H, N, D/2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
 class Conv1x1(nn.Conv2d):
     """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions, which copies nothing with channels last.
 

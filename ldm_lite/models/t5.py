@@ -94,10 +94,11 @@ class SelfAttention(nn.Module):
         """Return the relative position bias of all layers' scores (1,H,T,T) float32; only the first layer has one."""
         assert self.relative_attention_bias is not None
         buckets = relative_buckets(length, self.spec.buckets, self.spec.max_distance)
-        bias: Tensor = self.relative_attention_bias(buckets.to(self.q.weight.device))  # (T, T, H)
+        bias: Tensor = self.relative_attention_bias(buckets.to(self.relative_attention_bias.weight.device))  # (T, T, H)
         return bias.float().permute(2, 0, 1)[None]
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """x (B,T,D), bias (1 or B,H,T,T) of the scores -> (B,T,D)."""
         q, k, v = (split_heads(proj(x), self.spec.heads).float() for proj in (self.q, self.k, self.v))  # (B, H, T, C)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         return self.o(merge_heads(out.to(x.dtype)))
@@ -123,15 +124,19 @@ class DenseReluDense(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """Norm, then self-attention."""
+    """Norm, then self-attention; returns the bias of the scores too, which the first layer computes for all."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
         self.SelfAttention = SelfAttention(spec, has_bias)
         self.layer_norm = RMSNorm(spec.width)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return self.SelfAttention(self.layer_norm(x), bias)
+    def forward(self, x: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            bias = self.SelfAttention.position_bias(x.shape[1])  # (1, H, T, T)
+            if mask is not None:
+                bias = bias.masked_fill(~mask[:, None, None, :], -torch.inf)  # (B, H, T, T)
+        return self.SelfAttention(self.layer_norm(x), bias), bias
 
 
 class FeedForwardLayer(nn.Module):
@@ -153,20 +158,17 @@ class Block(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList([AttentionLayer(spec, has_bias), FeedForwardLayer(spec)])
 
-    def position_bias(self, length: int) -> Tensor:
-        """SelfAttention.position_bias; only the first block has one."""
-        attention = self.layer[0]
-        assert isinstance(attention, AttentionLayer)
-        return attention.SelfAttention.position_bias(length)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         attention, feed_forward = self.layer
-        x = x + attention(x, bias)
-        return x + feed_forward(x)
+        out, bias = attention(x, bias, mask)
+        x = x + out
+        return x + feed_forward(x), bias
 
 
 class Encoder(nn.Module):
     """The stack of blocks; the first holds the position bias for all."""
+
+    whole = False  # calls each of its parts, so offloading may divide it
 
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
@@ -174,13 +176,9 @@ class Encoder(nn.Module):
         self.final_layer_norm = RMSNorm(spec.width)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        first = self.block[0]
-        assert isinstance(first, Block)
-        bias = first.position_bias(x.shape[1])  # (1, H, T, T)
-        if mask is not None:
-            bias = bias.masked_fill(~mask[:, None, None, :], -torch.inf)  # (B, H, T, T)
+        bias: Tensor | None = None
         for block in self.block:
-            x = block(x, bias)
+            x, bias = block(x, bias, mask)
         return self.final_layer_norm(x)
 
 

@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,8 @@ class UNetSpec:
     num_classes: int | None  # size of the label_emb table (x4 upscaler: noise levels)
     scale_shift: bool  # the timestep scales and shifts the normalised features instead of being added
     resblock_updown: bool  # resampling by residual blocks instead of convolutions
+
+    patch: ClassVar[int] = 1  # sides of the latents are multiples of it
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> UNetSpec:

@@ -1,4 +1,4 @@
-"""The KL autoencoder of latent diffusion: kl-f4, f8 (Stable Diffusion), f16 and f32, from a frozen spec.
+"""The KL autoencoder of latent diffusion: kl-f4, f8 (Stable Diffusion, FLUX), f16 and f32, from a frozen spec.
 
 What is unusual about it:
 - attribute names are the checkpoint's keys; decoder.up.0 is the highest resolution and runs last;
@@ -31,21 +31,25 @@ class VAESpec:
     embed_dim: int  # channels of a latent, after quant_conv
     attn_levels: tuple[int, ...]
     mid_attn: bool
+    quant: bool  # has quant_conv and post_quant_conv: not in FLUX and Stable Diffusion 3
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> VAESpec:
         """Return the spec of an autoencoder with weights of these shapes.  Raises ValueError if they make no sense."""
         channels = size(shapes, "encoder.conv_in.weight", 4)[0]
         levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
+        quant = any("quant_conv." in key for key in shapes)
+        z_channels = size(shapes, "decoder.conv_in.weight", 4)[1]
         widths = [size(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
         return VAESpec(
             channels=channels,
             channel_mult=tuple(multiple(width, channels, "the width of a level") for width in widths),
             num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
-            z_channels=size(shapes, "decoder.conv_in.weight", 4)[1],
-            embed_dim=size(shapes, "post_quant_conv.weight", 4)[1],
+            z_channels=z_channels,
+            embed_dim=size(shapes, "post_quant_conv.weight", 4)[1] if quant else z_channels,
             attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
             mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
+            quant=quant,
         )
 
     @property
@@ -227,8 +231,8 @@ class AutoencoderKL(nn.Module):
         self.spec = spec
         self.encoder = Encoder(spec, out_channels=2 * spec.z_channels)
         self.decoder = Decoder(spec)
-        self.quant_conv = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1)
-        self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
+        convs = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1), nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
+        self.quant_conv, self.post_quant_conv = (conv if spec.quant else nn.Identity() for conv in convs)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> mean and log variance of the latents, (B,embed_dim,h,w) each, unscaled.

@@ -215,9 +215,9 @@ def _unfolded_step(
     if registers.ndim == 7:
         registers, noise = _unfolded(registers), _unfolded(noise)
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
-        context, y, concat, control, cache = conditioning
+        context, y, concat, control, cache, inputs = conditioning
         concat = None if concat is None else _unfolded(concat)
-        conditioning = Conditioning(context, y, concat, control, cache)
+        conditioning = Conditioning(context, y, concat, control, cache, inputs)
     return denoise_step(model, registers, row, noise, conditioning, guidance, *others)
 
 

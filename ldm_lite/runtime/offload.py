@@ -284,7 +284,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def _blocks(network: nn.Module) -> list[nn.Module]:
     """Return the modules that a network calls one after the other, of up to about BLOCK parameters each.
 
-    A module that holds layers directly is not divided: it may read their weights without calling them.
+    A module that holds layers directly is not divided: it may read their weights without calling them.  Its attribute
+    `whole`, if it has one, says whether it does.
     """
     found = []
     for child in network.children():
@@ -294,5 +295,6 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
         called = type(child).forward is not nn.Module.forward
         layers = any(_tensors(part) and not list(part.children()) for part in child.children())
         own = next(child.parameters(recurse=False), None) is not None
-        found += _blocks(child) if not called or (size > BLOCK and not layers and not own) else [child]
+        whole = getattr(child, "whole", layers or own)
+        found += _blocks(child) if not called or (size > BLOCK and not whole) else [child]
     return found

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import count_chunks, encode_prompts, guided
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed
+from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed, skipping
 from ldm_lite.diffusion.noise import Draw, SharedNoise
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.schedule import Level
 from ldm_lite.generate import DenoisingState, Extras, InpaintMask, RefinerSwitch
-from ldm_lite.image import depth_latent
+from ldm_lite.image import depth_latent, to_pixels, to_rgb
 from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.job import Job, Result
+from ldm_lite.zoo.families import text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -43,6 +46,7 @@ class ImageInputs:
     mask: Tensor | None = None  # (1,1,h,w): 0 where init is kept
     concat: Tensor | None = None  # (1,C',h,w): further input channels of the network
     y: Tensor | None = None  # (1,) noise level of concat, for networks that read it
+    start: tuple[Plan | None, Level | None, int] | None = None  # image_inputs.Start, if it depends on the size
     size: tuple[int, int] | None = None  # (height, width) that results are cropped to
     paste: tuple[Tensor, Tensor] | None = None  # pixels (3,H,W) to put back where the weights (1,H,W) are 0
     settings: Mapping[str, object] = field(default_factory=dict)  # further settings for the PNG's text
@@ -162,8 +166,10 @@ class Runner:
     def prepare(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[Ready]:
         """Yield each batch on one input with its text encoded and its first noise drawn, when it is asked for."""
         job, model = self.job, self.job.model
+        if image.start is not None:
+            job = dataclasses.replace(job, plan=image.start[0], start=image.start[1])
         if job.depth is not None:
-            image = dataclasses.replace(image, concat=depth_latent(job.depth, image.latent_shape[1:]))
+            image = dataclasses.replace(image, concat=_depth_channels(job.depth, model, image.latent_shape))
         initial, controls = InitialLatents(job, image, self._generator), None
         plan = None if job.plan is None else dataclasses.replace(job.plan, initial=1.0)  # draw() scales the noise
         for place, batch in enumerate(batches):
@@ -208,7 +214,7 @@ class PromptEncoder:
     def __init__(self, model: Model, job: Job) -> None:
         self.model, self.job = model, job
         self.own = model is job.model  # the user's conditioning is for the job's model, not for its refiner
-        distilled = model.family.unet.guidance_dim is not None
+        distilled = model.family.distilled
         unguided = job.guidance == 1 and job.image_scale in (None, 1)
         self.guided = not distilled and not unguided
         if distilled and (job.negative_prompt is not None or job.uncond is not None):
@@ -236,7 +242,7 @@ class PromptEncoder:
 
     def encode_ahead(self, batches: Sequence[list[int]], image: ImageInputs) -> None:
         """Encode the prompts of some batches of rows, so that the text encoder comes to the device once."""
-        with self.model.phase("text_encoder", "text_encoder_2"):
+        with self.model.phase(*text_roles(self.model.family.text_encoders)):
             for rows in batches:
                 self.encode(rows, image)
 
@@ -316,6 +322,15 @@ class InitialLatents:
         return start.a * init + start.s * noise.to(init.device)
 
 
+def _depth_channels(depth: Image.Image, model: Model, latent_shape: tuple[int, int, int]) -> Tensor:
+    """Return what a network reads of a depth map or edges: (1,1,h,w), or the latents of the picture (FLUX.1)."""
+    _, h, w = latent_shape
+    if model.family.task == "depth":
+        return depth_latent(depth, (h, w))
+    factor = model.vae.spec.factor
+    return generate.encode(model, to_pixels(to_rgb(depth).resize((factor * w, factor * h)))[None])[0]
+
+
 def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls | None:
     """Prepare the controls for images of this size."""
     if not job.controls or job.plan is None:
@@ -343,5 +358,9 @@ def _branches(
         else:
             uncond = None if uncond is None else uncond._replace(concat=concat)
             branches = guided(model, cond._replace(concat=concat), uncond, job.guidance)
+    if job.skip is not None and model is job.model and job.plan is not None:
+        skip = torch.tensor([block in job.skip.layers for block in range(model.family.unet.depth)])
+        steps = job.plan.num_steps
+        branches = skipping(branches, skip, job.skip.scale, (job.skip.start * steps, job.skip.end * steps))
     threshold = None if job.threshold is None else (job.threshold, math.inf)
     return dataclasses.replace(branches, rescale=job.rescale, threshold=threshold)

@@ -87,7 +87,8 @@ def _settings(job: Job, options: Txt2imgOptions) -> Sequence[object]:
     fields = [each.name for each in dataclasses.fields(options) if each.name not in OTHERS]
     plan = job.plan and [getattr(job.plan, each.name) for each in dataclasses.fields(job.plan)]
     steps = [each.tobytes() if isinstance(each, np.ndarray) else each for each in plan or ()]
-    resolved = [job.guidance, job.image_scale, job.start, job.refiner and job.refiner[1], job.model.family.scale_factor]
+    family, refiner = job.model.family, job.refiner and job.refiner[1]
+    resolved = [job.guidance, job.image_scale, job.start, refiner, job.skip, family.scale_factor, family.shift_factor]
     return [{name: contents(getattr(options, name)) for name in fields}, steps, resolved]
 
 

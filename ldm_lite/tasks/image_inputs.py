@@ -100,7 +100,12 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
 
 def padded(model: Model, image: Image.Image) -> Tensor:
     """Convert an image of its final size to pixels (3,H,W), padded with its edges to sides the autoencoder takes."""
-    return pad(to_pixels(image), model.vae.spec.factor)
+    return pad(to_pixels(image), side_unit(model))
+
+
+def side_unit(model: Model) -> int:
+    """What the sides of an image in pixels are multiples of."""
+    return model.vae.spec.factor * model.family.unet.patch
 
 
 class Start(NamedTuple):
@@ -130,6 +135,12 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     if strength == 1:
         return Start(plan, None, 0)
     return Start(plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1])), whole - last)
+
+
+def begin_at(model: Model, options: ImageOptions, strength: float, latent_shape: tuple[int, int, int]) -> Start | None:
+    """Return the start of an image of a latent shape, if it differs from that of other sizes."""
+    own = model.sized(latent_shape)
+    return None if own.schedule is model.schedule else begin(own, options, strength)
 
 
 def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:

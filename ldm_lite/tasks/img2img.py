@@ -9,7 +9,7 @@ from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import resize
 from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
-from ldm_lite.tasks.image_inputs import Source, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.image_inputs import Source, begin, begin_at, open_source, padded, size_of, sources
 from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.original import as_original, load_img
@@ -76,8 +76,10 @@ def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: flo
     image = resize(image, size, "stretch" if options.compat else options.resize)
     pixels = load_img(image) if options.compat else padded(model, image)
     mean, deviation = encode(model, pixels[None])
+    shape = model.latent_shape(*pixels.shape[1:])
     return ImageInputs(
-        latent_shape=model.latent_shape(*pixels.shape[1:]),
+        latent_shape=shape,
+        start=begin_at(model, options, strength, shape),
         init=mean,
         deviation=deviation if options.samples_posterior else None,
         # InstructPix2Pix was trained on the mean without the scale factor.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageChops, ImageOps
 from torch import Tensor
+from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import MOST_PX
@@ -16,7 +17,7 @@ from ldm_lite.cli.task_options import InpaintOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import extend, list_images, mask_latent, mask_weights, open_mask, pad, resize, to_image, to_mask
 from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
-from ldm_lite.tasks.image_inputs import Source, Start, begin, open_source, padded, size_of, sources
+from ldm_lite.tasks.image_inputs import Source, Start, begin, begin_at, open_source, padded, side_unit, size_of, sources
 from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.original import as_original
@@ -107,12 +108,16 @@ def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Te
     """Return the further channels (1,C',h,w) that an inpainting network reads; None for an ordinary one.
 
     Given pixels (3,H,W); hole (1,H,W) and latent_mask (1,1,h,w) are 1 where to repaint.  Stable Diffusion: the mask,
-    then latents of the image with a grey hole; latent diffusion: latents with a black hole, then the mask as 1 or -1.
+    then latents of the image with a grey hole; latent diffusion: latents with a black hole, then the mask as 1 or -1;
+    FLUX.1 Fill: latents with a grey hole, then the mask's pixels.
     """
     if model.family.task == "inpaint":
         return torch.cat([latent_mask, encode(model, (pixels * (1 - hole))[None])[0]], dim=1)
     if model.family.task == "inpaint_ldm":
         return torch.cat([encode(model, (pixels * (1 - hole) - hole)[None])[0], 2 * latent_mask - 1], dim=1)
+    if model.family.task == "inpaint_flux":
+        cells = F.pixel_unshuffle(hole[None], model.vae.spec.factor)  # (1, 64, h, w): each position's own pixels
+        return torch.cat([encode(model, (pixels * (1 - hole))[None])[0], cells.to(model.device)], dim=1)
     return None
 
 
@@ -121,15 +126,17 @@ def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) 
     name, image, mask = _resized(model, options, *pair)
     weights = mask_weights(mask)  # (1, H, W)
     log.info("%s: %.3g %% of it is repainted", name, 100 * float(weights.mean()))
-    pixels, hole = padded(model, image), pad(weights, model.vae.spec.factor)
+    pixels, hole = padded(model, image), pad(weights, side_unit(model))
     latent_mask = mask_latent(hole, model.vae.spec.factor)
     concat = _masked_channels(model, pixels, hole, latent_mask.to(model.device))
     init = deviation = None
     if concat is None or strength < 1:
         init, deviation = encode(model, pixels[None])
+    shape = model.latent_shape(*pixels.shape[1:])
     kept = pixels[:, : mask.height, : mask.width], mask_weights(mask, options.feather)
     return ImageInputs(
-        latent_shape=model.latent_shape(*pixels.shape[1:]),
+        latent_shape=shape,
+        start=begin_at(model, options, strength, shape),
         init=init,
         deviation=deviation if options.samples_posterior else None,
         mask=latent_mask if concat is None else None,

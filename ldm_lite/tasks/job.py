@@ -31,12 +31,13 @@ from ldm_lite.diffusion.noise import PROGRAMS, NoiseSource, is_brownian
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.image import open_depth, to_array, to_image
+from ldm_lite.image import open_depth, read_image, to_array, to_image, to_rgb
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.original import check_original
-from ldm_lite.tasks.settings import sampler_of, settings_of
+from ldm_lite.tasks.settings import sampler_of, settings_of, skip_of
 from ldm_lite.text.parameters import parameters
 from ldm_lite.text.tokenizer import check_length
+from ldm_lite.zoo.family import SkipLayers
 
 log = logging.getLogger("ldm_lite")
 
@@ -108,6 +109,7 @@ class Job:
     controls: Sequence[LoadedControl]
     refiner: tuple[Model, int] | None  # takes over from this step
     depth: Image.Image | None
+    skip: SkipLayers | None  # skip-layer guidance
     compat: bool  # noise in the original script's order, and its 8 bits
     settings: Mapping[str, object]  # for the PNG's text
 
@@ -202,8 +204,10 @@ TASKS = {  # a family's task -> the functions that can do it
     "inpaint": ("inpaint",),
     "instruct": ("img2img",),
     "depth": ("txt2img", "img2img"),
+    "control_image": ("txt2img", "img2img"),
     "upscale": ("upscale",),
     "inpaint_ldm": ("inpaint",),
+    "inpaint_flux": ("inpaint",),
 }
 
 
@@ -258,7 +262,7 @@ def resolve(
     if options.embedding:
         model = with_embeddings(model, options.embedding)
     prompts, extra = read_prompts(options, model), read_extra(options)
-    if (options.depth is not None) != (model.family.task == "depth"):
+    if (options.depth is not None) != (model.family.task in ("depth", "control_image")):
         got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
         raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
     seeds = _seeds(options, len(prompts) * options.repeats * num_images)
@@ -285,7 +289,8 @@ def resolve(
         start=start,
         controls=_controls(model, options),
         refiner=refiner,
-        depth=None if options.depth is None else _depth(options.depth),
+        depth=None if options.depth is None else _depth(options.depth, model.family.task),
+        skip=skip_of(model, options),
         compat=options.compat,
         settings=settings_of(model, options, plan, refiner, image_scale),
     )
@@ -382,5 +387,7 @@ def read_extra(options: ConditioningOptions) -> ConditioningOptions:
     return ConditioningOptions(**values)
 
 
-def _depth(source: Any) -> Image.Image:
-    return open_depth(source) if isinstance(source, (str, os.PathLike)) else to_image(source)
+def _depth(source: Any, task: str) -> Image.Image:
+    if not isinstance(source, (str, os.PathLike)):
+        return to_image(source)
+    return open_depth(source) if task == "depth" else read_image(Path(source), to_rgb)

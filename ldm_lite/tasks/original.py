@@ -46,6 +46,8 @@ def as_original(model: Model, options: Options, command: str) -> Options:
     """Return the options with the defaults of the original script if `compat` is set."""
     if not options.compat:
         return options
+    if model.schedule.is_flow:
+        raise ValueError(f"`compat` is for scripts of Stable Diffusion 1 and 2, not {model.family.title}: leave it out")
     if model.ema and not model.family.original_ema:
         log.warning(
             '%s: has its EMA weights, the original script takes the main ones: load with `ema="no"`', model.name

@@ -6,13 +6,24 @@ from typing import Any
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.diffusion.names import written
+from ldm_lite.diffusion.names import resolve, written
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.zoo.family import SkipLayers
 
 
 def sampler_of(model: Model, options: Txt2imgOptions) -> str:
     """Return the sampler of the options, or the family's."""
     return model.family.sampler if options.sampler is None else options.sampler
+
+
+def skip_of(model: Model, options: Txt2imgOptions) -> SkipLayers | None:
+    """Return the family's skip-layer guidance, with the options' scale.  Raises ValueError if it has none."""
+    skip = model.family.skip_layers
+    if options.skip_layer_scale is None:
+        return skip
+    if skip is None:
+        raise ValueError(f"{model.family.title} has no skip-layer guidance: leave out `skip_layer_scale`")
+    return dataclasses.replace(skip, scale=options.skip_layer_scale) if options.skip_layer_scale else None
 
 
 def settings_of(
@@ -41,12 +52,23 @@ def settings_of(
         if (name := each.metadata["png"]) is not None and value != each.default:
             settings[name] = _as_text(each.name, value)
     if options.plan is None:
-        settings |= written(sampler_of(model, options), "original" if options.compat else options.spacing)
+        spacing = "original" if options.compat else _spacing_of(model, options)
+        settings |= written(sampler_of(model, options), spacing, not model.schedule.is_flow)
         if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
             settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
     if refiner is not None:
         settings |= {"Refiner": refiner[0].name, "Refiner from step": refiner[1] + 1}
     return settings | {"Version": f"ldm_lite {__version__}"}
+
+
+def _spacing_of(model: Model, options: Txt2imgOptions) -> Any:
+    """The spacing of the options, or that of a rectified flow, which replaces the sampler's own."""
+    named = resolve(sampler_of(model, options))[1]
+    return (
+        model.schedule.spacing
+        if options.spacing is None and named is None and model.schedule.is_flow
+        else options.spacing
+    )
 
 
 def _steps_written(model: Model, options: Txt2imgOptions, plan: Plan | None) -> int:

@@ -39,5 +39,5 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
         width, height = natural_size(controls[0], model.family.resolution)
     height = height if options.height is None else options.height
     width = width if options.width is None else options.width
-    job = resolve(model, options, plan_of(model, options))
-    return job, [ImageInputs(model.latent_shape(height, width))]
+    shape = model.latent_shape(height, width)
+    return resolve(model, options, plan_of(model.sized(shape), options)), [ImageInputs(shape)]

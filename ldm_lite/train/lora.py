@@ -1,7 +1,8 @@
 """LoRA training: low-rank layers added to the frozen layers of a network, in the layout of kohya's files.
 
 Trains every linear layer and 1x1 convolution of the UNet's transformers, and on request those of the text encoder's
-layers: the same modules as kohya's networks/lora.py.  Hu et al. 2021.
+layers: the same modules as kohya's networks/lora.py; of FLUX.1 and Stable Diffusion 3 all linear layers of the blocks.
+Hu et al. 2021.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from ldm_lite.checkpoint.lora import file_names
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
+from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.transformer import SpatialTransformer
 
 
@@ -112,7 +115,7 @@ def _targets(networks: Mapping[str, nn.Module]) -> dict[str, nn.Linear | nn.Conv
     for role, network in networks.items():
         names = file_names(role, network)
         for outer, part in network.named_modules():
-            if isinstance(part, (SpatialTransformer, EncoderLayer)):
+            if isinstance(part, (SpatialTransformer, EncoderLayer, DoubleStreamBlock, SingleStreamBlock, JointBlock)):
                 for inner, layer in part.named_modules():
                     if isinstance(layer, (nn.Linear, nn.Conv2d)):
                         found[names[f"{outer}.{inner}"][0]] = layer
@@ -129,6 +132,7 @@ def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[s
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024
     version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
+    version = {"flux": "flux1", "sd3": "sd3"}.get(model.family.conditioner, version)
     metadata = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.rank),

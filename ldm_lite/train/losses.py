@@ -5,6 +5,7 @@ A loss owns the trained networks and computes the loss of a batch; the trainer d
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.unet import Block, UNet
+from ldm_lite.models.unet import Block
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.train.batches import Batch, Draws
@@ -63,9 +65,10 @@ class AutoencoderLoss:
 
 @dataclass
 class DiffusionLoss:
-    """Mean squared error of the prediction (eps, v or x0) at random timesteps.
+    """Mean squared error of the prediction (eps, v, x0 or a flow's velocity) at random timesteps.
 
-    Rombach et al. 2022, eq. 3; Hang et al. 2023 for min-SNR weights.
+    Timesteps are uniform; of a rectified flow s is logit-normal, then shifted as in sampling.  Rombach et al. 2022,
+    eq. 3; Hang et al. 2023 for min-SNR weights; Esser et al. 2024, sec. 3.1.
     """
 
     model: Model  # with a KL autoencoder, which stays frozen, and a CLIP-L text encoder
@@ -81,15 +84,18 @@ class DiffusionLoss:
         assert isinstance(text, CLIPTextEncoder)
         self._vae, self._text = vae, text
         self._tokenizer = CLIPTokenizer(text.spec.length if self.tokens is None else self.tokens)
-        device = next(self.model.unet.parameters()).device
+        self._device = next(self.model.unet.parameters()).device
         alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
-        self._a, self._s = (value.sqrt().float().to(device) for value in (alpha_bar, 1 - alpha_bar))
+        self._a, self._s = (value.sqrt().float().to(self._device) for value in (alpha_bar, 1 - alpha_bar))
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss of one batch."""
-        mean, logvar = moments(self._vae, batch.pixels, self._a.device)
+        mean, logvar = moments(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
-        x0 = self.model.family.scale_factor * (mean + (logvar / 2).exp() * z)
+        family = self.model.family
+        x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
+        if self.model.schedule.is_flow:
+            return self._of_flow(x0, noise, batch, draws)
         t = draws.integers(len(self._a)).to(x0.device)
         a, s = self._a[t][:, None, None, None], self._s[t][:, None, None, None]
 
@@ -101,11 +107,24 @@ class DiffusionLoss:
 
     def _context(self, batch: Batch, dropped: Tensor) -> Tensor:
         """Return the text embeddings (B,T,D) of a batch's captions, the dropped ones (B,) replaced by the empty one."""
-        device = self._a.device
         if self.empty is not None and batch.context is not None:
-            return torch.where(dropped[:, None, None], self.empty, batch.context).to(device).float()
-        clean, pairs = self._tokenizer.clean, zip(batch.captions, dropped.tolist(), strict=True)
-        return self._text(self._tokenizer(["" if drop else clean(caption) for caption, drop in pairs]).to(device))
+            return torch.where(dropped[:, None, None], self.empty, batch.context).to(self._device).float()
+        captions = [self._tokenizer.clean(caption) for caption in _without(batch.captions, dropped)]
+        return self._text(self._tokenizer(captions).to(self._device))
+
+    def _of_flow(self, x0: Tensor, noise: Tensor, batch: Batch, draws: Draws) -> Tensor:
+        """Return the loss of the velocity; a network that reads the guidance scale is given 1, as kohya does."""
+        model = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3]))
+        levels = [model.schedule.between(1000 * float(share) - 1) for share in torch.sigmoid(draws.normal().double())]
+        captions = _without(batch.captions, draws.uniform() < self.caption_dropout)
+        with torch.no_grad():
+            (text,) = guided(model, encode_prompts(model, captions), None, 1.0).conditionings
+        t = torch.tensor([model.schedule.time(level) for level in levels], dtype=torch.float32).to(x0.device)
+        s = torch.tensor([level.s for level in levels], dtype=torch.float32).to(x0.device)[:, None, None, None]
+        more = {name: value.to(x0.device) for name, value in (text.inputs or {}).items()}
+        out = model.unet((1 - s) * x0 + s * noise, t, text.context, text.y, **more)
+        target = {"flow": noise - x0, "reverse_flow": x0 - noise}[model.schedule.prediction]
+        return (out.float() - target).square().mean()
 
     def _weights(self, t: Tensor, gamma: float) -> Tensor:
         """Return the min-SNR weights (B,) of timesteps (B,)."""
@@ -114,7 +133,12 @@ class DiffusionLoss:
         return {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.model.schedule.prediction]
 
 
-def checkpoint_activations(unet: UNet) -> contextlib.ExitStack:
+def _without(captions: Sequence[str], dropped: Tensor) -> list[str]:
+    """Return the captions, the dropped ones (B,) replaced by the empty one."""
+    return ["" if drop else caption for caption, drop in zip(captions, dropped.tolist(), strict=True)]
+
+
+def checkpoint_activations(unet: nn.Module) -> contextlib.ExitStack:
     """Recompute the activations of each block in the backward pass.  Chen et al. 2016.
 
     Changes the UNet in place, until close() of the result or the end of its `with` block.

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import prefix
-from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
@@ -25,7 +24,7 @@ from ldm_lite.train.lora import LoRA, kohya_file
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.state import LOG, read_log
 from ldm_lite.train.trainer import Trainer
-from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.describe import describe
 
 SAMPLES = 4  # per prompt
 SAMPLE_STEPS = 20
@@ -103,7 +102,7 @@ def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
     uncond = encode_prompts(model, [""] * SAMPLES)
     images = []
     for prompt in prompts:
-        branches = classifier_free(encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
+        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
         latents = generate.denoise(model, noise, branches, plan)
         images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
     return grid(images, columns=SAMPLES)

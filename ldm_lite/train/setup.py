@@ -15,7 +15,6 @@ from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
 from ldm_lite.checkpoint.reader import load_weights
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
@@ -30,6 +29,7 @@ from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.zoo.detection import parse_prediction
+from ldm_lite.zoo.families import Family
 
 log = logging.getLogger("ldm_lite")
 
@@ -71,7 +71,7 @@ def _new_model(options: TrainOptions, load_options: LoadOptions) -> Model:
     initialise_text(text)
     if component is not None:
         load_weights(vae, component, "vae", device, torch.float32)
-    schedule = Schedule.from_betas(family.noise.betas, family.prediction)
+    schedule = family.noise.schedule(family.prediction)
     tokenizer = CLIPTokenizer(text.spec.length)
     return Model("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
 
@@ -83,6 +83,9 @@ def check_model(options: TrainOptions, model: Model) -> None:
         raise ValueError(f"{family.title}: has no KL autoencoder, the only kind that can be trained with here")
     if options.stage == "autoencoder":
         return
+    if family.conditioner in ("flux", "sd3") and family.task == "txt2img":
+        _check_flow(options, family)
+        return
     if family.unet.guidance_dim is not None:
         raise ValueError(f"{family.title}: is distilled: train the model it was distilled from")
     reads_text = family.task == "txt2img" and family.conditioner == "clip"
@@ -91,6 +94,14 @@ def check_model(options: TrainOptions, model: Model) -> None:
     length = model.text_encoder.spec.length
     if options.tokens is not None and options.tokens > length:
         raise ValueError(f"got `tokens` {options.tokens}, wanted 2 to {length}, the length of the text encoder")
+
+
+def _check_flow(options: TrainOptions, family: Family) -> None:
+    """Raise ValueError, one line, for what a transformer with several text encoders cannot be trained with here."""
+    if options.lora_rank is None or options.lora_text:
+        raise ValueError(f"{family.title}: only a LoRA of its transformer can be trained here: give `lora_rank=16`")
+    if options.min_snr is not None or options.tokens is not None:
+        raise ValueError(f"{family.title}: leave out `min_snr` and `tokens`, which are for CLIP and betas")
 
 
 def open_dataset(options: TrainOptions, resolution: int) -> Dataset:

@@ -16,6 +16,7 @@ from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
@@ -32,6 +33,7 @@ from ldm_lite.zoo.families import (
     text_roles,
 )
 from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
+from ldm_lite.zoo.transformers import fitted, transformer_row
 
 # Scheduler and timestep spacing of the Turbo models' diffusers folders: shapes do not tell them apart.
 TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
@@ -51,8 +53,13 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
         stage = IFSpec.from_shapes(shapes["unet"])
         return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
+    if (transformer := transformer_row(shapes["unet"], metadata)) is not None:
+        found = [(name, spec) for name, spec in texts_of(transformer) if name.replace("text", "text_encoder") in shapes]
+        texts = {name: _infer_text(shapes, metadata, name, like) for name, like in found}
+        return _numbered(fitted(transformer, texts, shapes), metadata)
     spec = UNetSpec.from_shapes(shapes["unet"])
-    rows = [family for family in FAMILIES.values() if _as_inferred(family.unet) == spec]
+    unets = [family for family in FAMILIES.values() if isinstance(family.unet, UNetSpec)]
+    rows = [family for family in unets if _as_inferred(family.unet) == spec]
     named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
     if rows:
         row = next((row for row in rows if row.sgm == sgm), rows[0])
@@ -74,10 +81,27 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     return family
 
 
+def _numbered(row: Family, metadata: Mapping[str, str]) -> Family:
+    """Return a transformer's row with the numbers that the metadata give.  Raises ValueError for nonsense."""
+    try:
+        family = replace(
+            row,
+            title=metadata.get("title", row.title),
+            scale_factor=_scale_factor(row, metadata),
+            resolution=int(metadata.get("resolution", row.resolution)),
+            steps=int(metadata.get("steps", row.steps)),
+            scale=float(metadata.get("guidance", row.scale)),
+        )
+        _check_numbers(_number_checks(family))
+    except ValueError as error:
+        raise ValueError(f"the metadata does not describe a model: {error}") from error
+    return family
+
+
 def _heeding(row: Family, metadata: Mapping[str, str]) -> Family:
     """Return a row with what the metadata say of its networks and noise process.  Raises ValueError for nonsense."""
     try:
-        texts = tuple(_with_text(spec, metadata, name) for name, spec in _texts(row))
+        texts = tuple(_with_text(spec, metadata, name) for name, spec in texts_of(row))
         family = replace(
             row,
             unet=_with_heads(row.unet, row.unet, metadata),
@@ -124,7 +148,8 @@ def _as_inferred(spec: UNetSpec) -> UNetSpec:
 
 def turbo_variant(family: Family) -> str | None:
     """Return the name of the Turbo variant of the family; None if there is none, or the family is Turbo itself."""
-    name = next((name for name in TURBOS.values() if FAMILIES[name].unet == family.unet), None)
+    turbos = (name for name in FAMILIES if name.endswith("_turbo"))
+    name = next((name for name in turbos if FAMILIES[name].unet == family.unet), None)
     return None if name is None or FAMILIES[name].title == family.title else name
 
 
@@ -218,7 +243,7 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
             title=metadata.get("title", row.title if "family" in metadata else "unnamed model"),
             unet=_with_heads(unet, row.unet, metadata),
             vae=infer_vae(shapes["vae"]),
-            text_encoders=tuple(_infer_text(shapes, metadata, name, like) for name, like in _texts(row)),
+            text_encoders=tuple(_infer_text(shapes, metadata, name, like) for name, like in texts_of(row)),
             noise=_noise(row, metadata),
             scale_factor=_scale_factor(row, metadata),
             resolution=int(metadata.get("resolution", row.resolution)),
@@ -257,17 +282,12 @@ def _noise(row: Family, metadata: Mapping[str, str]) -> Noise:
     return BETA_SCHEDULES[kind](float(start), float(end))
 
 
+Check = tuple[str, object, bool, str]  # name, value, whether it is valid, valid values
+
+
 def _check(family: Family) -> None:
     """Raise ValueError for numbers that no model can have."""
-    unet, factor = family.unet, family.vae.factor
-    scaled = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
-    whole = family.resolution > 0 and family.resolution % factor == 0
-    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
-        ("scale_factor", family.scale_factor, scaled, "more than 0"),
-        ("resolution", family.resolution, whole, f"a multiple of {factor}"),
-        ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
-        ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
-    ]
+    unet, checks = family.unet, list(_number_checks(family))
     if isinstance(family.noise, Betas):
         Schedule.from_betas(family.noise.betas, family.prediction)
     if isinstance(family.noise, ScaledLinear):
@@ -278,20 +298,35 @@ def _check(family: Family) -> None:
     for name, size in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
         for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
             checks.append((name, size, size is None or (size > 0 and width % size == 0), f"a divisor of {width}"))
-    for name, text in _texts(family):
+    _check_numbers(checks)
+
+
+def _number_checks(family: Family) -> Iterator[Check]:
+    """Yield what any family is checked for."""
+    factor = family.vae.factor * family.unet.patch
+    scaled = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
+    whole = family.resolution > 0 and family.resolution % factor == 0
+    yield "scale_factor", family.scale_factor, scaled, "more than 0"
+    yield "resolution", family.resolution, whole, f"a multiple of {factor}"
+    yield "steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"
+    yield "guidance", family.scale, math.isfinite(family.scale), "a finite number"
+    for name, text in texts_of(family):
         if isinstance(text, (CLIPTextSpec, OpenCLIPTextSpec)):
             divides = text.heads > 0 and text.width % text.heads == 0
-            checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
-            checks.append((f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"))
+            yield f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"
+            yield f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"
         if isinstance(text, CLIPTextSpec):
             wanted, found = f"one of {', '.join(ACTIVATIONS)}", text.activation
-            checks.append((f"{name}_activation", found, found in ACTIVATIONS, wanted))
+            yield f"{name}_activation", found, found in ACTIVATIONS, wanted
+
+
+def _check_numbers(checks: Iterable[Check]) -> None:
     for name, value, is_valid, wanted in checks:
         if not is_valid:
             raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
 
 
-def _texts(family: Family) -> Iterator[tuple[str, EncoderSpec]]:
+def texts_of(family: Family) -> Iterator[tuple[str, EncoderSpec]]:
     """Yield (name in the metadata, spec) of each text encoder: "text", "text_2", ..."""
     for role, spec in zip(text_roles(family.text_encoders), family.text_encoders, strict=True):
         yield role.replace("text_encoder", "text"), spec
@@ -307,7 +342,8 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
 
 def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
-    return _with_text(like.fitted(shapes[name.replace("text", "text_encoder")]), metadata, name)
+    found = shapes[name.replace("text", "text_encoder")]
+    return _with_text(T5Spec.from_shapes(found) if isinstance(like, T5Spec) else like.fitted(found), metadata, name)
 
 
 def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> EncoderSpec:
@@ -319,43 +355,6 @@ def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> Enc
     if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
         return replace(spec, activation=metadata[f"{name}_activation"])
     return spec
-
-
-def describe(family: Family) -> dict[str, str]:
-    """Return the metadata with which detect_family() recognises a family that matches no row."""
-    rows = [name for name, row in FAMILIES.items() if _kind(row) == _kind(family)]
-    own = vars(family)
-    about: dict[str, object] = {
-        "family": max(rows, key=lambda name: sum(value == own[key] for key, value in vars(FAMILIES[name]).items())),
-        "title": family.title,
-        "prediction": family.prediction,
-        "scale_factor": family.scale_factor,
-        "resolution": family.resolution,
-        "steps": family.steps,
-        "guidance": family.scale,
-        "unet_num_heads": family.unet.num_heads,
-        "unet_head_dim": family.unet.head_dim,
-    }
-    if isinstance(family.noise, ScaledLinear):
-        about |= {"beta_start": family.noise.start, "beta_end": family.noise.end}
-        about |= {"beta_schedule": "linear" if isinstance(family.noise, Linear) else "scaled_linear"}
-    elif isinstance(family.noise, Betas):
-        about["trained_betas"] = json.dumps(family.noise.values)
-    else:
-        about["beta_schedule"] = "squaredcos_cap_v2"
-    about["num_timesteps"] = 1000
-    for name, spec in _texts(family):
-        if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)):
-            about[f"{name}_num_heads"] = spec.heads
-        if isinstance(spec, CLIPTextSpec):
-            about[f"{name}_activation"] = spec.activation
-        if isinstance(spec, OpenCLIPTextSpec) and spec.skip == 0:  # otherwise the number of layers tells
-            about[f"{name}_skip"] = 0
-    return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
-
-
-def _kind(family: Family) -> tuple[object, ...]:
-    return family.conditioner, family.task, family.sgm, type(family.text)
 
 
 def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:

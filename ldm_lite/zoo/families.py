@@ -3,18 +3,21 @@
 detection.py infers a file's architecture from its shapes and finds the row with the same specs.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from ldm_lite.diffusion.schedule import Array, Prediction, cosine_betas, linear_betas
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.pixels import PixelSpec
-from ldm_lite.models.unet import UNetSpec
+from ldm_lite.zoo.family import IN_THE_FILE as IN_THE_FILE
+from ldm_lite.zoo.family import Betas as Betas
+from ldm_lite.zoo.family import Cosine as Cosine
+from ldm_lite.zoo.family import Family as Family
+from ldm_lite.zoo.family import Flow, SkipLayers
+from ldm_lite.zoo.family import Linear as Linear
+from ldm_lite.zoo.family import Noise as Noise
+from ldm_lite.zoo.family import ScaledLinear as ScaledLinear
+from ldm_lite.zoo.family import text_roles as text_roles
 from ldm_lite.zoo.networks import (
     AUTOENCODERS,
     BERT_LARGE,
@@ -25,104 +28,10 @@ from ldm_lite.zoo.networks import (
     OPEN_CLIP_G,
     OPEN_CLIP_H,
     SD1_UNET,
+    T5_XXL,
+    TRANSFORMERS,
     UNETS,
-    AutoencoderSpec,
-    EncoderSpec,
-    Spec,
 )
-
-IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
-
-
-@dataclass(frozen=True)
-class ScaledLinear:
-    """A variance-preserving noise process with 1000 betas, linear in their square roots."""
-
-    start: float
-    end: float
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return linear_betas(self.start, self.end)
-
-
-@dataclass(frozen=True)
-class Linear(ScaledLinear):
-    """The same with 1000 betas linear themselves: "linear" in diffusers."""
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return np.linspace(self.start, self.end, 1000)
-
-
-@dataclass(frozen=True)
-class Betas:
-    """A variance-preserving noise process given by its betas, (1000,)."""
-
-    values: tuple[float, ...]
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return np.array(self.values, dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class Cosine:
-    """A variance-preserving noise process with the cosine schedule of Nichol and Dhariwal 2021."""
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return cosine_betas()
-
-
-Noise = ScaledLinear | Cosine | Betas
-
-
-@dataclass(frozen=True)
-class Family:
-    """One kind of checkpoint: its networks, its noise process, and its default settings."""
-
-    title: str
-    unet: UNetSpec
-    vae: AutoencoderSpec
-    text_encoders: tuple[EncoderSpec, ...]  # encoders of the prompt: text, a class, boxes, a label map
-    conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
-    task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
-    sgm: bool  # text encoders have the key names of generative-models
-    prediction: Prediction
-    noise: Noise
-    scale_factor: float  # UNet latents = scale_factor * autoencoder latents; may be IN_THE_FILE
-    sampler: str  # any name of a sampler, with its timestep spacing
-    resolution: int  # pixels per side
-    v_resolution: int | None  # of the v-prediction variant, which only weights tell apart; None = no such variant
-    vae_overflows: bool  # the autoencoder overflows in float16, so it stays in float32
-    steps: int
-    scale: float  # classifier-free guidance
-    threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
-    original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
-
-    @property
-    def text(self) -> EncoderSpec | None:
-        """Spec of the first text encoder; None if there is none."""
-        return self.text_encoders[0] if self.text_encoders else None
-
-    @property
-    def networks(self) -> dict[str, Spec]:
-        """Specs of its networks by role: "unet", "vae", "text_encoder", "text_encoder_2", ..."""
-        specs: dict[str, Spec] = {"unet": self.unet}
-        if not isinstance(self.vae, PixelSpec):
-            specs["vae"] = self.vae
-        return specs | dict(zip(text_roles(self.text_encoders), self.text_encoders, strict=True))
-
-
-def text_roles(encoders: Sequence[object]) -> list[str]:
-    """Return the roles of text encoders: "text_encoder", "text_encoder_2", ..."""
-    return [f"text_encoder_{i + 1}" if i else "text_encoder" for i in range(len(encoders))]
-
 
 SD1 = Family(
     title="Stable Diffusion 1.x",
@@ -135,6 +44,7 @@ SD1 = Family(
     prediction="eps",
     noise=ScaledLinear(0.00085, 0.012),
     scale_factor=0.18215,
+    shift_factor=0.0,
     sampler="ddim",
     resolution=512,
     v_resolution=None,
@@ -321,6 +231,76 @@ ZOO = {
     ),
 }
 
+# ---- rectified flow --------------------------------------------------------------------------------------------------
+
+FLUX_DEV = replace(
+    SD1,
+    title="FLUX.1 [dev]",
+    unet=TRANSFORMERS["flux_dev"],
+    vae=AUTOENCODERS["kl_f8_flux"],
+    text_encoders=(CLIP_L, T5_XXL),
+    conditioner="flux",
+    prediction="flow",
+    noise=Flow("s", "flow", by_size=(0.5, 1.15)),
+    scale_factor=0.3611,
+    shift_factor=0.1159,
+    sampler="euler",
+    resolution=1024,
+    vae_overflows=True,
+    scale=2.5,
+)
+SD3 = replace(
+    FLUX_DEV,
+    title="Stable Diffusion 3 medium",
+    unet=TRANSFORMERS["sd3_medium"],
+    text_encoders=(replace(CLIP_L, skip=1, norm=False), OPEN_CLIP_G, T5_XXL),
+    conditioner="sd3",
+    noise=Flow("1000 s", "flow_sd3", shift=3.0),
+    scale_factor=1.5305,
+    shift_factor=0.0609,
+    sampler="dpmpp_2m_sd3",
+    scale=5.0,
+)
+FLOWS = {
+    "flux_dev": FLUX_DEV,
+    "flux_schnell": replace(
+        FLUX_DEV,
+        title="FLUX.1 [schnell]",
+        unet=TRANSFORMERS["flux_schnell"],
+        noise=Flow("s", "flow"),
+        steps=4,
+        scale=1.0,
+    ),
+    "flux_fill": replace(
+        FLUX_DEV, title="FLUX.1 Fill", unet=TRANSFORMERS["flux_fill"], task="inpaint_flux", scale=30.0
+    ),
+    "flux_control": replace(
+        FLUX_DEV, title="FLUX.1 Depth", unet=TRANSFORMERS["flux_control"], task="control_image", scale=10.0
+    ),
+    # Shapes do not tell it from Depth: `metadata=family=flux_canny`.
+    "flux_canny": replace(
+        FLUX_DEV, title="FLUX.1 Canny", unet=TRANSFORMERS["flux_control"], task="control_image", scale=30.0
+    ),
+    "sd3_medium": SD3,
+    "sd35_medium": replace(
+        SD3,
+        title="Stable Diffusion 3.5 medium",
+        unet=TRANSFORMERS["sd35_medium"],
+        skip_layers=SkipLayers((7, 8, 9), scale=2.5, start=0.01, end=0.20),
+    ),
+    "sd35_large": replace(
+        SD3, title="Stable Diffusion 3.5 large", unet=TRANSFORMERS["sd35_large"], steps=40, scale=4.5
+    ),
+    "sd35_large_turbo": replace(  # shapes do not tell: detection.TURBOS
+        SD3,
+        title="Stable Diffusion 3.5 large turbo",
+        unet=TRANSFORMERS["sd35_large"],
+        sampler="euler",
+        steps=4,
+        scale=1.0,
+    ),
+}
+
 FAMILIES = {
     "sd1": SD1,
     "sd1_inpaint": replace(SD1, title="Stable Diffusion 1.x inpainting", unet=UNETS["sd1_inpaint"], task="inpaint"),
@@ -360,6 +340,7 @@ FAMILIES = {
         conditioner="refiner",
     ),
     **ZOO,
+    **FLOWS,
     "if_I": IF,
     "if_II": replace(
         IF,

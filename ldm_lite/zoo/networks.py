@@ -10,9 +10,12 @@ from torch import nn
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
+from ldm_lite.models.flux import Flux, FluxSpec
+from ldm_lite.models.mmdit import MMDiT, MMDiTSpec
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.shapes import Shapes
+from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec, UNetIF
@@ -20,19 +23,23 @@ from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.models.vae_vq import VQModel, VQSpec
 
 AutoencoderSpec = VAESpec | VQSpec | TAESDSpec | PixelSpec
-EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | BERTSpec | ClassSpec | LabelMapSpec  # of the prompt's encoder
-Spec = UNetSpec | AutoencoderSpec | EncoderSpec
+EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | T5Spec | BERTSpec | ClassSpec | LabelMapSpec  # of a prompt's encoder
+DenoiserSpec = UNetSpec | FluxSpec | MMDiTSpec
+Spec = DenoiserSpec | AutoencoderSpec | EncoderSpec
 Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
 
 NETWORKS: dict[type, type[nn.Module]] = {
     UNetSpec: UNet,
     IFSpec: UNetIF,
+    FluxSpec: Flux,
+    MMDiTSpec: MMDiT,
     VAESpec: AutoencoderKL,
     VQSpec: VQModel,
     TAESDSpec: TAESD,
     PixelSpec: Pixels,
     CLIPTextSpec: CLIPTextEncoder,
     OpenCLIPTextSpec: OpenCLIPTextEncoder,
+    T5Spec: T5Encoder,
     BERTSpec: BERTTextEncoder,
     ClassSpec: ClassEmbedder,
     LabelMapSpec: LabelMapRescaler,
@@ -230,6 +237,42 @@ IF_II_L = replace(
     super_resolution=True,
 )
 
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+FLUX_DEV = FluxSpec(
+    in_channels=16,
+    out_channels=16,
+    context_dim=4096,
+    vector_dim=768,
+    width=3072,
+    heads=24,
+    mlp_width=12288,
+    depth=19,
+    single_depth=38,
+    guidance=True,
+)
+SD3_MEDIUM = MMDiTSpec(
+    in_channels=16,
+    out_channels=16,
+    context_dim=4096,
+    vector_dim=2048,
+    width=1536,
+    mlp_width=6144,
+    depth=24,
+    side=192,
+    qk_norm=False,
+    dual_depth=0,
+)
+TRANSFORMERS: dict[str, FluxSpec | MMDiTSpec] = {
+    "flux_dev": FLUX_DEV,
+    "flux_schnell": replace(FLUX_DEV, guidance=False),
+    "flux_control": replace(FLUX_DEV, in_channels=32),  # depth and canny
+    "flux_fill": replace(FLUX_DEV, in_channels=96),
+    "sd3_medium": SD3_MEDIUM,
+    "sd35_medium": replace(SD3_MEDIUM, side=384, qk_norm=True, dual_depth=13),
+    "sd35_large": replace(SD3_MEDIUM, width=2432, mlp_width=9728, depth=38, qk_norm=True),
+}
+
 # ---- autoencoders ---------------------------------------------------------------------------------------------------
 
 KL_F8 = VAESpec(
@@ -240,6 +283,7 @@ KL_F8 = VAESpec(
     embed_dim=4,
     attn_levels=(),
     mid_attn=True,
+    quant=True,
 )
 KL_F4 = replace(KL_F8, channel_mult=(1, 2, 4), z_channels=3, embed_dim=3)
 KL_F16 = replace(KL_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=16, embed_dim=16, attn_levels=(4,))
@@ -250,6 +294,7 @@ AUTOENCODERS = {
     "kl_f4": KL_F4,
     "kl_f4_x4upscaler": replace(KL_F4, z_channels=4, embed_dim=4),
     "kl_f8_sd": KL_F8,
+    "kl_f8_flux": replace(KL_F8, z_channels=16, embed_dim=16, quant=False),  # and Stable Diffusion 3
     "kl_f16": KL_F16,
     "kl_f32": replace(KL_F16, channel_mult=(1, 1, 2, 2, 4, 4), z_channels=64, embed_dim=64, attn_levels=(4, 5)),
     "vq_f4": VQ_F4,
@@ -285,4 +330,14 @@ OPEN_CLIP_H = OpenCLIPTextSpec(
     projection=True,
 )
 OPEN_CLIP_G = replace(OPEN_CLIP_H, width=1280, mlp_width=5120, layers=32, heads=20, norm=False)
+T5_XXL = T5Spec(
+    vocab_size=32128,
+    width=4096,
+    mlp_width=10240,
+    layers=24,
+    heads=64,
+    head_dim=64,
+    buckets=32,
+    max_distance=128,
+)
 BERT_LARGE = BERTSpec(vocab_size=30522, length=77, width=1280, layers=32)

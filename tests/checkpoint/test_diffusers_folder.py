@@ -16,7 +16,8 @@ from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.checkpoint.reader import Checkpoint, split
 from ldm_lite.conditioning.prompts import PromptOptions
-from ldm_lite.zoo.detection import describe, detect_family
+from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from tests.checkpoint.test_diffusers_keys import GOLDEN, THEIRS, weights_of
 from tests.zoo.test_families import NEGATIVE, PROMPT, run

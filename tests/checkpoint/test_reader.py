@@ -230,8 +230,8 @@ HOSTILE = {
     "extra tensors": r"the unet does not fit: 1 tensors unexpected \(middle_block.3.weight\)",
     "no metadata": "unknown UNet: the nearest is .*, from which it differs at .* must give unet_num_heads",
     "LoRA": "is a LoRA",
-    "SD3": "is Stable Diffusion 3",
-    "Flux": "is Flux",
+    "SD3": "holds no known UNet",
+    "Flux": "holds no known UNet",
     "NaN weights": r"not finite: 1 of the unet's weights hold NaN or infinity \(out.2.weight\): the file is damaged",
     "missing file": "no such file",
 }

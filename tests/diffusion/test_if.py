@@ -13,7 +13,8 @@ from ldm_lite.diffusion.guidance import Conditioning, Guidance, dynamic_threshol
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SECTIONS, Schedule, cosine_betas, levels_of, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, cosine_betas, levels_of, linear_betas
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.step import Row, denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "if.npz")

@@ -13,7 +13,8 @@ from plan_runner import Model, run, toy_model
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Array, Level, Prediction, Schedule, linear_betas, original
+from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Prediction, Schedule, linear_betas, original
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
@@ -44,7 +45,13 @@ STOCHASTIC = {  # and the order that its variance converges with
     "dpmpp_3m_sde": 2,
 }
 ANY_COUNT = {name: make for name, make in SPACINGS.items() if name not in SECTIONS}  # spacings of any number of steps
-for other in ("webui_ddim", "webui_unipc", "ddim_uniform"):  # of A1111's number, and not all strictly descending
+for other in (
+    "flow",
+    "flow_sd3",
+    "webui_ddim",
+    "webui_unipc",
+    "ddim_uniform",
+):  # for flows; of A1111's number, and not all strictly descending
     del ANY_COUNT[other]
 OWN_ENDS = ("restart", "dpm_fast", "dpm_adaptive", "tcd")  # and sometimes levels of their own
 OWN_STEPS = ("restart", "dpm_fast", "dpm_adaptive")
@@ -86,8 +93,10 @@ def test_trajectories_are_those_of_the_originals(name: str) -> None:
 
 
 def test_every_sampler_has_a_golden() -> None:
-    offered = {each.key for each in OFFERED.values()} - {"ddim_cfgpp"}  # these, CFG++ and TCD are in test_webui.py
-    assert {case.sampler for case in toy.RUNS.values()} | offered | {"ddim_cfgpp", "tcd"} == set(SAMPLERS)
+    offered = {each.key for each in OFFERED.values()} - {"ddim_cfgpp"}  # in test_webui.py, as CFG++ and TCD
+    assert {case.sampler for case in toy.RUNS.values()} | offered | {"ddim_cfgpp", "tcd", "dpmpp_2m_sd3"} == set(
+        SAMPLERS
+    )
 
 
 def test_the_goldens_tell_samplers_apart() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import toy
 
-from ldm_lite.diffusion.schedule import CLEAN, SECTIONS, SPACINGS, Schedule, leading, linear_betas, linspace, original
+from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Schedule, leading, linear_betas, linspace, original
+from ldm_lite.diffusion.spacings import SECTIONS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
@@ -190,7 +191,9 @@ OTHER_COUNTS = (
 )  # spacings that may make another number of levels
 
 
-@pytest.mark.parametrize("spacing", [name for name in SPACINGS if name not in (*OTHER_COUNTS, *SECTIONS)])
+@pytest.mark.parametrize(
+    "spacing", [name for name in SPACINGS if name not in (*OTHER_COUNTS, *SECTIONS, "flow", "flow_sd3")]
+)
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50, 999, 1000])
 def test_levels_descend(spacing: str, steps: int) -> None:
     levels = SPACINGS[spacing](SD, steps)

@@ -14,7 +14,8 @@ from ldm_lite.diffusion.guidance import cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, resolve, written
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SECTIONS, SPACINGS, Array, Schedule, levels_of, linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, levels_of, linear_betas
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, SETTINGS, TYPES, from_webui, to_webui
 
 SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")

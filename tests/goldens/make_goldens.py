@@ -35,6 +35,7 @@ import scipy.stats
 import torch
 import toy
 import transformers
+from numpy.typing import NDArray
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor, nn
 
@@ -413,12 +414,14 @@ def made_with(originals: Path) -> str:
     return json.dumps(versions)
 
 
-def write(path: Path, arrays: Arrays, dtype: torch.dtype, about: str) -> None:
-    """Write the arrays and what they were made with, and say how large the file is."""
+def write(path: Path, arrays: Arrays, dtype: torch.dtype, about: str, **others: NDArray[Any]) -> None:
+    """Write the arrays, other ones, and what they were made with, and say how large the file is."""
     for name, value in arrays.items():
         assert value.dtype == dtype, f"{name} is {value.dtype}, wanted {dtype}"
         assert torch.isfinite(value).all(), f"{name} is not finite"
-    np.savez_compressed(path, made_with=np.array(about), **{name: value.numpy() for name, value in arrays.items()})
+    np.savez_compressed(
+        path, made_with=np.array(about), **others, **{name: value.numpy() for name, value in arrays.items()}
+    )
     print(f"{path}: {len(arrays)} arrays, {path.stat().st_size} bytes")
 
 

@@ -13,16 +13,27 @@ from pathlib import Path
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "manifests.json.gz"
 KEPT = ("unet_", "control_", "t2i_adapter_", "vae_", "taesd_", "text_", "t5_")
+RENAMED = {  # the file's name -> ours
+    "flux-dev": "transformer_flux_dev",
+    "flux-schnell": "transformer_flux_schnell",
+    "flux-depth": "transformer_flux_control",
+    "flux-fill": "transformer_flux_fill",
+    "flux-vae": "vae_kl_f8_flux",
+    "sd3-medium": "transformer_sd3_medium",
+    "sd35-medium": "transformer_sd35_medium",
+    "sd35-large": "transformer_sd35_large",
+}
 
 
 def main() -> None:
     """Write the manifests and say how many."""
     manifests = {}
     for path in sorted(Path(sys.argv[1]).glob("*.json")):
-        if path.stem.startswith(KEPT):
+        name = RENAMED.get(path.stem, path.stem)
+        if path.stem.startswith(KEPT) or path.stem in RENAMED:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             assert manifest["n_keys"] == len(manifest["shapes"]), path
-            manifests[path.stem] = {key: manifest[key] for key in ("name", "params", "shapes")}
+            manifests[name] = {key: manifest[key] for key in ("name", "params", "shapes")}
     content = json.dumps(manifests, separators=(",", ":")).encode("utf-8")
     with open(TARGET, "wb") as file, gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as zipped:
         zipped.write(content)

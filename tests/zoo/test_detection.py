@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, on_meta, split
+from ldm_lite.checkpoint.sources import placed
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, Spec, build, infer_vae
+from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, TRANSFORMERS, Spec, build, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (
@@ -27,6 +28,12 @@ UNET, STAGE, CLIP, OPEN_CLIP, COND = (
 SD1 = {STAGE: "vae_kl_f8_sd", CLIP: "text_clip_l"}
 SD2 = {STAGE: "vae_kl_f8_sd", OPEN_CLIP: "text_openclip_h14"}
 SDXL = {STAGE: "vae_kl_f8_sd", f"{SGM}0.transformer.": "text_clip_l", f"{SGM}1.model.": "text_openclip_bigg14"}
+FLUX = {
+    "vae.": "vae_kl_f8_flux",
+    "text_encoders.clip_l.transformer.": "text_clip_l",
+    "text_encoders.t5xxl.transformer.": "t5_v1_1_xxl_encoder",
+}
+SD3 = {**FLUX, "text_encoders.clip_g.transformer.": "text_openclip_bigg14"}
 
 # Family -> its file: the manifest under each prefix.
 FILES: dict[str, dict[str, str]] = {
@@ -56,6 +63,7 @@ FILES: dict[str, dict[str, str]] = {
     "ldm_bsr_sr": {UNET: "unet_ldm_bsr_sr", STAGE: "vae_vq_f4"},
     "ldm_semantic_synthesis": {UNET: "unet_ldm_semantic_synthesis", STAGE: "vae_vq_f4"},
     "rdm768": {UNET: "unet_rdm768", STAGE: "vae_kl_f16"},
+    **{name: {UNET: f"transformer_{name}", **(SD3 if name.startswith("sd3") else FLUX)} for name in TRANSFORMERS},
     "if_I": {"": "unet_if_I_XL"},
     "if_II": {"": "unet_if_II_L"},
 }
@@ -103,7 +111,8 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
-    assert set(FILES) == {name for name in FAMILIES if name != "sdxl_turbo"}  # detected by metadata
+    by_metadata = {"sdxl_turbo", "sd35_large_turbo", "flux_canny"}
+    assert set(FILES) == set(FAMILIES) - by_metadata
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -111,7 +120,7 @@ def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
 def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCaptureFixture) -> None:
     """And every tensor is either loaded or known to carry no weights."""
     checkpoint = opened(file_of(name), order=order)
-    components = split(checkpoint)
+    components = placed(split(checkpoint), {}, {})
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     family = detect_family({role: component.shapes for role, component in components.items()}, {}, sgm)
     assert family == FAMILIES[name]
@@ -124,7 +133,7 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
 @pytest.mark.thin(6)
 def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
     """By names and shapes, with nothing missing; the remaining tensors carry no weights."""
-    for role, component in split(opened(file_of(name))).items():
+    for role, component in placed(split(opened(file_of(name))), {}, {}).items():
         network = built(FAMILIES[name].networks[role])
         ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
         assert ours.items() <= component.shapes.items()
@@ -191,8 +200,16 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "playground": (file_of("sdxl_base") | {"edm_mean": (1, 4, 1, 1), "edm_std": (1, 4, 1, 1)}, "Playground 2.5"),
     "cosxl": (file_of("sdxl_base") | {"edm_vpred.sigma_max": (), "edm_vpred.sigma_min": ()}, "CosXL"),
     "altdiffusion": (file_of("sd1") | {"cond_stage_model.roberta.embeddings.LayerNorm.weight": (1024,)}, "AltDiff"),
-    "sd3": ({f"{UNET}joint_blocks.0.x_block.attn.qkv.weight": (4608, 1536)}, "Stable Diffusion 3"),
-    "flux": ({"double_blocks.0.img_attn.qkv.weight": (9216, 3072)}, "Flux"),
+    "chroma": (
+        under("", "transformer_flux_schnell") | {"distilled_guidance_layer.in_proj.weight": (5120, 64)},
+        "Chroma",
+    ),
+    "flux.2": ({"double_stream_modulation_img.lin.weight": (36864, 6144)}, "FLUX.2, which is not read: take FLUX.1"),
+    "flux.2 single": ({f"{UNET}single_stream_modulation.lin.weight": (18432, 6144)}, "FLUX.2"),
+    "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "FLUX.1 Redux"),
+    "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "another diffusion transformer"),
+    "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "another diffusion transformer"),
+    "z-image": ({"cap_embedder.1.weight": (3840, 2560), "layers.0.x": (1,)}, "Z-Image or Lumina"),
     "animatediff": ({"down_blocks.0.motion_modules.0.temporal_transformer.norm.weight": (320,)}, "AnimateDiff"),
     "lora": ({"lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": (4, 1280)}, "a LoRA"),
     "loha": ({"lora_unet_mid_block_attentions_0_proj_in.hada_w1_a": (1280, 4)}, "a LyCORIS adapter"),

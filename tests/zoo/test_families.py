@@ -30,7 +30,8 @@ from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import img2img as img2img_task
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.zoo.detection import check_metadata, describe, detect_family, turbo_variant, with_prediction
+from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.detection import check_metadata, detect_family, turbo_variant, with_prediction
 from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
 from ldm_lite.zoo.networks import build
 

@@ -30,7 +30,7 @@ from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.tasks.command import Preview
-from ldm_lite.zoo.detection import describe
+from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES, ZOO
 from ldm_lite.zoo.networks import build
 

@@ -1,0 +1,173 @@
+"""Read GGUF files: weights in blocks of few bits, as llama.cpp, stable-diffusion.cpp and ComfyUI-GGUF write them.
+
+A file is a header, pairs of metadata, a table of tensors, and their data.  Sizes and offsets are checked against the
+file before anything is read.  runtime/blocks.py knows the formats of the blocks.
+Source: the GGUF specification of ggml; key names of T5 from llama.cpp.
+"""
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ldm_lite.cli.files import open_file
+from ldm_lite.models.shapes import Shapes
+from ldm_lite.runtime.blocks import FORMATS, Blocks
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MOST_PAIRS, MOST_TENSORS, MOST_TEXT = 4096, 65536, 2**20
+MOST_ITEMS = 2**20  # of an array: a vocabulary
+MOST_DIMENSIONS = 8
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
+TEXT, ARRAY = 8, 9
+SHAPE = "comfy.gguf.orig_shape."  # key of the shape that a tensor had before it was flattened
+# llama.cpp's names of T5's encoder -> transformers'.
+T5 = (
+    (r"^token_embd\.", "shared."),
+    (r"^enc\.output_norm\.", "encoder.final_layer_norm."),
+    (r"^enc\.blk\.(\d+)\.attn_rel_b\.", r"encoder.block.\1.layer.0.SelfAttention.relative_attention_bias."),
+    (r"^enc\.blk\.(\d+)\.attn_([qkvo])\.", r"encoder.block.\1.layer.0.SelfAttention.\2."),
+    (r"^enc\.blk\.(\d+)\.attn_norm\.", r"encoder.block.\1.layer.0.layer_norm."),
+    (r"^enc\.blk\.(\d+)\.ffn_gate\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_0."),
+    (r"^enc\.blk\.(\d+)\.ffn_up\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
+    (r"^enc\.blk\.(\d+)\.ffn_down\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
+    (r"^enc\.blk\.(\d+)\.ffn_norm\.", r"encoder.block.\1.layer.1.layer_norm."),
+)
+
+
+class Entry(NamedTuple):
+    """A tensor in the table: its format, its shape as torch has it, and its first byte and number of bytes."""
+
+    format: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class GGUF(NamedTuple):
+    """An open file: the shapes of its tensors by key, its texts, and functions that read one tensor."""
+
+    shapes: Shapes
+    metadata: dict[str, str]
+    read: Callable[[str], Tensor]  # key -> values
+    blocks: Callable[[str], Blocks | None]  # key -> its blocks as they are stored; None if it is not in blocks
+
+
+def open_gguf(path: Path) -> GGUF:
+    """Open a GGUF file.  Raises ValueError, one line, if it is damaged, truncated, or in an unknown format."""
+    try:
+        with open_file(path) as file:
+            metadata, entries = _table(file)
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    except (ValueError, struct.error, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is a truncated or damaged GGUF file ({error}): download it again") from error
+    if "token_embd.weight" in entries and "enc.output_norm.weight" in entries:
+        entries = {_t5_name(key): entry for key, entry in entries.items()}
+
+    def stored(key: str) -> Blocks:
+        entry = entries[key]
+        return Blocks(mapped[entry.start : entry.start + entry.size], entry.format, entry.shape)
+
+    def blocks(key: str) -> Blocks | None:
+        return stored(key) if FORMATS[entries[key].format].values > 1 else None
+
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    return GGUF(shapes, metadata, lambda key: stored(key).dequantize(torch.float32), blocks)
+
+
+def _t5_name(key: str) -> str:
+    for pattern, ours in T5:
+        key = re.sub(pattern, ours, key)
+    return key
+
+
+def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Read the header: the metadata that are texts or numbers, and the tensors.  Raises ValueError for nonsense."""
+    total = file.seek(0, 2)
+    file.seek(len(MAGIC))
+    version, num_tensors, num_pairs = _unpack(file, "IQQ")
+    if version not in VERSIONS:
+        raise ValueError(f"version {version}, wanted {' or '.join(map(str, VERSIONS))}")
+    if num_tensors > MOST_TENSORS or num_pairs > MOST_PAIRS:
+        raise ValueError(f"{num_tensors} tensors and {num_pairs} pairs, wanted at most {MOST_TENSORS} and {MOST_PAIRS}")
+    pairs = {}
+    for _ in range(num_pairs):
+        key = _text(file)
+        pairs[key] = _value(file, _unpack(file, "I")[0])
+    table = [(_text(file), *_tensor_info(file)) for _ in range(num_tensors)]
+
+    alignment = pairs.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
+        raise ValueError(f"alignment {alignment!r}, wanted a power of 2")
+    data = -(-file.tell() // alignment) * alignment
+    entries: dict[str, Entry] = {}
+    for key, sides, kind, offset in table:
+        form = next((name for name, form in FORMATS.items() if form.id == kind), None)
+        if form is None:
+            raise ValueError(f"{key} has the unknown format {kind}, wanted one of {', '.join(FORMATS)}")
+        if key in entries:
+            raise ValueError(f"two tensors {key}")
+        entries[key] = _entry(key, form, sides, pairs.get(SHAPE + key), data + offset)
+        if offset % alignment or entries[key].start + entries[key].size > total:
+            raise ValueError(f"the values of {key} are missing")
+    return {key: str(value) for key, value in pairs.items() if not isinstance(value, list)}, entries
+
+
+def _entry(key: str, form: str, sides: tuple[int, ...], original: Any, start: int) -> Entry:
+    """Return a tensor's entry.  Raises ValueError for a shape that its format cannot hold."""
+    values = FORMATS[form].values
+    if not all(0 < side <= 2**31 for side in sides) or (sides and sides[-1] % values):
+        raise ValueError(f"{key} has the shape {sides}, in blocks of {values}")
+    count = math.prod(sides)
+    shape = sides
+    if original is not None:
+        shape = tuple(original) if isinstance(original, list) else ()
+        if not all(isinstance(side, int) and side > 0 for side in shape) or math.prod(shape) != count:
+            raise ValueError(f"{key} has {count} values, which {original} does not fit")
+    return Entry(form, shape, start, count // values * FORMATS[form].bytes)
+
+
+def _unpack(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
+    return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
+
+
+def _text(file: BinaryIO) -> str:
+    (length,) = _unpack(file, "Q")
+    if length > MOST_TEXT:
+        raise ValueError(f"a text of {length} bytes")
+    content = file.read(length)
+    if len(content) < length:
+        raise ValueError("its header ends early")
+    return content.decode("utf-8")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    """Read a value of the metadata: a number, a text, or a list, which may not hold lists."""
+    if kind == TEXT:
+        return _text(file)
+    if kind == ARRAY:
+        inner, length = _unpack(file, "IQ")
+        if length > MOST_ITEMS or (inner != TEXT and inner not in NUMBERS):
+            raise ValueError(f"an array of {length} values of type {inner}")
+        return (
+            [_text(file) for _ in range(length)] if inner == TEXT else list(_unpack(file, f"{length}{NUMBERS[inner]}"))
+        )
+    if kind not in NUMBERS:
+        raise ValueError(f"a value of the unknown type {kind}")
+    return _unpack(file, NUMBERS[kind])[0]
+
+
+def _tensor_info(file: BinaryIO) -> tuple[tuple[int, ...], int, int]:
+    """Read a tensor's shape, which is stored reversed, its format and its offset."""
+    (dimensions,) = _unpack(file, "I")
+    if dimensions > MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {dimensions} dimensions")
+    sides = _unpack(file, f"{dimensions}Q")[::-1]
+    return sides, *_unpack(file, "IQ")

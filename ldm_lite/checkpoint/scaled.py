@@ -1,0 +1,79 @@
+"""Files of scaled fp8: each weight is stored in 8 bits, with the scale that it is to be multiplied by.
+
+ComfyUI writes `X.scale_weight`, newer files `X.weight_scale` and a description in `X.comfy_quant` or the metadata;
+kohya's have a scale for each row, or for each block of a row.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.models.shapes import Shapes
+
+SCALE = re.compile(r"^(.*\.)(?:scale_weight|weight_scale)$")
+BESIDE = re.compile(r"(?:^|\.)(?:scale_input|input_scale|comfy_quant|scaled_fp8)$")  # of no use where nothing is in fp8
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+QUANTIZATION = "_quantization_metadata"
+
+
+def is_scaled(keys: Iterable[str]) -> bool:
+    """Whether a file has such scales."""
+    return any(SCALE.match(key) for key in keys)
+
+
+def unscaled(
+    shapes: Shapes, metadata: Mapping[str, str], read: Callable[[str], Tensor]
+) -> tuple[Shapes, Callable[[str], Tensor]]:
+    """Return the shapes without the scales, and a function that reads a tensor, multiplied by its scale: float32.
+
+    Raises ValueError for another format than fp8, and for a scale that does not fit its weight.
+    """
+    scales = {f"{match[1]}weight": key for key in shapes if (match := SCALE.match(key))}
+    _check_formats(shapes, metadata, read)
+    for key, scale in scales.items():
+        if key not in shapes or not _fits(shapes[scale], shapes[key]):
+            raise ValueError(
+                f"its scale {scale} {shapes[scale]} does not fit {key} {shapes.get(key, 'which it lacks')}"
+            )
+
+    def read_unscaled(key: str) -> Tensor:
+        value = read(key)
+        if key not in scales or value.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            return value
+        scale = read(scales[key]).float()
+        if scale.ndim != 3:
+            return value.float() * scale.view(scale.shape if scale.ndim == 2 else (-1,) + (1,) * (value.ndim - 1))
+        blocks = value.float().view(len(value), scale.shape[1], -1)
+        return (blocks * scale).view(value.shape)
+
+    kept = {key: shape for key, shape in shapes.items() if not SCALE.match(key) and not BESIDE.search(key)}
+    return kept, read_unscaled
+
+
+def _fits(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Whether a scale is one number, one of each row, or of each block of a row."""
+    if scale in ((), (1,)):
+        return True
+    rows, width = (weight[0], weight[1]) if len(weight) == 2 else (0, 0)
+    blocked = len(scale) == 3 and scale[0] == rows and scale[2] == 1 and scale[1] > 0 and width % scale[1] == 0
+    return scale in ((rows, 1), (rows,)) or blocked
+
+
+def _check_formats(shapes: Shapes, metadata: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+    """Raise ValueError if the file says that a weight is in another format than fp8."""
+    found: list[Any] = []
+    try:
+        if QUANTIZATION in metadata:
+            found += json.loads(metadata[QUANTIZATION])["layers"].values()
+        for key in shapes:
+            if key.endswith(".comfy_quant"):
+                found.append(json.loads(bytes(read(key).tolist())))
+        formats = {str(layer["format"]) for layer in found}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its description of the quantisation is damaged ({error})") from error
+    if unknown := formats - set(FORMATS):
+        raise ValueError(f"is quantised as {', '.join(sorted(unknown))}, wanted {' or '.join(FORMATS)}")

@@ -1,0 +1,288 @@
+"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec.
+
+What is unusual about it:
+- attribute names are the keys of Black Forest Labs' files, so these load strictly with no renaming;
+- text and image are one sequence, the text first; double blocks have weights for each of them, single blocks share;
+- each token has a position (0, row, column), which rotates queries and keys; text tokens are all at (0, 0, 0);
+- fill, depth and canny read their condition as further channels of x.
+
+Shape letters: B batch, C channels, h w latent size, N = h/2 * w/2 image tokens, T text tokens, D width, H heads.
+Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotation); black-forest-labs/flux model.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import (
+    AttentionFn,
+    attention,
+    axial_rotation,
+    finite_half,
+    merge_heads,
+    modulate,
+    rms_norm,
+    rotate,
+    split_heads,
+    timestep_embedding,
+)
+from ldm_lite.models.shapes import Shapes, count, multiple, size
+
+THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
+SINUSOIDS = 256
+
+
+@dataclass(frozen=True)
+class FluxSpec:
+    """Sizes in which FLUX.1 transformers differ."""
+
+    in_channels: int  # latents and condition: 16, with an image (depth, canny) 32, with an image and a mask (fill) 96
+    out_channels: int
+    context_dim: int
+    vector_dim: int
+    width: int
+    heads: int
+    mlp_width: int
+    depth: int  # double blocks
+    single_depth: int
+    guidance: bool  # reads the guidance scale: all but schnell
+
+    patch: ClassVar[int] = 2  # latent positions per token, along each side
+    num_classes: ClassVar[None] = None  # what only UNets have
+    guidance_dim: ClassVar[None] = None
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> FluxSpec:
+        """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
+        width, in_channels = size(shapes, "img_in.weight", 2)
+        head_dim = size(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
+        return FluxSpec(
+            in_channels=multiple(in_channels, 4, "the width of an image token"),
+            out_channels=multiple(size(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"),
+            context_dim=size(shapes, "txt_in.weight", 2)[1],
+            vector_dim=size(shapes, "vector_in.in_layer.weight", 2)[1],
+            width=width,
+            heads=multiple(width, head_dim, "the width"),
+            mlp_width=size(shapes, "double_blocks.0.img_mlp.0.weight", 2)[0],
+            depth=count(shapes, r"double_blocks\.(\d+)\."),
+            single_depth=count(shapes, r"single_blocks\.(\d+)\."),
+            guidance="guidance_in.in_layer.weight" in shapes,
+        )
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """Channels of a head that index, row and column rotate: 16, 56 and 56 of 128."""
+        head_dim = self.width // self.heads
+        side = head_dim * 7 // 32 * 2
+        return head_dim - 2 * side, side, side
+
+
+class MLPEmbedder(nn.Module):
+    """Linear, SiLU, linear."""
+
+    def __init__(self, in_channels: int, width: int) -> None:
+        super().__init__()
+        self.in_layer = nn.Linear(in_channels, width)
+        self.out_layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_layer(F.silu(self.in_layer(x)))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-6) times a scale, over the last dimension."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.scale)
+
+
+class QKNorm(nn.Module):
+    """Norms of the queries and the keys, per head."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.query_norm = RMSNorm(head_dim)
+        self.key_norm = RMSNorm(head_dim)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_norm(q), self.key_norm(k)
+
+
+class SelfAttention(nn.Module):
+    """One stream's layers around the joint attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.norm = QKNorm(width // heads)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B,N,D) -> queries, keys, values (B,H,N,D/H); the block itself calls proj, after the attention."""
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=2))  # (B, H, N, D/H)
+        return *self.norm(q, k), v
+
+
+class Modulated(NamedTuple):
+    """How the conditioning changes one branch of a block: modulate(norm(x), shift, scale), then gate, (B,1,D) each."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+
+
+class Modulation(nn.Module):
+    """The conditioning (B,D), after its SiLU -> what it does to each of a block's branches."""
+
+    def __init__(self, width: int, branches: int) -> None:
+        super().__init__()
+        self.branches = branches
+        self.lin = nn.Linear(width, 3 * branches * width)
+
+    def forward(self, vec: Tensor) -> list[Modulated]:
+        chunks = self.lin(vec)[:, None, :].chunk(3 * self.branches, dim=2)  # (B, 1, D) each
+        return [Modulated(*chunks[i : i + 3]) for i in range(0, len(chunks), 3)]
+
+
+def _mlp(width: int, mlp_width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, mlp_width), nn.GELU(approximate="tanh"), nn.Linear(mlp_width, width))
+
+
+class DoubleStreamBlock(nn.Module):
+    """Text and image, each with weights of its own, attend to both; then each has its MLP."""
+
+    whole = True  # reads layers of its parts, so offloading must not divide it
+
+    def __init__(self, spec: FluxSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.width // spec.heads
+        self.attention: AttentionFn = attention
+        self.img_mod = Modulation(spec.width, branches=2)
+        self.img_attn = SelfAttention(spec.width, spec.heads)
+        self.img_mlp = _mlp(spec.width, spec.mlp_width)
+        self.txt_mod = Modulation(spec.width, branches=2)
+        self.txt_attn = SelfAttention(spec.width, spec.heads)
+        self.txt_mlp = _mlp(spec.width, spec.mlp_width)
+
+    def forward(self, img: Tensor, txt: Tensor, vec: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """Image (B,N,D), text (B,T,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> image and text."""
+        img_attn, img_mlp = self.img_mod(vec)
+        txt_attn, txt_mlp = self.txt_mod(vec)
+
+        # attention over text and image
+        text = self.txt_attn(modulate(txt, txt_attn.shift, txt_attn.scale))
+        image = self.img_attn(modulate(img, img_attn.shift, img_attn.scale))
+        q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
+        out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))  # (B, T+N, D)
+        from_txt, from_img = torch.split(out, [txt.shape[1], img.shape[1]], dim=1)
+
+        # projections and MLPs
+        img = img + img_attn.gate * self.img_attn.proj(from_img)
+        img = img + img_mlp.gate * self.img_mlp(modulate(img, img_mlp.shift, img_mlp.scale))
+        txt = txt + txt_attn.gate * self.txt_attn.proj(from_txt)
+        txt = txt + txt_mlp.gate * self.txt_mlp(modulate(txt, txt_mlp.shift, txt_mlp.scale))
+        return finite_half(img), finite_half(txt)
+
+
+class SingleStreamBlock(nn.Module):
+    """Attention and MLP side by side over text and image, with one linear before both and one after."""
+
+    def __init__(self, spec: FluxSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.head_dim = spec.width // spec.heads
+        self.attention: AttentionFn = attention
+        self.linear1 = nn.Linear(spec.width, 3 * spec.width + spec.mlp_width)
+        self.linear2 = nn.Linear(spec.width + spec.mlp_width, spec.width)
+        self.norm = QKNorm(self.head_dim)
+        self.modulation = Modulation(spec.width, branches=1)
+
+    def forward(self, x: Tensor, vec: Tensor, rotation: Tensor) -> Tensor:
+        """Text and image x (B,T+N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> (B,T+N,D)."""
+        (mod,) = self.modulation(vec)
+        widths = [self.spec.width] * 3 + [self.spec.mlp_width]
+        q, k, v, mlp = torch.split(self.linear1(modulate(x, mod.shift, mod.scale)), widths, dim=2)
+        q, k, v = (split_heads(part, self.spec.heads) for part in (q, k, v))  # (B, H, T+N, D/H)
+        q, k = self.norm(q, k)
+        out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))
+        out = self.linear2(torch.cat([out, F.gelu(mlp, approximate="tanh")], dim=2))
+        return finite_half(x + mod.gate * out)
+
+
+class LastLayer(nn.Module):
+    """Norm, modulated by the conditioning, and a linear to the channels of a token."""
+
+    def __init__(self, width: int, out_channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out_channels)
+        # Slot 0 held a SiLU: Flux.forward applies it once for all layers.
+        self.adaLN_modulation = nn.Sequential(nn.Identity(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(vec)[:, None, :].chunk(2, dim=2)
+        return self.linear(modulate(x, shift, scale))
+
+
+class Flux(nn.Module):
+    """The denoising network of FLUX.1: noised latents at time s -> the velocity eps - x0."""
+
+    def __init__(self, spec: FluxSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.img_in = nn.Linear(4 * spec.in_channels, spec.width)
+        self.time_in = MLPEmbedder(SINUSOIDS, spec.width)
+        self.vector_in = MLPEmbedder(spec.vector_dim, spec.width)
+        if spec.guidance:
+            self.guidance_in = MLPEmbedder(SINUSOIDS, spec.width)
+        self.txt_in = nn.Linear(spec.context_dim, spec.width)
+        self.double_blocks = nn.ModuleList(DoubleStreamBlock(spec) for _ in range(spec.depth))
+        self.single_blocks = nn.ModuleList(SingleStreamBlock(spec) for _ in range(spec.single_depth))
+        self.final_layer = LastLayer(spec.width, 4 * spec.out_channels)
+
+    def forward(
+        self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None, *, guidance: Tensor | None = None
+    ) -> Tensor:
+        """Latents x (B,in_channels,h,w) with even h and w, at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
+
+        Of in_channels the first out_channels are the noised latents, then comes the condition: an image's latents
+        (depth, canny), or the masked image's latents and the mask's 8x8 pixels of each position as 64 channels (fill).
+        context (B,T,context_dim) is T5's output, y (B,vector_dim) CLIP's pooled output, guidance (B,) the guidance
+        scale, which is not read by schnell.  x, context and y are in the weights' dtype; t and guidance may have any.
+        """
+        assert y is not None, "FLUX reads the pooled text"
+        img = self.img_in(F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2))  # (B, N, D), channels as (C, row, column)
+        txt = self.txt_in(context)
+        vec = F.silu(self.embed(t, y, guidance))
+        rotation = self.rotation(context.shape[1], x.shape[2] // 2, x.shape[3] // 2, x)
+
+        for block in self.double_blocks:
+            img, txt = block(img, txt, vec, rotation)
+        both = torch.cat([txt, img], dim=1)  # (B, T+N, D)
+        for block in self.single_blocks:
+            both = block(both, vec, rotation)
+        img = self.final_layer(both[:, context.shape[1] :], vec)
+        return F.pixel_shuffle(img.transpose(1, 2).unflatten(2, (x.shape[2] // 2, x.shape[3] // 2)), 2)
+
+    def embed(self, t: Tensor, y: Tensor, guidance: Tensor | None) -> Tensor:
+        """Embed the time (B,), the pooled text (B,vector_dim) and the guidance scale (B,): (B,D)."""
+        vec = self.time_in(timestep_embedding(1000 * t.float(), SINUSOIDS).to(y.dtype))
+        if self.spec.guidance:
+            assert guidance is not None, "this network reads the guidance scale"
+            vec = vec + self.guidance_in(timestep_embedding(1000 * guidance.float(), SINUSOIDS).to(y.dtype))
+        return vec + self.vector_in(y)
+
+    def rotation(self, num_text: int, h: int, w: int, like: Tensor) -> Tensor:
+        """Return cosines and sines (2,T+h*w,D/H/2) of the rotation of text tokens and of an image of h by w tokens."""
+        rows, columns = torch.arange(h, device=like.device), torch.arange(w, device=like.device)
+        ids = F.pad(torch.cartesian_prod(rows, columns).T, (num_text, 0, 1, 0))  # (3, T+N), text at 0
+        return axial_rotation(ids, self.spec.axes, THETA, like.dtype)

@@ -1,0 +1,284 @@
+"""The multimodal diffusion transformer of Stable Diffusion 3 medium, 3.5 medium and 3.5 large, from a frozen spec.
+
+What is unusual about it:
+- attribute names are the keys of Stability AI's files, so these load strictly with no renaming;
+- text and image have weights of their own in every block and attend to both, the text first; nothing reads the text
+  after the last attention, so the last block's text half has no projection and no MLP;
+- positions are a table, of which an image takes the middle;
+- 3.5 medium has a second attention in its first blocks, of the image alone.
+
+Shape letters: B batch, C channels, h w latent size, N = h/2 * w/2 image tokens, T text tokens, D width, H heads.
+Source: Esser et al. 2024, sec. 4; Peebles and Xie 2023 (adaLN); Stability-AI/sd3.5 mmditx.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import (
+    AttentionFn,
+    attention,
+    finite_half,
+    merge_heads,
+    modulate,
+    rms_norm,
+    split_heads,
+    timestep_embedding,
+)
+from ldm_lite.models.shapes import Shapes, count, multiple, size
+
+HEAD_DIM = 64
+SINUSOIDS = 256
+QKV = tuple[Tensor, Tensor, Tensor]  # (B,H,N,D/H) each
+
+
+@dataclass(frozen=True)
+class MMDiTSpec:
+    """Sizes and options in which the transformers of Stable Diffusion 3 differ."""
+
+    in_channels: int
+    out_channels: int
+    context_dim: int
+    vector_dim: int
+    width: int
+    mlp_width: int
+    depth: int
+    side: int  # of the table of positions, in tokens
+    qk_norm: bool  # not in Stable Diffusion 3 medium
+    dual_depth: int  # first blocks with a second attention: 13 in 3.5 medium
+
+    patch: ClassVar[int] = 2  # latent positions per token, along each side
+    num_classes: ClassVar[None] = None  # what only UNets have
+    guidance_dim: ClassVar[None] = None
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> MMDiTSpec:
+        """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
+        width, in_channels = size(shapes, "x_embedder.proj.weight", 4)[:2]
+        multiple(width, HEAD_DIM, "the width")
+        return MMDiTSpec(
+            in_channels=in_channels,
+            out_channels=multiple(size(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"),
+            context_dim=size(shapes, "context_embedder.weight", 2)[1],
+            vector_dim=size(shapes, "y_embedder.mlp.0.weight", 2)[1],
+            width=width,
+            mlp_width=size(shapes, "joint_blocks.0.x_block.mlp.fc1.weight", 2)[0],
+            depth=count(shapes, r"joint_blocks\.(\d+)\."),
+            side=math.isqrt(size(shapes, "pos_embed", 3)[1]),
+            qk_norm="joint_blocks.0.x_block.attn.ln_q.weight" in shapes,
+            dual_depth=count(shapes, r"joint_blocks\.(\d+)\.x_block\.attn2\."),
+        )
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads."""
+        return self.width // HEAD_DIM
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-6) times a weight, over the last dimension."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight)
+
+
+class SelfAttention(nn.Module):
+    """The layers around an attention, which the block computes: `qkv` before it, `proj` after it."""
+
+    def __init__(self, spec: MMDiTSpec, has_proj: bool = True) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.qkv = nn.Linear(spec.width, 3 * spec.width)
+        if has_proj:
+            self.proj = nn.Linear(spec.width, spec.width)
+        self.ln_q, self.ln_k = (RMSNorm(HEAD_DIM) if spec.qk_norm else nn.Identity() for _ in range(2))
+
+    def queries_keys_values(self, x: Tensor) -> QKV:
+        """(B,N,D) -> queries and keys, normalised if the network does that, and values."""
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=2))  # (B, H, N, D/H)
+        return self.ln_q(q), self.ln_k(k), v
+
+
+class ImageAttention(SelfAttention):
+    """The second attention of 3.5 medium, of the image's tokens alone (B,N,D) -> (B,N,D)."""
+
+    def __init__(self, spec: MMDiTSpec) -> None:
+        super().__init__(spec)
+        self.head_dim = HEAD_DIM
+        self.attention: AttentionFn = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(merge_heads(self.attention(*self.queries_keys_values(x))))
+
+
+class MLP(nn.Module):
+    """Linear, GELU approximated by tanh, linear."""
+
+    def __init__(self, width: int, mlp_width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, mlp_width)
+        self.fc2 = nn.Linear(mlp_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+def _modulation(width: int, chunks: int) -> nn.Sequential:
+    """Return adaLN_modulation; slot 0 held a SiLU: MMDiT.forward applies it once for all."""
+    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width))
+
+
+class DismantledBlock(nn.Module):
+    """One stream's half of a block, in two parts around the joint attention."""
+
+    def __init__(self, spec: MMDiTSpec, is_last: bool = False, dual: bool = False) -> None:
+        super().__init__()
+        self.is_last, self.dual = is_last, dual
+        self.chunks = 2 if is_last else 9 if dual else 6
+        self.attn = SelfAttention(spec, has_proj=not is_last)
+        if dual:
+            self.attn2 = ImageAttention(spec)
+        if not is_last:
+            self.mlp = MLP(spec.width, spec.mlp_width)
+        self.adaLN_modulation = _modulation(spec.width, self.chunks)
+
+    def modulations(self, c: Tensor) -> tuple[Tensor, ...]:
+        """The conditioning (B,D) -> shift, scale, gate of the attention, the MLP and attn2, (B,1,D) each, where any."""
+        return self.adaLN_modulation(c)[:, None, :].chunk(self.chunks, dim=2)
+
+    def before(self, x: Tensor, mods: tuple[Tensor, ...]) -> QKV:
+        """(B,N,D) -> what it adds to the joint attention."""
+        return self.attn.queries_keys_values(modulate(x, *mods[:2]))
+
+    def after(self, x: Tensor, out: Tensor, mods: tuple[Tensor, ...]) -> Tensor:
+        """x and its part `out` of the joint attention (B,N,D) -> the block's output (B,N,D)."""
+        result = x + mods[2] * self.attn.proj(out)
+        if self.dual:
+            result = result + mods[8] * self.attn2(modulate(x, *mods[6:8]))
+        return finite_half(result + mods[5] * self.mlp(modulate(result, *mods[3:5])))
+
+
+class JointBlock(nn.Module):
+    """Text and image, each with weights of its own, attend to both; then each has its MLP."""
+
+    whole = True  # reads layers of its parts, so offloading must not divide it
+
+    def __init__(self, spec: MMDiTSpec, index: int) -> None:
+        super().__init__()
+        self.head_dim = HEAD_DIM
+        self.attention: AttentionFn = attention
+        self.is_last = index == spec.depth - 1
+        self.context_block = DismantledBlock(spec, is_last=self.is_last)
+        self.x_block = DismantledBlock(spec, dual=index < spec.dual_depth)
+
+    def forward(self, context: Tensor, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Text (B,T,D), image (B,N,D), conditioning c (B,D) -> text, unchanged by the last block, and image."""
+        text_mods, image_mods = self.context_block.modulations(c), self.x_block.modulations(c)
+        text, image = self.context_block.before(context, text_mods), self.x_block.before(x, image_mods)
+        q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
+        out = merge_heads(self.attention(q, k, v))  # (B, T+N, D)
+        from_text, from_image = torch.split(out, [context.shape[1], x.shape[1]], dim=1)
+        if not self.is_last:
+            context = self.context_block.after(context, from_text, text_mods)
+        return context, self.x_block.after(x, from_image, image_mods)
+
+
+class PatchEmbed(nn.Module):
+    """Latents (B,C,h,w) -> tokens (B,N,D): each of 2x2 positions."""
+
+    def __init__(self, in_channels: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, width, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)  # (B, N, D)
+
+
+class Embedder(nn.Module):
+    """Linear, SiLU, linear: of the timestep's sinusoids, or of the pooled text."""
+
+    def __init__(self, in_channels: int, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(in_channels, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+class FinalLayer(nn.Module):
+    """Norm, modulated by the conditioning, and a linear to the channels of a token."""
+
+    def __init__(self, width: int, out_channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out_channels)
+        self.adaLN_modulation = _modulation(width, 2)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)
+        return self.linear(modulate(x, shift, scale))
+
+
+class MMDiT(nn.Module):
+    """The denoising network of Stable Diffusion 3: noised latents at time 1000 s -> the velocity eps - x0."""
+
+    pos_embed: Tensor
+
+    def __init__(self, spec: MMDiTSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.x_embedder = PatchEmbed(spec.in_channels, spec.width)
+        self.t_embedder = Embedder(SINUSOIDS, spec.width)
+        self.y_embedder = Embedder(spec.vector_dim, spec.width)
+        self.context_embedder = nn.Linear(spec.context_dim, spec.width)
+        self.register_buffer("pos_embed", torch.zeros(1, spec.side**2, spec.width))
+        self.joint_blocks = nn.ModuleList(JointBlock(spec, i) for i in range(spec.depth))
+        self.final_layer = FinalLayer(spec.width, 4 * spec.out_channels)
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        context: Tensor,
+        y: Tensor | None = None,
+        *,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Latents x (B,in_channels,h,w) with even h and w, at 1000 s = t (B,) in [0,1000] -> velocity, the same shape.
+
+        context (B,T,context_dim) is the text, y (B,vector_dim) the pooled text.  skip (B,depth) bool tells which blocks
+        are left out, for skip-layer guidance.  x, context and y are in the weights' dtype; t may have any.  Raises
+        ValueError if a side of the image has more tokens than the table of positions.
+        """
+        assert y is not None, "Stable Diffusion 3 reads the pooled text"
+        h, w = x.shape[2] // 2, x.shape[3] // 2
+        x = self.x_embedder(x) + self.positions(h, w)  # (B, N, D)
+        c = F.silu(self.t_embedder(timestep_embedding(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
+        context = self.context_embedder(context)  # (B, T, D)
+        for i, block in enumerate(self.joint_blocks):
+            before, (context, x) = (context, x), block(context, x, c)
+            if skip is not None:
+                context, x = (
+                    torch.where(skip[:, i, None, None], *both) for both in zip(before, (context, x), strict=True)
+                )
+        patches = (
+            self.final_layer(x, c).view(*x.shape[:2], 4, -1).transpose(2, 3)
+        )  # (B, N, C, 4): channels are last inside
+        return F.pixel_shuffle(patches.flatten(2).transpose(1, 2).unflatten(2, (h, w)), 2)
+
+    def positions(self, h: int, w: int) -> Tensor:
+        """Return the middle of the table of positions (1,h*w,D).  Raises ValueError if it is smaller."""
+        side = self.spec.side
+        if h > side or w > side:
+            raise ValueError(f"got latents of {2 * h} by {2 * w}, wanted at most {2 * side} by {2 * side}")
+        top, left = (side - h) // 2, (side - w) // 2
+        return self.pos_embed.view(1, side, side, -1)[:, top : top + h, left : left + w].flatten(1, 2)

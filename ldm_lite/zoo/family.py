@@ -1,0 +1,150 @@
+"""What a family of checkpoints is: its networks, noise process and default settings.  families.py has the rows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ldm_lite.diffusion.flow import Clock, FlowSchedule
+from ldm_lite.diffusion.schedule import Array, Prediction, Schedule, cosine_betas, linear_betas
+from ldm_lite.models.pixels import PixelSpec
+from ldm_lite.zoo.networks import AutoencoderSpec, EncoderSpec, Spec
+
+IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
+
+
+class Preserving:
+    """A variance-preserving noise process, given by its betas, (1000,)."""
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        raise NotImplementedError
+
+    def schedule(self, prediction: Prediction) -> Schedule:
+        """The schedule of a network with this prediction type."""
+        return Schedule.from_betas(self.betas, prediction)
+
+
+@dataclass(frozen=True)
+class ScaledLinear(Preserving):
+    """A variance-preserving noise process with 1000 betas, linear in their square roots."""
+
+    start: float
+    end: float
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return linear_betas(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Linear(ScaledLinear):
+    """The same with 1000 betas linear themselves: "linear" in diffusers."""
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return np.linspace(self.start, self.end, 1000)
+
+
+@dataclass(frozen=True)
+class Betas(Preserving):
+    """A variance-preserving noise process given by its betas, (1000,)."""
+
+    values: tuple[float, ...]
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return np.array(self.values, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Cosine(Preserving):
+    """A variance-preserving noise process with the cosine schedule of Nichol and Dhariwal 2021."""
+
+    @property
+    def betas(self) -> Array:
+        """The betas, (1000,)."""
+        return cosine_betas()
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A rectified flow: its shift, a constant or by the image's size, and the time that the network is given."""
+
+    clock: Clock
+    spacing: str  # the default of all samplers
+    shift: float = 1.0
+    by_size: tuple[float, float] | None = None  # log of the shift at 256 and 4096 tokens
+
+    def schedule(self, prediction: Prediction) -> Schedule:
+        """The schedule of a network with this prediction type."""
+        schedule = FlowSchedule.of(self.shift, self.by_size, self.clock, prediction, self.spacing)
+        return schedule.sized(4096)  # 1024 px, until the size is known
+
+
+@dataclass(frozen=True)
+class SkipLayers:
+    """Guidance away from the prediction without some blocks, in a part of the steps: skip-layer guidance."""
+
+    layers: tuple[int, ...]
+    scale: float
+    start: float  # shares of the steps, both excluded
+    end: float
+
+
+Noise = ScaledLinear | Cosine | Betas | Flow
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of checkpoint: its networks, its noise process, and its default settings."""
+
+    title: str
+    unet: Any  # a DenoiserSpec; most code that reads it is for UNets alone
+    vae: AutoencoderSpec
+    text_encoders: tuple[EncoderSpec, ...]  # encoders of the prompt: text, a class, boxes, a label map
+    conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
+    task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
+    sgm: bool  # text encoders have the key names of generative-models
+    prediction: Prediction
+    noise: Noise
+    scale_factor: float  # UNet latents = scale_factor * (autoencoder latents - shift_factor); may be IN_THE_FILE
+    shift_factor: float
+    sampler: str  # any name of a sampler, with its timestep spacing
+    resolution: int  # pixels per side
+    v_resolution: int | None  # of the v-prediction variant, which only weights tell apart; None = no such variant
+    vae_overflows: bool  # the autoencoder overflows in float16, so it stays in float32
+    steps: int
+    scale: float  # classifier-free guidance, or the one that a distilled network reads
+    threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
+    original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
+    skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
+
+    @property
+    def distilled(self) -> bool:
+        """Whether the network reads the guidance scale, so that there is nothing to guide by."""
+        return self.unet.guidance_dim is not None or bool(getattr(self.unet, "guidance", False))
+
+    @property
+    def text(self) -> EncoderSpec | None:
+        """Spec of the first text encoder; None if there is none."""
+        return self.text_encoders[0] if self.text_encoders else None
+
+    @property
+    def networks(self) -> dict[str, Spec]:
+        """Specs of its networks by role: "unet", "vae", "text_encoder", "text_encoder_2", ..."""
+        specs: dict[str, Spec] = {"unet": self.unet}
+        if not isinstance(self.vae, PixelSpec):
+            specs["vae"] = self.vae
+        return specs | dict(zip(text_roles(self.text_encoders), self.text_encoders, strict=True))
+
+
+def text_roles(encoders: Sequence[object]) -> list[str]:
+    """Return the roles of text encoders: "text_encoder", "text_encoder_2", ..."""
+    return [f"text_encoder_{i + 1}" if i else "text_encoder" for i in range(len(encoders))]

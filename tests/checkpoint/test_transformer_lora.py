@@ -1,0 +1,135 @@
+"""LoRAs of FLUX.1 and Stable Diffusion 3: PEFT's and Black Forest Labs' results (the goldens), and kohya's names."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+import toy_flow
+from flow_files import SPIECE, of_diffusers, same
+from random_checkpoint import random_tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from toy_flow import all_in_one, save, under, weights
+
+import ldm_lite
+from ldm_lite.checkpoint.lora import merge_lora, open_lora
+from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
+from ldm_lite.models.mmdit import MMDiT
+from ldm_lite.models.t5 import T5Encoder
+from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.networks import build
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
+BOTH = pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
+CPU = torch.device("cpu")
+
+
+def values(shapes: dict[str, list[int]], prefix: str = "transformer.") -> dict[str, Tensor]:
+    """The weights of a golden's LoRA."""
+    return {key: random_tensor(f"lora.{key.removeprefix(prefix)}", tuple(shape)) for key, shape in shapes.items()}
+
+
+def output(network: nn.Module, name: str) -> Tensor:
+    x, t, context, y = toy_flow.inputs(toy_flow.TRANSFORMERS[name])
+    return network(x, t, context, y, **toy_flow.more(toy_flow.TRANSFORMERS[name]))
+
+
+@BOTH
+def test_a_lora_on_every_linear_of_diffusers_network(name: str, tmp_path: Path) -> None:
+    """Rows of fused layers, and swapped halves: what PEFT computes on diffusers' network; removed bit for bit."""
+    component = split(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
+    with on_meta():
+        network = build(toy_flow.TRANSFORMERS[name])
+    load_weights(network, component, "transformer", CPU, torch.float32)
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    shapes = json.loads(str(GOLDEN["shapes"]))[f"lora.{name}"]
+    lora = values(shapes) | {
+        key.replace("lora_A.weight", "alpha"): torch.tensor(6.0) for key in shapes if "lora_A" in key
+    }
+    merged = merge_lora({"unet": network}, [(open_lora(save(tmp_path / "l.safetensors", lora)), 1.0)])
+    assert toy.relative_error(output(network, name), GOLDEN[f"lora.{name}"]) < 1e-5
+    merged.remove()
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+
+
+def test_the_control_lora_of_black_forest_labs(tmp_path: Path) -> None:
+    """Its network reads an image, its norms are overwritten whatever the weight, and it has biases."""
+    family = toy_flow.small("flux_dev")
+    parts = weights(family)
+    dev = save(tmp_path / "f.safetensors", all_in_one(family, parts), describe(family))
+    shapes = json.loads(bytes(GOLDEN["control_lora.shapes"].astype(np.uint8)))
+    lora = save(tmp_path / "flux1-depth-dev-lora.safetensors", values(shapes))
+    with_weights = parts | {"unet": toy.fill(build(family.unet)).state_dict()}  # the golden's base
+    save(dev, all_in_one(family, with_weights), describe(family))
+    pipe = ldm_lite.load(dev, lora=f"{lora}:0.85", device="cpu", t5_vocab=SPIECE)
+    assert pipe.family.unet == toy_flow.TRANSFORMERS["flux_control"]
+    assert (pipe.family.task, pipe.family.scale) == (FAMILIES["flux_control"].task, FAMILIES["flux_control"].scale)
+    assert toy.relative_error(output(pipe.unet, "flux_control"), GOLDEN["control_lora"]) < 1e-5
+
+
+def pairs(network: nn.Module, prefix: str, rank: int = 2) -> dict[str, Tensor]:
+    """A LoRA in kohya's format for every linear of a network, alpha half the rank."""
+    found = {}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear):
+            key = prefix + name.replace(".", "_")
+            found[f"{key}.lora_down.weight"] = toy.normal(len(found), rank, module.in_features)
+            found[f"{key}.lora_up.weight"] = toy.normal(len(found), module.out_features, rank)
+            found[f"{key}.alpha"] = torch.tensor(rank / 2)
+    return found
+
+
+@BOTH
+@pytest.mark.thin(2)
+def test_kohyas_names_of_all_networks(name: str, tmp_path: Path) -> None:
+    """W + weight * alpha / rank * up @ down, in the transformer and in T5: lora_te3_ in both families."""
+    family = toy_flow.small(name)
+    whole = save(tmp_path / "f.safetensors", all_in_one(family, weights(family)), describe(family))
+    pipe = ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE)
+    t5 = next(encoder for encoder in pipe.text_encoders if isinstance(encoder, T5Encoder))
+    lora = pairs(pipe.unet, "lora_unet_") | pairs(t5, "lora_te3_") | pairs(pipe.text_encoder, "lora_te1_text_model_")
+    path = save(tmp_path / "l.safetensors", lora)
+    key = "joint_blocks.0.x_block.attn.qkv" if isinstance(pipe.unet, MMDiT) else "single_blocks.0.linear1"
+    flat = "lora_unet_" + key.replace(".", "_")
+    wanted = pipe.unet.state_dict()[f"{key}.weight"] + 0.7 * 0.5 * (
+        lora[f"{flat}.lora_up.weight"] @ lora[f"{flat}.lora_down.weight"]
+    )
+    with pipe.lora(path, 0.7) as merged:
+        torch.testing.assert_close(pipe.unet.state_dict()[f"{key}.weight"], wanted)
+        assert len(merged._before) == len(lora) // 3
+    same(ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE), weights(family))
+
+
+@BOTH
+@pytest.mark.thin(2)
+def test_other_prefixes(name: str, tmp_path: Path) -> None:
+    """ComfyUI's and the original's names change the same weights as kohya's."""
+    spec = toy_flow.TRANSFORMERS[name]
+    results = []
+    plain = pairs(build(spec), "")
+    named = {name.replace(".", "_"): name for name, _ in build(spec).named_modules()}
+    for prefix in ("lora_unet_", "diffusion_model.", ""):
+        lora = {}
+        for key, value in plain.items():
+            module, _, rest = key.partition(".")
+            lora[f"{prefix}{module if prefix == 'lora_unet_' else named[module]}.{rest}"] = value
+        network = toy.fill(build(spec))
+        path = tmp_path / "l.safetensors"
+        save_file(lora, path)
+        merge_lora({"unet": network}, [(open_lora(path), 1.0)])
+        results.append(network.state_dict())
+    for other in results[1:]:
+        assert all(torch.equal(value, results[0][key]) for key, value in other.items())
+
+
+def test_one_for_another_model_is_refused(tmp_path: Path) -> None:
+    network = toy.fill(build(toy_flow.FLUX))
+    wide = {"double_blocks.0.img_attn.proj.lora_A.weight": torch.ones(2, 99), "x": torch.ones(1)}
+    wide |= {"double_blocks.0.img_attn.proj.lora_B.weight": torch.ones(64, 2)}
+    for lora, match in ((wide, "is for another model"), (under("lora_unet_a_", pairs(network, "")), "none of its")):
+        with pytest.raises(ValueError, match=match):
+            merge_lora({"unet": network}, [(open_lora(save(tmp_path / "l.safetensors", lora)), 1.0)])

@@ -1,0 +1,296 @@
+"""Rectified flow: every sampler in float64, against diffusers' schedulers (goldens) and the originals' loops."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy
+from plan_runner import run
+
+from ldm_lite.diffusion.flow import GENERAL, FlowSchedule, shifted
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
+from ldm_lite.diffusion.samplers import SAMPLERS
+from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Schedule, levels_of, linear_betas
+from ldm_lite.diffusion.step import denoise_step, rows
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "flow.npz")
+SD3 = FlowSchedule.of(3.0, clock="1000 s", spacing="flow_sd3")
+FLUX = FlowSchedule.of(by_size=(0.5, 1.15))
+REFUSED = {"plms", "restart", "dpm_fast", "dpm_adaptive", "lcm_webui", "tcd"}
+DEFINED = sorted(set(SAMPLERS) - REFUSED)
+STORED = {"euler_karras": "euler"}
+
+
+def velocity(x: Array, t: float) -> Array:
+    """The network of the goldens, at 1000 s = t."""
+    times = torch.full((len(x),), t, dtype=torch.float64)
+    return toy.denoiser(torch.from_numpy(x), times).numpy()
+
+
+def steps_of(plan: Plan) -> list[Array]:
+    noises = iter(toy.noises(60))
+    return run(plan, velocity, next(noises) * plan.initial, noises)
+
+
+def sigmas_of(sigmas: Array) -> Callable[[Schedule, int], list[Level]]:
+    """A spacing with these sigmas."""
+    return lambda schedule, steps: [schedule.at_noise(float(s)) for s in sigmas]
+
+
+# ---- diffusers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run_of", sorted({key.rsplit(".", 1)[0] for key in GOLDEN.files if not key.startswith("run.")} - {"made_with"})
+)
+def test_trajectories_are_those_of_diffusers(run_of: str) -> None:
+    name, steps = run_of.split(".")
+    sigmas, theirs = GOLDEN[f"{run_of}.sigmas"], GOLDEN[f"{run_of}.x"]
+    if name == "heun":  # two calls a step but in the last, with a sigma for each
+        sigmas = np.append(sigmas[0:1], np.append(sigmas[1:-1:2], 0)) if int(steps) > 1 else sigmas
+    plan = make_plan(STORED.get(name, name), SD3, len(sigmas) - 1, spacing=sigmas_of(sigmas))
+    ours = [x.flatten()[: theirs.shape[1]] for x in steps_of(plan)]
+    if name == "heun":
+        theirs = np.concatenate([theirs[:1], theirs[2:-1:2], theirs[-1:]])
+    if name == "deis":  # lowers the order of its last two steps below 15
+        ours, theirs = ours[: -2 if int(steps) < 15 else None], theirs[: -2 if int(steps) < 15 else None]
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert toy.relative_error(mine, other) < 1e-9
+
+
+# ---- the originals' loops, written again ----------------------------------------------------------------------------
+
+
+def bfl(x: Array, sigmas: Array) -> list[Array]:
+    """black-forest-labs/flux, sampling.py, denoise: Euler's method; Z-Image's is the same, with two signs turned."""
+    kept = [x]
+    for now, after in pairwise(sigmas):
+        kept.append(kept[-1] + (after - now) * velocity(kept[-1], 1000 * now))
+    return kept
+
+
+def sd3_dpmpp_2m(x: Array, sigmas: Array) -> list[Array]:
+    """Stability-AI/sd3.5, sd3_impls.py, sample_dpmpp_2m, on x0 = x - sigma v."""
+    kept, old = [x], x
+    for i, (now, after) in enumerate(pairwise(sigmas)):
+        x0 = kept[-1] - now * velocity(kept[-1], 1000 * now)
+        with np.errstate(divide="ignore"):
+            h = -np.log(after) + np.log(now)
+        mixed = x0
+        if i > 0 and after > 0:
+            r = (-np.log(now) + np.log(sigmas[i - 1])) / h
+            mixed = (1 + 1 / (2 * r)) * x0 - old / (2 * r)
+        kept.append(after / now * kept[-1] - np.expm1(-h) * mixed)
+        old = x0
+    return kept
+
+
+def comfy_ancestral(x: Array, sigmas: Array, middle: str | None, eta: float = 1.0) -> list[Array]:
+    """ComfyUI, k_diffusion/sampling.py: sample_euler_ancestral_RF, dpm_2 ("s") and dpmpp_2s ("lambda") alike."""
+    kept, noises = [x], iter(toy.noises(60)[1:])
+    for now, after in pairwise(sigmas):
+        x, down = kept[-1], after * (1 + (after / now - 1) * eta)
+        v = velocity(x, 1000 * now)
+        if down > 0 and middle is not None:
+            mid = np.sqrt(now * down)
+            if middle == "lambda":
+                ratio = np.sqrt(now * down / ((1 - now) * (1 - down))) if now < 1 else 9999
+                mid = ratio / (1 + ratio)
+            v = velocity(x + (mid - now) * v, 1000 * mid) if middle == "s" else v
+            if middle == "lambda":
+                u = x + (mid - now) * v
+                x0 = u - mid * velocity(u, 1000 * mid)
+                v = (x - x0) / now
+        x = x + (down - now) * v
+        if after > 0:
+            grown = (1 - after) / (1 - down)
+            x = grown * x + np.sqrt(after**2 - (grown * down) ** 2) * next(noises)
+        kept.append(x)
+    return kept
+
+
+ORIGINALS: dict[str, Callable[[Array, Array], list[Array]]] = {
+    "euler": bfl,
+    "ddim": bfl,
+    "dpmpp_2m_sd3": sd3_dpmpp_2m,
+    "euler_a": lambda x, sigmas: comfy_ancestral(x, sigmas, None),
+    "dpm2_a": lambda x, sigmas: comfy_ancestral(x, sigmas, "s"),
+    "dpmpp_2s_a": lambda x, sigmas: comfy_ancestral(x, sigmas, "lambda"),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+@pytest.mark.parametrize("steps", [1, 2, 4, 28])
+@pytest.mark.parametrize("schedule", [SD3, FlowSchedule.of(clock="1000 s")], ids=["sd3", "schnell"])
+def test_trajectories_are_those_of_the_originals(name: str, steps: int, schedule: FlowSchedule) -> None:
+    plan = make_plan(name, schedule, steps)
+    assert schedule.spacing is not None
+    sigmas = np.array([level.s for level in levels_of(schedule.spacing, schedule, steps)])
+    theirs = ORIGINALS[name](toy.noises(1)[0], sigmas)
+    for mine, other in zip(steps_of(plan), theirs, strict=True):
+        assert toy.relative_error(mine, other) < 1e-12
+
+
+def sd3_sigmas(steps: int, shift: float) -> Array:
+    """Stability-AI/sd3.5, sd3_infer.py, get_sigmas: shifted from the least sigma, which is shifted already."""
+
+    def sigma(t: Array) -> Array:
+        return shift * t / 1000 / (1 + (shift - 1) * t / 1000)
+
+    least = 1000 * float(sigma(np.array(1.0)))
+    return np.append(sigma(np.linspace(1000, least, steps)), 0.0)
+
+
+def flux_sigmas(steps: int, tokens: int, schnell: bool) -> Array:
+    """black-forest-labs/flux, sampling.py, get_schedule."""
+    t = np.linspace(1, 0, steps + 1)
+    mu = 0.5 + (1.15 - 0.5) / (4096 - 256) * (tokens - 256)
+    with np.errstate(divide="ignore"):
+        return t if schnell else np.exp(mu) / (np.exp(mu) + (1 / t - 1))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 20, 28, 50, 999, 1000])
+def test_schedules_are_those_of_the_originals(steps: int) -> None:
+    def levels(name: str, schedule: Schedule) -> list[float]:
+        return [level.s for level in levels_of(name, schedule, steps)]
+
+    assert levels("flow_sd3", SD3) == pytest.approx(sd3_sigmas(steps, 3.0), abs=1e-14)
+    assert levels("flow_sd3:shift=1.5", SD3) == pytest.approx(sd3_sigmas(steps, 1.5), abs=1e-14)
+    for tokens in (256, 1024, 4096, 9216):
+        assert levels("flow", FLUX.sized(tokens)) == pytest.approx(flux_sigmas(steps, tokens, False), abs=1e-14)
+    assert levels("flow", FlowSchedule.of()) == pytest.approx(flux_sigmas(steps, 256, True), abs=1e-14)
+
+
+@pytest.mark.parametrize(("clock", "wanted"), [("s", [1, 0.5]), ("1000 s", [1000, 500]), ("1 - s", [0, 0.5])])
+def test_the_network_is_given_the_time_of_its_original(clock: str, wanted: list[float]) -> None:
+    plan = make_plan("euler", FlowSchedule.of(clock=clock), 2)  # type: ignore[arg-type]
+    assert plan.t == pytest.approx(wanted)
+
+
+def test_a_reversed_velocity_makes_the_same_images() -> None:
+    """Z-Image predicts x0 - eps."""
+    plan = make_plan("dpmpp_2m", FlowSchedule.of(3.0, clock="1000 s", prediction="reverse_flow"), 5)
+    noise = toy.noises(1)[0]
+    theirs = run(plan, lambda x, t: -velocity(x, t), noise, iter(()))
+    ours = run(make_plan("dpmpp_2m", FlowSchedule.of(3.0, clock="1000 s"), 5), velocity, noise, iter(()))
+    assert toy.relative_error(ours[-1], theirs[-1]) < 1e-14
+
+
+# ---- closed forms ---------------------------------------------------------------------------------------------------
+
+MEAN, DEVIATION = 0.7, 0.5
+
+
+def exact(s: float) -> tuple[float, float]:
+    """Mean and deviation of x at s, for Gaussian data."""
+    return (1 - s) * MEAN, float(np.hypot((1 - s) * DEVIATION, s))
+
+
+def gaussian_velocity(x: Array, t: float) -> Array:
+    """The best prediction of eps - x0 for Gaussian data, at s = t."""
+    mean, deviation = exact(t)
+    centred = (x - mean) / deviation**2
+    return t * centred - (MEAN + (1 - t) * DEVIATION**2 * centred)
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINED if not make_plan(name, SD3, 4).draws.any()])
+def test_all_samplers_solve_the_same_equation(name: str) -> None:
+    """Of Gaussian data, the flow's map from noise to images is known."""
+    schedule = FlowSchedule.of(3.0)
+    x = np.array([-1.5, 0.3, 1.1])
+    end = run(make_plan(name, schedule, 100), gaussian_velocity, x, iter(()))[-1]
+    if name != "ddim_cfgpp":
+        assert np.abs(end - (MEAN + DEVIATION * x)).max() < (0.06 if name in ("ddim", "euler", "deis") else 0.02)
+
+
+# ---- every count, every spacing, float32 ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_every_step_count(name: str) -> None:
+    """All coefficients are finite, the levels fall to 0, and float32 suffices: rows add up what is of order 1."""
+    for schedule in (SD3, FLUX.sized(1024), FlowSchedule.of(12.0)):
+        for steps in (1, 2, 3, 7, 28):
+            check_plan(make_plan(name, schedule, steps), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEFINED)
+def test_step_counts_up_to_1000(name: str) -> None:
+    for steps in (333, 999, 1000):
+        check_plan(make_plan(name, SD3, steps), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spacing", ["flow", "flow_sd3"])
+def test_every_step_count_has_its_levels(spacing: str) -> None:
+    for steps in range(1, 1001):
+        sigmas = np.array([level.s for level in levels_of(spacing, SD3, steps)])
+        assert len(sigmas) == steps + 1
+        assert (sigmas[0], sigmas[-1]) == (1, 0)
+        assert (np.diff(sigmas) < 0).all()
+
+
+def check_plan(plan: Plan, steps: int) -> None:
+    assert plan.num_steps == steps
+    assert np.isfinite(plan.mix).all()
+    assert plan.end.s == 0
+    firsts = plan.level[np.append(True, np.diff(plan.step) > 0)]
+    assert (np.diff(firsts[:, 1]) < 0).all()
+    assert np.allclose(plan.level.sum(axis=1), 1)
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_float32_is_enough(name: str) -> None:
+    """The step in float32 ends where float64 does."""
+    plan = make_plan(name, FlowSchedule.of(3.0, clock="1000 s"), 8)
+    noises = iter(toy.noises(60))
+    start = next(noises) * plan.initial
+    wanted = run(plan, velocity, start, iter(list(noises)))[-1]
+    noises = iter(toy.noises(60)[1:])
+    x = torch.from_numpy(start).float()
+    registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])
+    for i, row in enumerate(rows(plan, x.device)):
+        fresh = torch.from_numpy(next(noises)).float() if plan.draws[i] else torch.zeros_like(x)
+        registers = denoise_step(toy.denoiser, registers, row, fresh, Conditioning(), Guidance(None, None, None))
+    assert toy.relative_error(registers[0], wanted) < 5e-4
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_samplers_that_make_no_sense_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"not defined for rectified flow .*take euler"):
+        make_plan(name, SD3, 4)
+
+
+@pytest.mark.parametrize("spacing", sorted(GENERAL))
+def test_spacings_that_only_need_a_range(spacing: str) -> None:
+    plan = make_plan("euler", FLUX.sized(1024), 7, spacing=spacing)
+    assert (np.diff(plan.level[:, 1]) < 0).all()
+    assert (plan.end.s, plan.num_steps) == (0, 7)
+
+
+@pytest.mark.parametrize("spacing", sorted(SPACINGS.keys() - GENERAL))
+def test_spacings_of_betas_are_refused(spacing: str) -> None:
+    with pytest.raises(ValueError, match="not for rectified flow: take one of beta"):
+        make_plan("euler", FLUX, 7, spacing=spacing)
+
+
+@pytest.mark.parametrize("spacing", ["flow", "flow_sd3"])
+def test_spacings_of_flows_are_refused_elsewhere(spacing: str) -> None:
+    with pytest.raises(ValueError, match="is for rectified flow"):
+        make_plan("euler", Schedule.from_betas(linear_betas(0.00085, 0.012), "eps"), 4, spacing=spacing)
+
+
+def test_what_is_refused() -> None:
+    for shift in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="wanted a number above 0"):
+            FlowSchedule.of(shift)
+    with pytest.raises(ValueError, match="`churn` is not defined for rectified flow"):
+        make_plan("euler", SD3, 4, churn=1.0)
+    assert shifted(shifted(np.array(0.3), 3.0), 1 / 3) == pytest.approx(0.3)

@@ -1,0 +1,328 @@
+"""FLUX.1 and Stable Diffusion 3 in miniature: every task, by the commands, from files."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+import toy_flow
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+import ldm_lite
+from ldm_lite import samplers, txt2img
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
+from ldm_lite.conditioning.prompts import guided
+from ldm_lite.diffusion.guidance import Conditioning, skipping
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
+from ldm_lite.generate import denoise, encode
+from ldm_lite.image import to_pixels
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite.train import __main__ as train
+from ldm_lite.train.losses import DiffusionLoss
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.setup import check_model
+from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.family import SkipLayers
+from ldm_lite.zoo.networks import build
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = np.load(DATA / "flow.npz")
+SOME = ("flux_dev", "sd35_medium")
+NAMES = (*SOME, "flux_fill", "flux_control")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of each family, all in one, an image and a mask."""
+    folder = tmp_path_factory.mktemp("flow")
+    shutil.copy(DATA / "small_spiece.model", folder / "spiece.model")
+    for name in NAMES:
+        family = toy_flow.small(name)
+        toy_flow.save(
+            folder / f"{name}.safetensors", toy_flow.all_in_one(family, toy_flow.weights(family)), describe(family)
+        )
+    grey = np.add.outer(np.arange(32), np.arange(48)).astype(np.uint8)
+    Image.fromarray(np.stack([grey, 2 * grey, 255 - grey], axis=-1)).save(folder / "image.png")
+    mask = Image.new("L", (48, 32))
+    mask.paste(255, (16, 8, 40, 24))
+    mask.save(folder / "mask.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipes(folder: Path) -> dict[str, Pipeline]:
+    return {name: ldm_lite.load(folder / f"{name}.safetensors", device="cpu") for name in NAMES}
+
+
+def pixels(images: Sequence[Image.Image]) -> NDArray[np.float64]:
+    return np.stack([np.asarray(image, dtype=np.float64) for image in images])
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_commands_make_the_images_of_the_functions(
+    name: str, folder: Path, pipes: dict[str, Pipeline], tmp_path: Path
+) -> None:
+    """With the text of their PNG; a job from this text makes the same image again."""
+    out = tmp_path / "out.png"
+    size = ("--H", "32", "--W", "48", "--steps", "2", "--ckpt", str(folder / f"{name}.safetensors"), "--device", "cpu")
+    assert txt2img.main(["a cat", *size, "--sampler", "heun", "--out", str(out)]) == 0
+    ours = pipes[name].txt2img("a cat", height=32, width=48, steps=2, sampler="heun")
+    assert np.array_equal(pixels(ours)[0], pixels([Image.open(out)])[0])
+    text = Image.open(out).info["parameters"]
+    assert f"Steps: 2, Sampler: Heun (ldm_lite), Schedule type: {pipes[name].schedule.spacing}, CFG scale:" in text
+    again = pipes[name].txt2img(from_png=out)
+    assert np.array_equal(pixels(again), pixels(ours))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_image_does_not_depend_on_its_batch(name: str, pipes: dict[str, Pipeline]) -> None:
+    size = {"height": 32, "width": 48, "steps": 2}
+    both = pixels(pipes[name].txt2img(["a cat", "a red apple"], batch_size=2, **size))
+    alone = pixels(pipes[name].txt2img("a red apple", seed=43, **size))
+    assert np.abs(both[1] - alone[0]).max() <= 2
+    assert np.abs(both[0] - both[1]).max() > 2
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_img2img_starts_on_the_line_between_image_and_noise(
+    name: str, pipes: dict[str, Pipeline], folder: Path
+) -> None:
+    """x = (1 - s) x0 + s eps, at the level of the first step that runs, with the shift of this size."""
+    pipe, states = pipes[name], []
+    options = Img2imgOptions(prompt="a", init_img=(folder / "image.png",), strength=0.5, steps=4)
+    list(img2img(pipe, options, states.append))
+    schedule = pipe.sized((4, 4, 6)).schedule
+    plan = make_plan(pipe.family.sampler, schedule, 4, last=2)
+    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
+    noise = SeededNoise([42], (4, 4, 6))()
+    a, s = plan.level[0]
+    assert a + s == pytest.approx(1)
+    assert toy.relative_error(states[0].before, np.asarray(a * mean + s * noise)) < 1e-3
+    assert len(states) == 2
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_inpainting_keeps_the_rest(name: str, pipes: dict[str, Pipeline], folder: Path) -> None:
+    """What is kept has the noise of every level, (1 - s) x0 + s eps, and none at the end."""
+    pipe, states = pipes[name], []
+    options = InpaintOptions(prompt="a", init_img=(folder / "image.png",), mask=(folder / "mask.png",), steps=3)
+    made = pixels([result.image for result in inpaint(pipe, options, states.append)])
+    kept = pixels([Image.open(folder / "image.png")])
+    outside = np.ones((32, 48), dtype=bool)
+    outside[8:24, 16:40] = False
+    assert np.array_equal(made[:, outside], kept[:, outside])
+    assert not np.array_equal(made, kept)
+    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
+    plan = make_plan(pipe.family.sampler, pipe.sized((4, 4, 6)).schedule, 3)
+    noise = SeededNoise([42], (4, 4, 6))()
+    a, s = plan.level[1]
+    assert torch.allclose(states[0].latents[:, :, 0], (a * mean + s * noise)[:, :, 0], atol=1e-3)
+    assert torch.allclose(states[-1].latents[:, :, 0], mean[:, :, 0], atol=1e-3)
+
+
+def test_fill_reads_the_masked_image_and_the_mask(pipes: dict[str, Pipeline], folder: Path) -> None:
+    pipe, seen = pipes["flux_fill"], []
+    hook = pipe.unet.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    pipe.inpaint("a", folder / "image.png", mask=folder / "mask.png", steps=1)
+    hook.remove()
+    x = seen[0]
+    assert x.shape == (1, 4 + 4 + 64, 4, 6)
+    hole = torch.from_numpy(np.asarray(Image.open(folder / "mask.png")) / 255).float()
+    image = to_pixels(Image.open(folder / "image.png")) * (1 - hole)
+    assert toy.relative_error(x[:, 4:8], encode(pipe, image[None])[0].numpy()) < 1e-3
+    cells = hole.reshape(4, 8, 6, 8).permute(1, 3, 0, 2).reshape(64, 4, 6)
+    assert torch.equal(x[0, 8:], cells)
+
+
+def test_depth_and_canny_read_the_latents_of_a_picture(pipes: dict[str, Pipeline], folder: Path) -> None:
+    pipe, seen = pipes["flux_control"], []
+    hook = pipe.unet.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    pipe.txt2img("a", depth=folder / "image.png", height=32, width=48, steps=1)
+    hook.remove()
+    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
+    assert toy.relative_error(seen[0][:, 4:], mean.numpy()) < 1e-3
+    with pytest.raises(ValueError, match="wants one: `depth=FILE`"):
+        pipe.txt2img("a", steps=1)
+
+
+def test_the_scale_is_what_dev_reads(pipes: dict[str, Pipeline]) -> None:
+    pipe, seen = pipes["flux_dev"], []
+    hook = pipe.unet.register_forward_pre_hook(lambda _, args, more: seen.append(more["guidance"]), with_kwargs=True)
+    pipe.txt2img("a", height=32, width=32, steps=1, scale=7.0)
+    pipe.txt2img("a", height=32, width=32, steps=1)
+    hook.remove()
+    assert [each.tolist() for each in seen] == [[7.0], [2.5]]
+    with pytest.raises(ValueError, match="give a number"):
+        pipe.txt2img("a", steps=1, guidance=lambda step: 3.0)
+
+
+def test_skip_layer_guidance_runs_in_a_part_of_the_steps(pipes: dict[str, Pipeline]) -> None:
+    pipe = pipes["sd35_medium"]
+    skip = SkipLayers((1,), 2.5, 0.01, 0.5)
+    pipe, sizes = replace(pipe, family=replace(pipe.family, skip_layers=skip)), []
+    hook = pipe.unet.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    size = {"height": 32, "width": 32, "steps": 4}
+    on = pipe.txt2img("a", **size)
+    assert sizes == [2, 3, 2, 2]
+    off = pipe.txt2img("a", skip_layer_scale=0, **size)
+    hook.remove()
+    assert not np.array_equal(pixels(on), pixels(off))
+    with pytest.raises(ValueError, match="has no skip-layer guidance"):
+        pipes["flux_dev"].txt2img("a", skip_layer_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": "plms"}, "PLMS is not defined for rectified flow"),
+        ({"spacing": "ays"}, "not for rectified flow"),
+        ({"compat": True}, "`compat` is for scripts of Stable Diffusion 1 and 2"),
+        ({"prompt_syntax": "a1111"}, "T5, which has no weights"),
+        ({"clip_skip": 2}, "only CLIP's pooled output"),
+        ({"height": 40}, "multiples of 16"),
+        ({"spacing": "flow:shift=0"}, "wanted a number above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, pipes: dict[str, Pipeline]) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipes["flux_dev"].txt2img("a", **options)
+
+
+# ---- how networks run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "options", [{"offload": "model"}, {"offload": "sequential"}, {"storage": "int8"}, {"storage": "fp8"}], ids=str
+)
+def test_offload_and_storage(name: str, options: dict[str, str], folder: Path, pipes: dict[str, Pipeline]) -> None:
+    size = {"height": 32, "width": 32, "steps": 2}
+    other = ldm_lite.load(folder / f"{name}.safetensors", device="cpu", **options)
+    difference = np.abs(pixels(other.txt2img("a", **size)) - pixels(pipes[name].txt2img("a", **size)))
+    assert difference.max() <= (0 if "offload" in options else 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_compiled_steps(name: str, folder: Path, pipes: dict[str, Pipeline]) -> None:
+    size = {"height": 32, "width": 32, "steps": 2}
+    other = ldm_lite.load(folder / f"{name}.safetensors", device="cpu", compile="step")
+    assert np.abs(pixels(other.txt2img("a", **size)) - pixels(pipes[name].txt2img("a", **size))).max() <= 2
+
+
+@pytest.mark.slow
+def test_the_samplers_command_compares_those_of_flows(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "euler,heun,dpmpp_2m,dpmpp_2m_sd3,unipc"
+    ckpt = (
+        "--ckpt",
+        str(folder / "flux_dev.safetensors"),
+        "--device",
+        "cpu",
+        "--spacing",
+        "flow",
+        "--spacings",
+        "flow",
+    )
+    arguments = ("--samplers", names, "--steps", "2,8", "--reference", "20", "--out", str(tmp_path / "chart.png"))
+    assert samplers.main([*ckpt, *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:6]] == names.split(",")
+    errors = {line.split()[0]: [float(each) for each in line.split()[4:6]] for line in lines[1:6]}
+    assert all(few > many for few, many in errors.values())
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_a_lora_learns_the_velocity(name: str, folder: Path, tmp_path: Path, pipes: dict[str, Pipeline]) -> None:
+    """The loss is that of eps - x0 at shifted logit-normal levels; the file is kohya's and merges into the network."""
+    (tmp_path / "data").mkdir()
+    shutil.copy(folder / "image.png", tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("a cat")
+    arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--lora-rank", "2", "--steps", "2"]
+    arguments += ["--batch", "1", "--workers", "0", "--samples", "a", "--lr", "0.01"]
+    assert train.main([*arguments, "--ckpt", str(folder / f"{name}.safetensors"), "--device", "cpu"]) == 0
+    first = "double_blocks_0_img_attn_qkv" if "flux" in name else "joint_blocks_0_x_block_attn_qkv"
+    assert f"lora_unet_{first}.lora_down.weight" in load_file(tmp_path / "out" / "lora.safetensors")
+    pipe = ldm_lite.load(
+        folder / f"{name}.safetensors", device="cpu", lora=(f"{tmp_path / 'out' / 'lora.safetensors'}:50",)
+    )
+    size = {"height": 32, "width": 32, "steps": 1}
+    assert not np.array_equal(pixels(pipe.txt2img("a", **size)), pixels(pipes[name].txt2img("a", **size)))
+
+
+@pytest.mark.parametrize(("options", "message"), [({}, "only a LoRA"), ({"lora_rank": 2, "min_snr": 5.0}, "leave out")])
+def test_training_that_makes_no_sense_is_refused(options: Any, message: str, pipes: dict[str, Pipeline]) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainOptions(out="x", data="y", **options), pipes["flux_dev"])
+
+
+def test_the_loss_of_a_perfect_network_is_0(pipes: dict[str, Pipeline]) -> None:
+    """A network that knows the image gives (x - x0) / s = eps - x0 at every level."""
+    pipe = pipes["sd35_medium"]
+    moments = torch.cat([toy.normal(1, 2, 4, 4, 4), torch.full((2, 4, 4, 4), -60.0)], dim=1)
+    x0 = pipe.family.scale_factor * (moments[:, :4] - pipe.family.shift_factor)
+    seen: list[float] = []
+
+    class Perfect(nn.Linear):
+        def forward(self, x: Any, t: Any = None, context: Any = None, y: Any = None) -> Any:
+            seen.extend((t / 1000).tolist())
+            return (x - x0) / (t / 1000)[:, None, None, None]
+
+    loss = DiffusionLoss(replace(pipe, unet=Perfect(1, 1)), {})
+    values = [float(loss(moments, ["a", "b"], torch.Generator().manual_seed(i))) for i in range(20)]
+    assert max(values) < 1e-6
+    assert len(set(seen)) == len(seen)
+    assert np.mean(seen) > 0.6  # shifted by 3 from a logit-normal, whose mean is 0.5
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def model_of(name: str) -> Model:
+    """A family in miniature, as make_flow_goldens.py has it, without its encoders."""
+    family = toy_flow.small(name)
+    unet = toy.fill(build(family.unet)).requires_grad_(False)
+    schedule = family.noise.schedule(family.prediction)
+    vae: Any = SimpleNamespace(spec=family.vae)
+    return Model(name, family, schedule, unet, vae, None, None, None, name).sized((4, 6, 10))
+
+
+@pytest.mark.parametrize("run", [key.removeprefix("run.") for key in GOLDEN.files if key.startswith("run.")])
+def test_whole_runs_are_those_of_the_originals(run: str) -> None:
+    name, *kind = run.split(".")
+    model = model_of(name)
+    x, concat, context, y = toy_flow.run_inputs(model.family.unet)
+    cond = Conditioning(context, y, concat)
+    samplers = {"dpmpp_2m": "dpmpp_2m_sd3"}
+    plan = make_plan(samplers.get("".join(kind), "euler"), model.schedule, toy_flow.STEPS)
+    if name.startswith("flux"):
+        branches = guided(model, cond, None, toy_flow.SCALE if model.family.distilled else 1.0)
+    else:
+        branches = guided(model, cond, Conditioning(*toy_flow.negative(model.family.unet)), toy_flow.SCALE)
+    if kind == ["skip"]:
+        skip, (start, end) = toy_flow.SKIP, (toy_flow.SKIP[key] * toy_flow.STEPS for key in ("start", "end"))
+        blocks = torch.tensor([block in skip["layers"] for block in range(model.family.unet.depth)])
+        branches = skipping(branches, blocks, skip["scale"], (start, end))
+    assert toy.relative_error(denoise(model, x, branches, plan), GOLDEN[f"run.{run}"]) < 2e-5
