@@ -50,8 +50,10 @@ UNET: dict[str, Values] = {
     "timestep_post_act": (None,),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }
-SHIFTS = (None, 0, 0.0609, 0.1159)  # of latents: Stable Diffusion 3's and FLUX.1's are told by the transformer
-NO_SHIFT: dict[str, Values] = {"shift_factor": SHIFTS, "latents_mean": (None,), "latents_std": (None,)}
+NO_SHIFT: dict[str, Values] = {"shift_factor": (None, 0), "latents_mean": (None,), "latents_std": (None,)}
+SHIFTS: dict[str, Values] = {
+    "shift_factor": (None, 0, 0.0609, 0.1159)
+}  # Stable Diffusion 3's and FLUX.1's, in their rows
 CLIP: dict[str, Values] = {"layer_norm_eps": (1e-5,), "eos_token_id": (None, 2, 49407), "use_attention_mask": (None, 0)}
 IMPLEMENTED: dict[str, dict[str, Values]] = {
     "unet": {"_class_name": ("UNet2DConditionModel",), **UNET},
@@ -147,7 +149,8 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
     if kind == "text" or kind == "vision":
         nested = config.get(f"{kind}_config")  # of a whole CLIP
         config = config if not isinstance(nested, dict) else {key: nested[key] for key in nested.keys() & CLIP_KEYS}
-    check(place, config, IMPLEMENTED[kind])
+    shifted = kind == "vae" and not any("quant_conv." in key for key in shapes)
+    check(place, config, IMPLEMENTED[kind] | (SHIFTS if shifted else {}))
     found: dict[str, object] = {"global_pool_conditions": config.get("global_pool_conditions")}
     if kind in ("unet", "control"):
         _check_only_cross(place, config, shapes)
@@ -254,7 +257,7 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if not config:
         return {}
     name, spacing = str(config.get("_class_name")), config.get("timestep_spacing")
-    if name == "FlowMatchEulerDiscreteScheduler":
+    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "StableDiffusion3")):
         check(place, config, FLOW)
         return {}
     sampler = _sampler(place, name, config)

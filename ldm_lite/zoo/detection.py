@@ -20,6 +20,7 @@ from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
+from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.zoo.families import (
     FAMILIES,
     IN_THE_FILE,
@@ -130,7 +131,7 @@ def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
     """Return the family with another autoencoder, from the file `name`.
 
     The scale factor stays, since autoencoder files do not store it, but is 1 for TAESD, whose latents are the UNet's.
-    Raises ValueError if the latents have other channels or another size.
+    Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
     """
     own = family.vae
     if (other.embed_dim, other.factor) != (own.embed_dim, own.factor):
@@ -138,6 +139,9 @@ def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
             f"{name}: does not fit: its latents have {other.embed_dim} channels at 1/{other.factor} of the size, but "
             f"{family.title} wants {own.embed_dim} at 1/{own.factor}"
         )
+    if isinstance(own, VAESpec) and isinstance(other, VAESpec) and own.quant != other.quant:
+        found, wanted = ("no", "one") if own.quant else ("a", "none")
+        raise ValueError(f"{name}: does not fit: it has {found} quant_conv, but {family.title}'s autoencoder {wanted}")
     return replace(family, vae=other, scale_factor=1.0 if isinstance(other, TAESDSpec) else family.scale_factor)
 
 

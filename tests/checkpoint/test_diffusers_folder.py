@@ -159,11 +159,14 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         refused(message, folder, unet=tmp_path / f"{name}.safetensors", metadata=about)
     bare = {key: value for key, value in weights_of("vae").items() if "quant_conv" not in key}  # Flux has such ones
     save_file(bare, tmp_path / "flux.safetensors")
-    message = r"flux.safetensors: holds an unknown kind of autoencoder: .* is missing: post_quant_conv.weight"
+    message = r"flux.safetensors: does not fit: it has no quant_conv, but .*'s autoencoder one"
     refused(message, folder, vae=tmp_path / "flux.safetensors", metadata=about)
+    half = {key: value for key, value in weights_of("vae").items() if "post_quant_conv" not in key}
+    save_file(half, tmp_path / "half.safetensors")
+    message = r"half.safetensors: holds an unknown kind of autoencoder: .* is missing: post_quant_conv.weight"
     with pytest.raises(ValueError, match=message):
-        load_autoencoder(tmp_path / "flux.safetensors", device="cpu")
-    (folder / "unet").rename(folder / "transformer")
+        load_autoencoder(tmp_path / "half.safetensors", device="cpu")
+    (folder / "unet").rename(folder / "prior")
     refused("is a pipeline without a UNet", folder)
 
 
