@@ -69,7 +69,8 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
     empty = None
     if options.stage == "diffusion":
         model.vae.requires_grad_(False).eval()
-        reads_text = "text_encoder" not in trained_networks(options, model)
+        # A flow's several encoders read the captions in every step, also where embeddings are at hand.
+        reads_text = "text_encoder" not in trained_networks(options, model) and not model.schedule.is_flow
         if isinstance(dataset, EncodedDataset):
             check_encoded(options, model, dataset, reads_text)
             empty = dataset.empty() if reads_text else None
