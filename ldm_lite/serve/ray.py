@@ -35,8 +35,12 @@ class Replica:
         self.application = make_app(self.engine, options, key)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application, for Ray."""
-        return self.answer
+        """The application, for Ray, as a function: uvicorn would take a method for ASGI 2."""
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            await self.answer(scope, receive, send)
+
+        return application
 
     def check_health(self) -> None:
         """Ray asks from time to time.  Raises RuntimeError if the engine has ended: the replica is then replaced."""
