@@ -135,8 +135,9 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "preprocess",
         "ensd",
         "variation_strength",
+        "skip_layer_scale",
     }
-    for name, value in {**ELSEWHERE, "preprocess": "canny,none"}.items():
+    for name, value in {**ELSEWHERE, "preprocess": "canny,none", "skip_layer_scale": 1.5}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)
         entries = {"Steps": 3, "Sampler": "Euler", named[name]: text, "Version": "ldm_lite 1"}
         path = picture(tmp_path / f"{name}.png", parameters("a", None, entries))
