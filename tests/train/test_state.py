@@ -176,10 +176,10 @@ CODE = """
 import os, signal, sys, threading, time
 from ldm_lite.train import trainer, __main__ as command
 step = trainer.Trainer._step
-def slow(self, data):
+def slow(self, *arguments):
     print("step", flush=True)
     time.sleep(0.3)
-    return step(self, data)
+    return step(self, *arguments)
 trainer.Trainer._step = slow
 sys.exit(command.main(sys.argv[1:]))
 """
