@@ -176,7 +176,7 @@ def measure(clients: int, seconds: float, steps: int, kill: bool) -> tuple[dict[
         finally:
             server.process.terminate()
             status = server.process.wait()
-        files = [str(path) for path in Path(folder).rglob("*")]
+        files = [str(path) for path in Path(folder).rglob("*") if path.is_file()]  # Gradio makes empty folders
     return {"together": together, "alone": alone, "answers": dict(load.counts), "files": files, "exit": status}, load
 
 

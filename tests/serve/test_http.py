@@ -373,7 +373,7 @@ def test_other_sites_and_other_names_are_refused(server: Running, start: Start) 
     assert server.ask(TXT2IMG, {}, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
     assert server.ask("/sdapi/v1/options", {}, Origin=server.url)[0] == 200
     status, _ = server.ask(TXT2IMG, method="OPTIONS", Origin="http://evil.example")
-    assert status == 405  # no CORS
+    assert status in (404, 405)  # no CORS: 404 is the page's answer, where there is one
     assert start(allow_host="images.example").ask("/v1/models", Host="images.example")[0] == 200
 
 
