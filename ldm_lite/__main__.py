@@ -57,7 +57,9 @@ def _print() -> None:
 def _devices() -> list[str]:
     import torch
 
-    lines = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
+    from ldm_lite.runtime import timing
+
+    lines = [f"cpu: {timing.machine()}", f"     {timing.summary()}"]
     if torch.backends.mps.is_available():
         lines.append("mps: Apple GPU")
     for i in range(torch.cuda.device_count()):

@@ -191,7 +191,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
 
 
-def our_step(name: str, *, fixed: bool, folded: bool = True, written_out: bool = True, kernels: str = "none") -> None:
+def our_step(name: str, *, fixed: bool, folded: bool = True, written_out: bool = True, kernels: str = "plain") -> None:
     """The whole step with cached text, for fixed sizes or any; kernels are those of runtime.setup."""
     mode = fake_mode()
     with torch.device("meta"):

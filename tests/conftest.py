@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: miniature networks compute faster on one thread,
@@ -17,6 +18,7 @@ import toy
 
 import ldm_lite
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime import timing
 
 # A process in the background ignores SIGINT, under nohup SIGHUP too, and so do the processes that it starts: tests send
 # these signals.
@@ -44,6 +46,15 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _choices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what tests choose between kernels out of the user's file."""
+    path = tmp_path_factory.mktemp("cache") / "kernels.json"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(timing, "choices_file", lambda: path)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ldm_lite.models.ops import AttentionFn
 from ldm_lite.models.ops import attention as sdpa
 from ldm_lite.runtime import timing
+from ldm_lite.runtime.cpu.attention import blocked
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
 
@@ -82,6 +83,7 @@ _FUNCTIONS: dict[str, AttentionFn] = {
     "efficient": _efficient,
     "cudnn": _cudnn,
     "sliced": Sliced(),
+    "blocked": blocked,
 }
 
 
@@ -102,7 +104,7 @@ def names() -> tuple[str, ...]:
 
 # ---- chosen by timing -----------------------------------------------------------------------------------------------
 
-CANDIDATES = ("sdpa", "flash", "efficient", "cudnn", "math")
+CANDIDATES = ("sdpa", "flash", "efficient", "cudnn", "math", "blocked")  # the last is for CPUs
 
 
 class Fastest:
@@ -129,7 +131,8 @@ def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
     PyTorch's own choice stays unless another is clearly faster: it is right for other sizes too.
     """
     key = (short_name(q.dtype), *q.shape, k.shape[2])
-    works = [each for each in CANDIDATES if _runs(_FUNCTIONS[each], q.device, q.dtype, q.shape[-1])]
+    candidates = CANDIDATES if q.device.type == "cpu" else CANDIDATES[:-1]
+    works = [each for each in candidates if _runs(_FUNCTIONS[each], q.device, q.dtype, q.shape[-1])]
     ways = {each: functools.partial(_FUNCTIONS[each], q, k, v) for each in works}
     what = f"attention of {q.shape[2]} to {k.shape[2]} tokens, {q.shape[3]} channels a head"
     return timing.fastest(what, key, ways, q.device)

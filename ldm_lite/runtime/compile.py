@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,7 +29,7 @@ from torch.utils.weak import TensorWeakRef
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import CrossAttention
-from ldm_lite.runtime.timing import measured_convolutions
+from ldm_lite.runtime.timing import cache_folder, measured_convolutions
 
 log = logging.getLogger("ldm_lite")
 
@@ -254,8 +253,7 @@ def _options(tier: str, device: str, settings: Mapping[str, Any] | None = None) 
 def _set_up(backend: str) -> None:
     """Cache compiled kernels across processes, and allow one graph of a function for each width of a UNet."""
     if backend == "inductor":
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ldm_lite" / "inductor"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     dynamo: Any = importlib.import_module("torch._dynamo.config")
     limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"  # its name in torch 2.6
     setattr(dynamo, limit, max(getattr(dynamo, limit), 64))

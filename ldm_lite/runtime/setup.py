@@ -16,7 +16,8 @@ from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention
 from ldm_lite.runtime import aot, fused_norm, timed_layers
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.compile import Step, compiled_step
-from ldm_lite.runtime.cpu import group_norm, winograd
+from ldm_lite.runtime.cpu import attention as cpu_attention
+from ldm_lite.runtime.cpu import group_norm, products, winograd
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
 from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
@@ -26,6 +27,7 @@ log = logging.getLogger("ldm_lite")
 
 # What may be switched on a GPU by the option `kernels`, and what is on by default.
 KERNELS = ("qkv", "norm", "geglu", "conv", "pdl", "tma")
+PLAIN = "plain"  # the option's value for PyTorch's own kernels alone, on a CPU too
 BY_DEFAULT = frozenset({"qkv"})
 SETTINGS = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}  # of Inductor
 
@@ -57,6 +59,9 @@ def prepare(
     for role, network in networks.items():
         _set_attention(role, network, options.attention or "sdpa", device)
         _use_kernels(network, device, chosen)
+        if options.attention is None and _has_cpu_kernels(network, device, chosen):
+            for layer in attention_backends.layers(network).values():
+                layer.attention = cpu_attention.timed
     if options.compiled is not None:
         aot.use(networks["unet"], Path(options.compiled))
     settings = {SETTINGS[name]: True for name in chosen & set(SETTINGS)}
@@ -73,7 +78,8 @@ def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> 
     """
     attention_backends.follow(network, other)
     joined = any(isinstance(layer, CrossAttention) and layer.qkv is not None for layer in other.modules())
-    _use_kernels(network, device, frozenset({"qkv"} if joined else ()))
+    plain = vars(other).get("plain_kernels", False)
+    _use_kernels(network, device, frozenset({PLAIN} if plain else {"qkv"} if joined else ()))
     follow(network, other)
 
 
@@ -83,15 +89,19 @@ def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
 
 
 def choose_kernels(text: str | None, device: torch.device) -> frozenset[str]:
-    """Parse the option `kernels`: names with commas between, "all", "none", or None for the default.
+    """Parse the option `kernels`: names with commas between, "all", "plain" for none of them, or None for the default.
 
     Raises ValueError for an unknown name, and for Triton's kernels on a GPU where it is missing.
     """
     if text is None:
         return BY_DEFAULT
-    names = frozenset() if text == "none" else frozenset(KERNELS if text == "all" else text.split(","))
+    if text == PLAIN:
+        return frozenset({PLAIN})
+    names = frozenset(KERNELS if text == "all" else text.split(","))
     if unknown := sorted(names - set(KERNELS)):
-        raise ValueError(f"got `kernels` {unknown[0]!r}, wanted all, none, or some of {', '.join(KERNELS)} with commas")
+        raise ValueError(
+            f"got `kernels` {unknown[0]!r}, wanted all, plain, or some of {', '.join(KERNELS)} with commas"
+        )
     if device.type == "cuda" and names & {"norm", "geglu"} and importlib.util.find_spec("triton") is None:
         raise ValueError("the kernels norm and geglu need Triton, which torch for CUDA brings along: leave them out")
     return names
@@ -104,10 +114,18 @@ def _use_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str
     if device.type == "cuda":
         _use_gpu_kernels(network, device, chosen)
     if on_cpu and in_float32:
+        group_norm.use(network)  # for exactness
+    vars(network)["plain_kernels"] = PLAIN in chosen
+    if _has_cpu_kernels(network, device, chosen):
+        products.use(network)
         winograd.use(network)
-        group_norm.use(network)
     if on_cpu:
         keep_freed_memory()
+
+
+def _has_cpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> bool:
+    in_float32 = next(network.parameters()).dtype == torch.float32
+    return device.type == "cpu" and in_float32 and PLAIN not in chosen
 
 
 def _use_gpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> None:

@@ -1,18 +1,33 @@
-"""The fastest of several ways to compute the same, timed once a process for each device, dtype and size."""
+"""The fastest of several ways to compute the same, timed once for each device, dtype and size.
+
+On a GPU choices last as long as the process.  Those of a CPU are kept in a file, by its model, threads and version of
+torch, so that later processes neither time again nor choose otherwise, which would change the last bits of images.
+"""
 
 import contextlib
+import functools
+import json
 import logging
 import math
+import os
+import platform
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("ldm_lite")
 
 CALLS = 10  # in a row on a GPU, where a small kernel is over before the next starts
 MARGIN = 0.97  # of the default's time that another way must beat
+CPU_MARGIN = 0.93  # times on a CPU that others use vary more
 _CHOICES: dict[Hashable, str] = {}
 
 
@@ -23,9 +38,12 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     full_key = (what, name, key)
+    line = f"{what}, {key}"
+    if full_key not in _CHOICES and device.type == "cpu" and (known := _remembered().get(line)) in ways:
+        _CHOICES[full_key] = known
     if full_key not in _CHOICES:
         seconds, default = dict.fromkeys(ways, math.inf), next(iter(ways))
-        for number in range(4):  # in turn; the first round warms up
+        for number in range(3 if device.type == "cpu" else 4):  # in turn; the first round warms up
             for each, way in list(ways.items()):
                 try:
                     taken = _seconds(way, device)
@@ -37,7 +55,10 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
                     continue
                 seconds[each] = min(seconds[each], taken) if number else math.inf
         best = min(ways, key=seconds.__getitem__)
-        _CHOICES[full_key] = best if seconds[best] < MARGIN * seconds[default] else default
+        margin = CPU_MARGIN if device.type == "cpu" else MARGIN
+        _CHOICES[full_key] = best if seconds[best] < margin * seconds[default] else default
+        if device.type == "cpu":
+            _CHOICES[full_key] = _remember(line, _CHOICES[full_key], ways)
         times = ", ".join(f"{each} {1e6 * seconds[each]:.0f} us" for each in ways)
         log.info("%s: %s (%s)", what, _CHOICES[full_key], times)
     return _CHOICES[full_key]
@@ -56,6 +77,73 @@ def _seconds(way: Callable[[], object], device: torch.device) -> float:
     after.record()
     after.synchronize()
     return before.elapsed_time(after) / 1e3 / CALLS
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps what was measured or compiled: $XDG_CACHE_HOME/ldm_lite, usually in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ldm_lite"
+
+
+def choices_file() -> Path:
+    """Return the file of choices for CPUs, JSON: {machine: {what was timed: name of the fastest way}}."""
+    return cache_folder() / "kernels.json"
+
+
+def machine() -> str:
+    """Describe what the choices for this CPU depend on: model, instructions, threads and version of torch."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{_cpu_model()}, {instructions}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+@functools.cache
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def summary() -> str:
+    """Say in one line how many choices for this CPU are kept, and where."""
+    found = _remembered()
+    return f"{len(found)} kernels timed, {choices_file()}" if found else "no kernels timed yet"
+
+
+def _remembered() -> dict[str, str]:
+    """Return the choices of earlier processes on this machine; none if the file is missing or broken."""
+    return _read().get(machine(), {})
+
+
+def _read() -> dict[str, dict[str, str]]:
+    try:
+        found = json.loads(choices_file().read_text())
+        return {str(each): {str(k): str(v) for k, v in dict(lines).items()} for each, lines in dict(found).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s cannot be read (%s): kernels are timed anew", choices_file(), error)
+        return {}
+
+
+def _remember(line: str, name: str, ways: Collection[str]) -> str:
+    """Add a choice to the file, and return it; if another process was first, return its choice if it is a way."""
+    path = choices_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _read()
+            chosen = lines[line] if (lines := found.setdefault(machine(), {})).get(line) in ways else name
+            lines[line] = chosen
+            fresh = path.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps(found, indent=1))
+            fresh.replace(path)
+        return chosen
+    except OSError as error:
+        log.warning("%s cannot be written (%s): every process times its kernels", path, error)
+        return name
 
 
 @contextlib.contextmanager

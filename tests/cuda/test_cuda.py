@@ -140,7 +140,7 @@ def test_attention(name: str, dtype: str, small_path: Path, device: torch.device
 
 
 @pytest.mark.parametrize(
-    ("name", "tier"), [*((each, "off") for each in ("none", *KERNELS)), ("norm", "step"), ("all", "step")]
+    ("name", "tier"), [*((each, "off") for each in ("plain", *KERNELS)), ("norm", "step"), ("all", "step")]
 )
 def test_kernels(name: str, tier: str, small_path: Path, device: torch.device, wanted: Tensor) -> None:
     """Each alone, in plain and in compiled steps."""

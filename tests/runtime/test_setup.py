@@ -14,7 +14,8 @@ from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.runtime import attention, fused_norm, setup, timed_layers
-from ldm_lite.runtime.attention import layers, sdpa, vanilla
+from ldm_lite.runtime.attention import layers, vanilla
+from ldm_lite.runtime.cpu.attention import timed
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
 from ldm_lite.runtime.setup import prepare
@@ -62,7 +63,7 @@ def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
         load_model(LoadOptions(ckpt=small_path, device="cpu"), Model),
         ldm_lite.load(small_path, device="cpu"),
     ):
-        assert functions(model.unet) == functions(model.vae) == {sdpa}
+        assert functions(model.unet) == functions(model.vae) == {timed}
         assert model.step is denoise_step
         assert model.offloader is None
 
@@ -140,7 +141,7 @@ def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "wanted"),
     [
         (None, {"qkv"}),
-        ("none", set()),
+        ("plain", set()),
         ("conv", {"conv"}),
         ("qkv,pdl,tma", {"qkv", "pdl", "tma"}),
     ],
@@ -185,7 +186,7 @@ def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.
 
 
 def test_unknown_kernels_are_named(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, none, or some of qkv, norm, geglu"):
+    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, plain, or some of qkv, norm, geglu"):
         ldm_lite.load(small_path, device="cpu", kernels="qkv,fast")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="need Triton"):

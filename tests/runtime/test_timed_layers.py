@@ -29,6 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return timing.fastest(what, key, ways, device)
 
     monkeypatch.setattr(timing, "_CHOICES", {})
+    monkeypatch.setattr(timing, "_read", dict)
     monkeypatch.setattr(timed_layers, "fastest", fastest)
     monkeypatch.setattr(timed_layers, "_suits", lambda x: not torch.is_grad_enabled())
     return seconds

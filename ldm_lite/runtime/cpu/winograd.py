@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.runtime.cpu.products import multiply_each
 from ldm_lite.runtime.patching import kernel, patch
 
 # The points, by m, at which polynomials are evaluated, besides infinity.  For m = 4 the usual 0, 1, -1, 2, -2 have 1.7
@@ -66,7 +67,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
     to_input, to_weight, to_output = TRANSFORMS[m]
     rows, columns = -(-h // m), -(-w // m)
 
-    weights = (to_weight @ weight.reshape(-1, 9).t()).view(n * n, num_out, channels).transpose(1, 2)  # (n*n, C, K)
+    weights = (to_weight @ weight.reshape(-1, 9).t()).view(n * n, num_out, channels)
     pixels = x.permute(0, 2, 3, 1)
     out = x.new_empty(batch, rows * m, columns * m, num_out)
     together = min(rows, max(1, TILES // (batch * columns)))  # rows of tiles
@@ -83,7 +84,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
         # input tiles, which overlap by two: a view of the strip, copied and transformed
         tiles = strip.as_strided((n, n, batch, count, columns, channels), (line, pixel, image, m * line, m * pixel, 1))
         inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
-        products = torch.bmm(inputs, weights)  # (n*n, T, K)
+        products = multiply_each(inputs, weights)  # (n*n, T, K)
         if bias is not None:
             products[n + 1] += bias  # this position goes to each output of its tile with weight 1
         made = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, num_out)

@@ -1,0 +1,226 @@
+"""Kernels of our own for a CPU: attention in blocks, products by the faster library, and the file of choices."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.models.ops import Conv1x1
+from ldm_lite.models.transformer import FeedForward, SpatialTransformer
+from ldm_lite.runtime import timing
+from ldm_lite.runtime.cpu import attention, products, winograd
+from ldm_lite.runtime.patching import patch_of, runs_as_written
+from ldm_lite.runtime.setup import prepare
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of choices of this test."""
+    monkeypatch.setattr(timing, "_CHOICES", {})
+    monkeypatch.setattr(timing, "choices_file", lambda: tmp_path / "cache" / "kernels.json")
+    return tmp_path / "cache" / "kernels.json"
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make every choice this one, without timing, for products of any size."""
+
+    def choose(name: str) -> None:
+        for module in (attention, products):
+            monkeypatch.setattr(module, "fastest", lambda what, key, ways, device: name)
+        monkeypatch.setattr(products, "MIN_PRODUCT", 1)
+
+    return choose
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q.double() @ k.double().transpose(-2, -1) * q.shape[-1] ** -0.5
+    return scores.softmax(dim=-1) @ v.double()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 5, 7, 3), (2, 3, 600, 300, 40), (1, 5, 513, 257, 8), (3, 1, 1, 1000, 16)])
+@pytest.mark.parametrize("bound", [1.0, 59.0, 61.0, 119.0])
+@torch.no_grad()
+def test_blocks_are_exact(sizes: tuple[int, ...], bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, heads, n, m, dim = sizes
+    q, k, v = (toy.normal(i, batch, count, heads, dim).transpose(1, 2) for i, count in enumerate((n, m, m)))
+    centred = k - k.mean(dim=2, keepdim=True)
+    lengths = q.norm(dim=-1) * centred.norm(dim=-1).amax(dim=-1, keepdim=True) * dim**-0.5
+    q, k = q * (bound / lengths.max()), k + 3 * toy.normal(4, heads, 1, dim)  # a mean that all keys share
+    plain, wanted = F.scaled_dot_product_attention(q, k, v), _exact(q, k, v)
+    monkeypatch.setattr(attention, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
+    found = attention.blocked(q, k, v)
+    assert float((found - wanted).abs().max()) <= max(2e-6, 2 * float((plain - wanted).abs().max()))
+
+
+@pytest.mark.parametrize("length", [90.0, 119.0])
+@torch.no_grad()
+def test_scores_near_the_limit_lose_nothing(length: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One query along the longest key, one against it, one across: the bound is far above the maximum of the last two.
+    k = torch.zeros(1, 1, 400, 4)
+    k[0, 0, 0, 0], k[0, 0, 1, 0] = 1.0, -1.0
+    q = torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0], [0, 1.0, 0, 0]])[None, None] * length * 2  # / sqrt(4)
+    v = toy.normal(1, 1, 1, 400, 4)
+    monkeypatch.setattr(attention, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
+    found = attention.blocked(q, k, v)
+    assert float((found - _exact(q, k, v)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["far", "nan", "half", "training"])
+def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
+    q, k, v = (toy.normal(i, 1, 2, 300, 8) for i in range(3))
+    if wrong == "far":
+        q = q * 1000
+    if wrong == "nan":
+        k[0, 0, 5, 2] = float("nan")
+    if wrong == "half":
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    with torch.set_grad_enabled(wrong == "training"):
+        found, wanted = attention.blocked(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "blocked"])
+@torch.no_grad()
+def test_attention_takes_the_choice(name: str, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    always(name)
+    monkeypatch.setattr(attention, "MIN_TOKENS", 8)
+    q, k, v = (toy.normal(i, 2, 2, 20, 8) for i in range(3))
+    kernel: Any = attention.blocked if name == "blocked" else F.scaled_dot_product_attention
+    assert torch.equal(attention.timed(q, k, v), kernel(q, k, v))
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_products_of_both_libraries(
+    public: bool, bias: bool, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always("onednn")
+    if public:
+        monkeypatch.setattr(products, "_ONEDNN", None)
+    network = toy.fill(nn.Sequential(nn.Linear(24, 40, bias=bias), nn.Linear(40, 8)))
+    x = toy.normal(1, 2, 3, 5, 24)
+    wanted = network(x)
+    products.use(network)
+    assert [patch_of(each) for each in network] == [products._linear] * 2
+    assert runs_as_written(network)
+    assert toy.relative_error(network(x), wanted.numpy()) < 1e-6
+    strided = x.transpose(1, 2)
+    assert toy.relative_error(network(strided), wanted.transpose(1, 2).numpy()) < 1e-6
+    conv = toy.fill(Conv1x1(24, 16))
+    image = toy.normal(2, 2, 24, 3, 5)
+    wanted = conv(image)
+    products.use(conv)
+    assert toy.relative_error(conv(image), wanted.numpy()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["torch", "onednn"])
+@torch.no_grad()
+def test_winograds_products(name: str, always: Callable[[str], None]) -> None:
+    always(name)
+    x, weight, bias = toy.normal(1, 2, 9, 13, 11), toy.normal(2, 7, 9, 3, 3), toy.normal(3, 7)
+    wanted = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
+    for m in (2, 4):
+        assert toy.relative_error(winograd.convolve(x, weight, bias, m), wanted.numpy()) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [5, 8, 9, 40])
+@torch.no_grad()
+def test_feed_forwards_in_parts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ROWS", 8)
+    layer, x = toy.fill(FeedForward(12)), toy.normal(1, 3, tokens, 12)
+    wanted = layer(x)
+    products.use(layer)
+    found = layer(x)
+    assert toy.relative_error(found, wanted.numpy()) < 1e-6
+    # the bits of an image are those that it has alone
+    assert all(torch.equal(found[i : i + 1], layer(x[i : i + 1])) for i in range(3)) or tokens <= 8
+    # a layer that somebody replaced or watches is called
+    seen: list[object] = []
+    layer.net[0].register_forward_hook(lambda *args: seen.append(args))
+    layer(x)
+    assert seen
+
+
+def test_training_takes_pytorchs_layers(always: Callable[[str], None]) -> None:
+    always("onednn")
+    layer, x = toy.fill(nn.Linear(8, 8)).requires_grad_(), toy.normal(1, 4, 8)
+    wanted = layer(x)
+    products.use(layer)
+    assert torch.equal(layer(x), wanted)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_plain_takes_no_kernel_of_ours() -> None:
+    kernels = {products._linear, products._conv1x1, products._feed_forward, winograd._forward}
+
+    def ours(option: str | None) -> set[object]:
+        network = nn.Sequential(SpatialTransformer(128, 16, 2, 1, False, False), nn.Conv2d(128, 128, 3, padding=1))
+        prepare({"vae": network}, RuntimeOptions(kernels=option), CPU)
+        attentions = {module.attention for module in network.modules() if hasattr(module, "attention")}
+        return {patch_of(module) for module in network.modules()} & kernels | attentions
+
+    assert ours("plain") == {attention.sdpa}
+    assert ours(None) > {attention.timed, winograd._forward, products._feed_forward}
+
+
+# ---- the file of choices --------------------------------------------------------------------------------------------
+
+
+def _choose(first: str, second: str = "other") -> str:
+    """Choose between two ways of which the second is instant."""
+    return timing.fastest("a product", (3, 4), {first: lambda: sum(range(20000)), second: int}, CPU)
+
+
+def test_choices_are_kept(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _choose("slow") == "other"
+    assert json.loads(choices.read_text()) == {timing.machine(): {"a product, (3, 4)": "other"}}
+    monkeypatch.setattr(timing, "_CHOICES", {})
+    monkeypatch.setattr(timing, "_seconds", lambda *args: pytest.fail("timed again"))
+    assert _choose("slow") == "other"
+    assert timing.summary() == f"1 kernels timed, {choices}"
+
+
+def test_the_first_process_decides(choices: Path) -> None:
+    ways = {"slow", "other"}
+    found = timing._remember("a product, (3, 4)", "slow", ways)
+    assert timing._remember("a product, (3, 4)", "other", ways) == found == "slow"
+    assert _choose("slow") == "slow"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', "{", '{"x": {"y": ["z"]}}', "\xff"])
+def test_a_broken_file_is_written_anew(text: str, choices: Path, caplog: pytest.LogCaptureFixture) -> None:
+    choices.parent.mkdir(parents=True)
+    choices.write_text(text, encoding="latin-1")
+    assert _choose("slow") == "other"
+    assert "a product, (3, 4)" in choices.read_text()
+
+
+def test_an_unknown_name_in_the_file_is_timed_again(choices: Path) -> None:
+    timing._remember("a product, (3, 4)", "removed", {"removed"})
+    assert _choose("slow") == "other"
+
+
+def test_a_folder_that_cannot_be_written(choices: Path, caplog: pytest.LogCaptureFixture) -> None:
+    choices.parent.write_text("a file in place of the folder")
+    with caplog.at_level(logging.WARNING, "ldm_lite"):
+        assert _choose("slow") == "other"
+    assert "cannot be written" in caplog.text
