@@ -4,6 +4,7 @@
     python scripts/profiling.py compiled-kernels   # kernels that the compiler writes for a step on an H100; 10 minutes
     python scripts/profiling.py text-cache         # a step with and without the text's cached keys and values
     python scripts/profiling.py convolutions       # 3x3 convolutions on a CPU, PyTorch's and Winograd's
+    python scripts/profiling.py attention          # a step on a CPU with PyTorch's attention, and with ours
     python scripts/profiling.py strips             # the decoder on a CPU, whole and in strips
 
 The counts need no GPU; their lines for diffusers need `pip install diffusers`.  (Not named profile.py: scripts that
@@ -44,8 +45,10 @@ from ldm_lite.models.ops import GEGLU
 from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime import compile as tiers
-from ldm_lite.runtime import fused_norm, timed_layers
+from ldm_lite.runtime import fused_norm, timed_layers, timing
+from ldm_lite.runtime.cpu import attention as cpu_attention
 from ldm_lite.runtime.cpu import winograd
 from ldm_lite.runtime.setup import keep_freed_memory, prepare
 from ldm_lite.runtime.tiling import tiled
@@ -378,6 +381,28 @@ def convolutions(args: argparse.Namespace) -> None:
         print(f"{shape}, F({m}), {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}", flush=True)
 
 
+@torch.no_grad()
+def attention(args: argparse.Namespace) -> None:
+    """A guided forward of Stable Diffusion's UNet on a CPU with PyTorch's attention, and with ours for 4096 tokens."""
+    with on_meta():
+        unet: Any = build(SD1.networks["unet"])
+    load_weights(unet, split(random_checkpoint("sd1", SD1))["unet"], "unet", torch.device("cpu"), torch.float32)
+    prepare({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
+    x, t, context = torch.randn(2, 4, 64, 64), torch.tensor([500.0, 500.0]), torch.randn(2, 77, 768)
+
+    def run(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        for layer in attention_backends.layers(unet).values():
+            layer.attention = function
+        return unet(x, t, context)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (cpu_attention.blocked if k.shape[2] >= 4096 else F.scaled_dot_product_attention)(q, k, v)
+
+    works = {"PyTorch's": lambda: run(F.scaled_dot_product_attention), "ours": lambda: run(ours)}
+    print(timing.machine())
+    print_times(timed(works, args.rounds), "s")
+
+
 def main() -> None:
     """Run the chosen measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -387,13 +412,14 @@ def main() -> None:
         "compiled-kernels": compiled_kernels,
         "text-cache": text_cache,
         "convolutions": convolutions,
+        "attention": attention,
         "strips": strips,
     }
     added = {}
     for name, measure in measurements.items():
         added[name] = commands.add_parser(name, description=measure.__doc__)
         added[name].set_defaults(measure=measure)
-    for name, rounds in (("text-cache", 40), ("convolutions", 5), ("strips", 12)):
+    for name, rounds in (("text-cache", 40), ("convolutions", 5), ("attention", 5), ("strips", 12)):
         added[name].add_argument("--rounds", type=int, default=rounds)
     added["text-cache"].add_argument("--ckpt")
     added["strips"].add_argument("--size", type=int, default=512)

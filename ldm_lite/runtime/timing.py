@@ -39,7 +39,7 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     full_key = (what, name, key)
     line = f"{what}, {key}"
-    if full_key not in _CHOICES and device.type == "cpu" and (known := _remembered().get(line)) in ways:
+    if full_key not in _CHOICES and device.type == "cpu" and (known := _remembered().get(line, "")) in ways:
         _CHOICES[full_key] = known
     if full_key not in _CHOICES:
         seconds, default = dict.fromkeys(ways, math.inf), next(iter(ways))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.ops import Conv1x1
-from ldm_lite.models.transformer import FeedForward, SpatialTransformer
+from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu import attention, products, winograd
 from ldm_lite.runtime.patching import patch_of, runs_as_written
@@ -141,24 +141,6 @@ def test_winograds_products(name: str, always: Callable[[str], None]) -> None:
         assert toy.relative_error(winograd.convolve(x, weight, bias, m), wanted.numpy()) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [5, 8, 9, 40])
-@torch.no_grad()
-def test_feed_forwards_in_parts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "ROWS", 8)
-    layer, x = toy.fill(FeedForward(12)), toy.normal(1, 3, tokens, 12)
-    wanted = layer(x)
-    products.use(layer)
-    found = layer(x)
-    assert toy.relative_error(found, wanted.numpy()) < 1e-6
-    # the bits of an image are those that it has alone
-    assert all(torch.equal(found[i : i + 1], layer(x[i : i + 1])) for i in range(3)) or tokens <= 8
-    # a layer that somebody replaced or watches is called
-    seen: list[object] = []
-    layer.net[0].register_forward_hook(lambda *args: seen.append(args))
-    layer(x)
-    assert seen
-
-
 def test_training_takes_pytorchs_layers(always: Callable[[str], None]) -> None:
     always("onednn")
     layer, x = toy.fill(nn.Linear(8, 8)).requires_grad_(), toy.normal(1, 4, 8)
@@ -170,7 +152,7 @@ def test_training_takes_pytorchs_layers(always: Callable[[str], None]) -> None:
 
 
 def test_plain_takes_no_kernel_of_ours() -> None:
-    kernels = {products._linear, products._conv1x1, products._feed_forward, winograd._forward}
+    kernels = {products._linear, products._conv1x1, winograd._forward}
 
     def ours(option: str | None) -> set[object]:
         network = nn.Sequential(SpatialTransformer(128, 16, 2, 1, False, False), nn.Conv2d(128, 128, 3, padding=1))
@@ -179,7 +161,7 @@ def test_plain_takes_no_kernel_of_ours() -> None:
         return {patch_of(module) for module in network.modules()} & kernels | attentions
 
     assert ours("plain") == {attention.sdpa}
-    assert ours(None) > {attention.timed, winograd._forward, products._feed_forward}
+    assert ours(None) > {attention.timed, winograd._forward}
 
 
 # ---- the file of choices --------------------------------------------------------------------------------------------
