@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file, read_bytes
 from ldm_lite.train import distributed
-from ldm_lite.train.data import write_atomically
+from ldm_lite.train.examples import write_atomically
 
 try:
     import fcntl
@@ -156,7 +156,8 @@ def read_log(path: Path) -> list[dict[str, float]]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
             row = json.loads(line)
-            if type(row["step"]) is int and isinstance(row["loss"], (int, float)):
+            value = row["loss"] if "loss" in row else row["validation"]
+            if type(row["step"]) is int and isinstance(value, (int, float)):
                 rows.append(row)
     if len(rows) < len(lines):
         log.warning("%s: %d lines of it cannot be read, they are left out", path, len(lines) - len(rows))
