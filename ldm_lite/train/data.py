@@ -111,6 +111,17 @@ def open_folder(folder: Path, resolution: int, caption: str | None = None) -> Im
     return ImageFolder(tuple(pairs), (resolution, resolution))
 
 
+def with_hints(images: ImageFolder) -> ImageFolder:
+    """Return images with NAME.hint.png beside each.  Raises ValueError if one has none."""
+    without = [path for path, _ in images.items if not beside(path, ".hint").is_file()]
+    if without:
+        raise ValueError(
+            f"{without[0]}: has no image for the ControlNet: wanted {beside(without[0], '.hint').name} beside it "
+            f"({len(without)} images have none)"
+        )
+    return replace(images, hinted=True)
+
+
 def in_buckets(images: ImageFolder, step: int) -> Buckets:
     """Divide images among sizes of about the same area, by their ratio: little of each is cut off.
 

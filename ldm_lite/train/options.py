@@ -45,8 +45,8 @@ class LearnedOptions(CheckedOptions):
 
     stage: str = option(
         "diffusion",
-        "what to train: the diffusion model, the autoencoder, or vectors for a name (textual inversion)",
-        choices=("autoencoder", "diffusion", "embedding"),
+        "what to train: the diffusion model, the autoencoder, vectors for a name (textual inversion), or a ControlNet",
+        choices=("autoencoder", "diffusion", "embedding", "control"),
         common=True,
     )
     preset: str | None = option(None, "train a small model from scratch: emoji64, emoji128")
@@ -82,7 +82,12 @@ class OptimiserOptions(CheckedOptions):
         1e-3, "peak learning rate: linear warm-up, then cosine decay to 0", within=(0, math.inf), common=True
     )
     warmup: int = option(200, "steps of the warm-up", within=(0, MOST))
-    weight_decay: float = option(0.01, "weight decay of AdamW", within=(0, math.inf))
+    optimizer: str = option(
+        "adamw",
+        "adamw8bit and prodigy (with --lr 1) need the extra [optimizers]",
+        choices=("adamw", "adamw8bit", "prodigy"),
+    )
+    weight_decay: float = option(0.01, "weight decay of the optimiser", within=(0, math.inf))
     ema_decay: float = option(0.999, "decay of the EMA of the weights", "--average", within=(0, 1))
     ema_lengths: bool = option(
         False, "keep averages from which python -m ldm_lite.train.averages makes any length afterwards (EDM2)"
@@ -120,6 +125,9 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
     save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
     samples: str = option(
         "a red apple on a blue background|rocket|cat|red heart", "prompts of the sample grid, separated by |"
+    )
+    log_to: tuple[str, ...] = option(
+        (), "log to tensorboard or wandb too (extra [loggers]); repeatable", metavar="NAME"
     )
     debug: bool = option(False, "show the traceback of an error")
 
@@ -163,6 +171,10 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
     if options.preset is not None:
         _refuse(load, _OF_CHECKPOINTS, "with `preset`, which starts from new weights")
         _refuse(options, ("buckets", "resolution"), "with `preset`, which has its own size")
+    if unknown := sorted(set(options.log_to) - {"tensorboard", "wandb"}):
+        raise ValueError(f"got `log_to` {unknown[0]!r}, wanted tensorboard or wandb")
+    if options.optimizer != "adamw":
+        _refuse(options, ("shard",), f"with `optimizer={options.optimizer}`")
     _check_stage(options, load)
     _check_data(options)
 
@@ -179,9 +191,12 @@ def _check_stage(options: TrainOptions, load: LoadOptions) -> None:
             raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")
         if options.preset is not None:
             raise ValueError("`stage=embedding` needs a trained model: give `ckpt` in place of `preset`")
-        _refuse(options, ("freeze_text",), "with `stage=embedding`, which keeps the model frozen")
     else:
         _refuse(options, _OF_EMBEDDING, "without `stage=embedding`")
+    if options.stage in ("embedding", "control"):
+        _refuse(options, ("freeze_text",), f"with `stage={options.stage}`, which keeps the model frozen")
+    if options.stage == "control":
+        _refuse(options, ("class_data", "class_prompt", "renderer", "preset"), "with `stage=control`")
     if options.lora_rank is None:
         _refuse(options, _OF_LORA, "without `lora_rank`")
     else:

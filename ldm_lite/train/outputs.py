@@ -23,6 +23,7 @@ from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
 from ldm_lite.train.averages import Weights, using
 from ldm_lite.train.config import CONFIG, with_config
+from ldm_lite.train.control import control_file, steered
 from ldm_lite.train.embedding import embedding_file
 from ldm_lite.train.examples import write_atomically
 from ldm_lite.train.lora import kohya_file
@@ -38,12 +39,18 @@ SAMPLE_STEPS = 20
 
 def checkpoint_path(options: TrainOptions) -> Path:
     """Return the path of the checkpoint that a run writes."""
-    kind = "lora" if options.lora_rank is not None else "embedding" if options.stage == "embedding" else "model"
+    kind = options.stage if options.stage in ("embedding", "control") else "model"
+    kind = kind if options.lora_rank is None else "lora"
     return Path(options.out) / f"{kind}.safetensors"
 
 
-def save(options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> None:
-    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss."""
+def save(
+    options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
+) -> None:
+    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
+
+    hint (3,H,W) uint8 is the image that a ControlNet reads for all samples.
+    """
     untrained = None
     if options.preset is not None and "text_encoder" in ema and options.stage == "diffusion":
         untrained = trainer.untrained_tokens()
@@ -52,7 +59,7 @@ def save(options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str
         trainer.averages.store(trainer.folder, trainer.step)
     if options.stage != "autoencoder":
         with _with_ema(model, trainer, ema) as averaged:
-            sheet = _sample_grid(averaged, options.samples.split("|"))
+            sheet = _sample_grid(averaged, options.samples.split("|"), ema.get("control"), hint)
         write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
     plot_losses(trainer.folder)
 
@@ -66,6 +73,8 @@ def _content(
     """Return the content of the file of a run, with the weights of networks that it trained, by name."""
     if options.stage == "embedding":
         return embedding_file(networks["embedding"], model)
+    if options.stage == "control":
+        return control_file(networks["control"])
     if options.lora_rank is not None:
         return kohya_file(networks["lora"], model)
     return _checkpoint(options, model, networks, untrained)
@@ -136,16 +145,19 @@ def _checkpoint(
     return tensors, describe(model.family)
 
 
-def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
-    """Draw a row of images for each prompt, from the same noise at every checkpoint."""
+def _sample_grid(
+    model: Model, prompts: list[str], control: nn.Module | None = None, hint: Tensor | None = None
+) -> Image.Image:
+    """Draw a row of images for each prompt, from the same noise at every checkpoint, after the hint if there is one."""
     plan = make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
-    side = model.family.resolution
-    noise = SeededNoise(range(SAMPLES), model.latent_shape(side, side))()
+    height, width = (model.family.resolution,) * 2 if hint is None else (hint.shape[1], hint.shape[2])
+    noise = SeededNoise(range(SAMPLES), model.latent_shape(height, width))()
+    extras = generate.Extras(control=None if control is None or hint is None else steered(model, control, hint, plan))
     uncond = encode_prompts(model, [None] * SAMPLES)
     images = []
     for prompt in prompts:
         branches = guided(model, encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
-        latents = generate.denoise(model, noise, branches, plan)
+        latents = generate.denoise(model, noise, branches, plan, extras=extras)
         images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
     return grid(images, columns=SAMPLES)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from ldm_lite.train import distributed, outputs
 from ldm_lite.train.config import CONFIG, as_toml, with_config
 from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.examples import Dataset, write_atomically
+from ldm_lite.train.loggers import open_logger
 from ldm_lite.train.lora import AttachedLoRA, LoRA
 from ldm_lite.train.losses import DiffusionLoss, Loss, Prior, checkpoint_activations
 from ldm_lite.train.norm import use_fast_backward
@@ -112,7 +114,7 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
             every = options.validate_every or options.save_every
             trainer.validation = Validation(loss, data.validation, options.batch, every)
         if options.checkpointing:  # after the trainer has copied the networks for the EMA
-            for network in (model.unet, *model.text_encoders):
+            for network in (model.unet, *model.text_encoders, *loss.networks.values()):
                 stack.enter_context(checkpoint_activations(network))
 
         def save(step: int) -> None:
@@ -125,7 +127,8 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
                     ema[role].load_state_dict(average[role])
                     ema[role].to(model.device)
                 whole = {role: getattr(fresh, role).to(model.device) for role in released}
-                outputs.save(options, replace(model, **whole), trainer, ema)
+                hint = data.train.example(0).hint if options.stage == "control" else None
+                outputs.save(options, replace(model, **whole), trainer, ema, hint)
 
         trainer.fit(data.train, on_step, save, data.prior)
 
@@ -190,6 +193,10 @@ def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
         log.info("continuing at step %d", trainer.step)
     elif options.resume:
         log.info("%s: holds no state to continue from, a new run begins", trainer.folder)
+    if distributed.rank() == 0:
+        trainer.log.others = [
+            open_logger(name, trainer.folder, dataclasses.asdict(options), trainer.step) for name in options.log_to
+        ]
     if model.device.type == "cpu":
         for network in networks:
             use_fast_backward(network)
@@ -209,6 +216,7 @@ def _config(options: TrainOptions, device: torch.device) -> TrainConfig:
         weight_decay=options.weight_decay,
         ema_decay=options.ema_decay,
         ema_lengths=options.ema_lengths,
+        optimizer=options.optimizer,
         clip=options.clip,
         seed=options.seed,
         minutes=options.minutes,

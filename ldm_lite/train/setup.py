@@ -26,7 +26,17 @@ from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Order, in_order, reported_workers
-from ldm_lite.train.data import BESIDE, ImageFolder, beside, in_buckets, open_data, open_folder, open_renderer
+from ldm_lite.train.control import new_control
+from ldm_lite.train.data import (
+    BESIDE,
+    ImageFolder,
+    beside,
+    in_buckets,
+    open_data,
+    open_folder,
+    open_renderer,
+    with_hints,
+)
 from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
 from ldm_lite.train.examples import Buckets, Dataset, Part
@@ -96,6 +106,8 @@ def check_model(options: TrainOptions, model: Model) -> None:
         return
     if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":
         raise ValueError(f"{family.title}: is distilled: train a LoRA of it, or the model it was distilled from")
+    if options.stage == "control" and not isinstance(model.unet, UNet):
+        raise ValueError(f"{family.title}: has no UNet that a ControlNet could steer")
     encoders = model.text_encoders
     reads_text = family.task == "txt2img" and family.conditioner in ("clip", "sdxl")
     if not reads_text or not all(isinstance(encoder, CLIP) for encoder in encoders):
@@ -132,11 +144,14 @@ def open_dataset(options: TrainOptions, model: Model, path: str | None) -> Datas
     elif folder.is_dir() and not any(folder.glob("*.tar")):
         caption = options.class_prompt if kind == "class_data" else options.caption
         images = replace(open_folder(folder, resolution, caption), masked=options.masked)
+        images = with_hints(images) if options.stage == "control" else images
         factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
         step = factor * max(1, round(resolution / 8 / factor))
         return in_buckets(images, step) if options.buckets else images
     else:
         plain = open_data(folder, resolution)
+    if options.stage == "control":
+        raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
     for name in ("caption", "buckets", "masked"):
         if getattr(options, name):
             raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
@@ -265,10 +280,13 @@ def make_loss(options: TrainOptions, model: Model, empty: Conditioning | None = 
     if options.tokens is not None:
         assert model.tokenizer is not None
         model = replace(model, tokenizer=replace(model.tokenizer, length=options.tokens))
-    networks = trained_networks(options, model)
+    networks, control = trained_networks(options, model), None
     if options.stage == "embedding":
         vectors = Vectors(model, options.init_word, options.vectors)
         model, networks = vectors.known_to(model, str(options.token)), {"embedding": vectors}
+    elif options.stage == "control":
+        control = new_control(model)
+        networks = {"control": control}
     elif options.lora_rank is not None:
         kind = (options.lora_rank, options.lora_alpha, options.lora_kind, options.lokr_factor)
         networks = {"lora": LoRA(networks, *kind)}
@@ -280,7 +298,7 @@ def make_loss(options: TrainOptions, model: Model, empty: Conditioning | None = 
         networks["weighting"] = weighting = LearnedWeighting().to(model.device)
     elif options.weighting is not None or options.min_snr is not None:
         weighting = of_x0(options.weighting or "min_snr", model.schedule.prediction, options.min_snr or 5.0)
-    return DiffusionLoss(model, networks, options.caption_dropout, weighting, empty)
+    return DiffusionLoss(model, networks, options.caption_dropout, weighting, empty, control=control)
 
 
 def _unfreeze(network: nn.Module) -> None:
@@ -294,7 +312,7 @@ def _unfreeze(network: nn.Module) -> None:
 
 def trained_networks(options: TrainOptions, model: Model) -> dict[str, nn.Module]:
     """Return the networks of a diffusion model that are trained, or changed by a LoRA, by role."""
-    if options.stage == "embedding":
+    if options.stage in ("embedding", "control"):
         return {}
     networks: dict[str, nn.Module] = {"unet": model.unet}
     if options.lora_text if options.lora_rank is not None else not options.freeze_text:

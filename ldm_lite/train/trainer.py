@@ -28,6 +28,7 @@ from ldm_lite.train.averages import PowerAverages, using
 from ldm_lite.train.batches import Batch, Draws, Share, batches, reported_workers
 from ldm_lite.train.examples import Dataset, write_atomically
 from ldm_lite.train.losses import Loss
+from ldm_lite.train.optimizers import make_optimizer, restore
 from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state
 from ldm_lite.train.validation import Validation
 
@@ -53,6 +54,7 @@ class TrainConfig:
     save_every: int  # steps
     workers: int
     bf16: bool  # autocast
+    optimizer: str = "adamw"
     ema_lengths: bool = False  # keep averages of two lengths too
     shard: bool = False  # divide weights, averages and gradients among the processes
 
@@ -98,14 +100,8 @@ class Trainer:
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
-        self.optimizer = torch.optim.AdamW(
-            self._groups(),
-            lr=config.lr,
-            betas=(0.9, 0.99),
-            weight_decay=config.weight_decay,
-            fused=self.device.type in ("cuda", "cpu"),
-        )
-        self._log = Log(folder)
+        self.optimizer = make_optimizer(config.optimizer, self._groups(), config.lr, config.weight_decay)
+        self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
         self._last: Batch  # the batch of the last good step
         self._module = distributed.parallel(_Whole(loss))
@@ -151,13 +147,7 @@ class Trainer:
                 for average, stored in zip(self.averages.networks, state["averages"], strict=True):
                     for name, network in average.items():
                         load_finite(network, stored[name])
-            averages = state["optimizer"]["state"]
-            check_averages(averages, self.parameters, state["step"])
-            for index, values in averages.items():
-                for name in ("exp_avg", "exp_avg_sq"):
-                    values[name] = distributed.divided_as(values[name], self.parameters[index])
-            own = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
-            self.optimizer.load_state_dict({"state": averages, "param_groups": own})
+            self._restore(state["optimizer"], state["step"])
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
             settings = dict(state["settings"])
@@ -167,7 +157,20 @@ class Trainer:
         if changed:
             log.info("the run goes on with other settings than before: %s", json.dumps(changed))
         if distributed.rank() == 0:
-            self._log.trim(self.step)
+            self.log.trim(self.step)
+
+    def _restore(self, stored: dict[str, Any], step: int) -> None:
+        """Load the optimiser's state after a step.  Raises any exception if it is not that."""
+        if self.config.optimizer != "adamw":
+            restore(self.optimizer, stored)
+            return
+        averages = stored["state"]
+        check_averages(averages, self.parameters, step)
+        for index, values in averages.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                values[name] = distributed.divided_as(values[name], self.parameters[index])
+        own = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
+        self.optimizer.load_state_dict({"state": averages, "param_groups": own})
 
     def _settings(self) -> dict[str, object]:
         """The part of the config that results depend on."""
@@ -239,7 +242,7 @@ class Trainer:
             return None
         mean, self._losses = sum(self._losses) / len(self._losses), []
         if distributed.rank() == 0:
-            self._log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
+            self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
         return mean
 
     def _validate(self) -> None:
@@ -249,7 +252,7 @@ class Trainer:
         with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
             value = self.validation()
         if distributed.rank() == 0:
-            self._log.add({"step": self.step, "validation": value})
+            self.log.add({"step": self.step, "validation": value})
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else contextlib.nullcontext()
