@@ -2,9 +2,10 @@
 
     python scripts/training_step.py --rounds 7
 
-Needs diffusers.  Both train the same UNet with random weights from the same latents and text embeddings: noise, forward,
-mean squared error, backward, clipped gradients, AdamW, EMA.  The script's own encoding of images and captions in each
-step, which ours does once, is left out.  Prints the median seconds of a step, and the largest difference of losses.
+Needs diffusers.  Both train the same UNet with random weights from the same latents and text embeddings: noise,
+forward, mean squared error, backward, clipped gradients, AdamW, EMA.  The script's own encoding of images and captions
+in each step, which ours does once, is left out.  Prints the median seconds of a step, and the largest difference of
+losses.
 """
 
 import argparse

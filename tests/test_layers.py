@@ -17,7 +17,8 @@ LAYERS = [
     {"generate", "conditioning", "control"},
     {"tasks", "train"},
     {"bench", "batch"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"},
+    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"}
+    | {"evaluate"},
     {"serve"},
     {"__init__", "__main__"},
 ]
@@ -35,6 +36,7 @@ COMMANDS = {
     "samplers",
     "export",
     "verify",
+    "evaluate",
     "__main__",
 }
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
