@@ -175,6 +175,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError(f"got `log_to` {unknown[0]!r}, wanted tensorboard or wandb")
     if options.optimizer != "adamw":
         _refuse(options, ("shard",), f"with `optimizer={options.optimizer}`")
+    if options.shard:
+        _refuse(options, ("ema_lengths",), "with `shard`")
     _check_stage(options, load)
     _check_data(options)
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import ldm_lite
+from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.cli.options import LoadOptions
@@ -223,6 +224,18 @@ def test_textual_inversion_learns_vectors_alone(
     assert a.shape == b.shape
     assert not torch.allclose(a, b, atol=1e-3)
     assert torch.equal(b, same)
+
+
+@pytest.mark.slow
+def test_xl_trains_from_text_that_was_encoded(tmp_path: Path, folder: Path, files: dict[str, Path]) -> None:
+    """With the losses of training from images, whose sizes are told to be square, up to float16."""
+    out = tmp_path / "encoded"
+    given = [folder, "--encode", "--out", out, "--ckpt", files["sdxl_base"], "--device", "cpu"]
+    assert batch_command.main(list(map(str, given))) == 0
+    more = {"steps": 2, "freeze_text": True, "caption_dropout": 0.5}
+    train(options(out, tmp_path / "a", **more), load(files, "sdxl_base"))
+    train(options(folder, tmp_path / "b", **more), load(files, "sdxl_base"))
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=2e-2)
 
 
 # ---- buckets --------------------------------------------------------------------------------------------------------
