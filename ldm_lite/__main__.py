@@ -19,6 +19,7 @@ COMMANDS = {
     "reconstruct": "an image through an autoencoder and back",
     "samplers": "compare samplers: a table and a chart",
     "verify": "check a checkpoint against published numbers",
+    "evaluate": "FID, precision, recall and CLIP score of images",
     "batch": "images of a table of prompts, by the million",
     "serve": "an HTTP API, and a page in the browser",
     "train": "train or fine-tune",

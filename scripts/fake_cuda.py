@@ -129,7 +129,7 @@ def loss(family: Family, model: Model) -> Tensor:
     """The training loss of a batch; its gradients would need a real device."""
     networks = {role: made(lambda spec=spec: build(spec), torch.float32) for role, spec in family.networks.items()}
     model = replace(model, **networks)
-    compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1, min_snr=5.0)
+    compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     return compute(Batch(pixels, ["a red apple", ""], None, (0, 1)), Draws(0, (0, 1)))
 

@@ -17,14 +17,15 @@ LAYERS = [
     {"generate", "conditioning", "control"},
     {"tasks", "train"},
     {"bench", "batch"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"},
+    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"}
+    | {"evaluate"},
     {"serve"},
     {"__init__", "__main__"},
 ]
 # Within a layer.
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
-PRINTING = {"tasks.command", "tasks.compare", "tasks.export", "train.__main__", "batch.__main__"}
+PRINTING = {"tasks.command", "tasks.compare", "tasks.export", "train.__main__", "train.averages", "batch.__main__"}
 COMMANDS = {
     "txt2img",
     "img2img",
@@ -35,6 +36,7 @@ COMMANDS = {
     "samplers",
     "export",
     "verify",
+    "evaluate",
     "__main__",
 }
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}

@@ -33,8 +33,10 @@ from ldm_lite.cli.files import read_json
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.existing import contents
-from ldm_lite.train.data import ImageFolder, TarShards, open_data, to_float
+from ldm_lite.train.data import ImageFolder, open_data
 from ldm_lite.train.encoded import FORMAT, encoder_digest
+from ldm_lite.train.examples import to_float
+from ldm_lite.train.tars import TarShards
 
 
 class EncodeWorker:

@@ -144,7 +144,7 @@ def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
     context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
     target = _size(model, options) if options.extra.target_size is None else options.extra.target_size
     given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
-    y = _with_numbers(pooled * given[:, None], (*_cut(model, options), *target))
+    y = with_numbers(pooled * given[:, None], torch.tensor((*_cut(model, options), *target)))
     return Conditioning(context * given[:, None, None], y)
 
 
@@ -154,7 +154,7 @@ def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
     score = options.extra.negative_aesthetic_score if options.negative else options.extra.aesthetic_score
     if score is None:
         score = 2.5 if options.negative else 6.0
-    return Conditioning(context, _with_numbers(pooled, (*_cut(model, options), score)))
+    return Conditioning(context, with_numbers(pooled, torch.tensor((*_cut(model, options), score))))
 
 
 def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
@@ -323,9 +323,9 @@ def _cut(model: Model, options: PromptOptions) -> tuple[int, int, int, int]:
     return (*original, *(options.extra.crop_top_left or (0, 0)))
 
 
-def _with_numbers(pooled: Tensor, numbers: Sequence[float]) -> Tensor:
-    """Append the sinusoids of some numbers, 256 each, to pooled outputs (B,D): y (B,V)."""
-    sinusoids = timestep_embedding(torch.tensor(numbers, device=pooled.device), 256).flatten()
+def with_numbers(pooled: Tensor, numbers: Tensor) -> Tensor:
+    """Append the sinusoids of N numbers, (N,) or (B,N), 256 each, to pooled outputs (B,D): y (B, D + 256 * N)."""
+    sinusoids = timestep_embedding(numbers.flatten().to(pooled.device), 256).view(*numbers.shape[:-1], -1)
     return torch.cat([pooled, sinusoids.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
 
 

@@ -65,7 +65,10 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (B, T, 3 * D)
+        return self.attend(F.linear(x, self.in_proj_weight, self.in_proj_bias))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Return the attention of queries, keys and values (B, T, 3 * D)."""
         q, k, v = (split_heads(part, self.heads) for part in qkv.chunk(3, dim=2))  # (B, H, T, D/H)
         return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
 

@@ -6,7 +6,7 @@ stay the same however a step is divided into processes and batches, and a run ca
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from ldm_lite.cli.signals import ignore_signals
-from ldm_lite.train.data import Dataset, Example
+from ldm_lite.train.examples import Buckets, Dataset, Example
 
 T = TypeVar("T")
 
+TENSORS = ("pixels", "context", "y", "sizes", "mask", "hint")  # of an example
+BLOCK = 1000  # batches whose buckets are drawn together
+PRIOR = 2**40  # the first number of the class images: their noise is another
 MIXED = 16  # shards whose examples are shuffled together: memory and open files do not grow with the number of shards
 
 
@@ -27,17 +30,24 @@ MIXED = 16  # shards whose examples are shuffled together: memory and open files
 class Batch:
     """Examples of one size."""
 
-    pixels: Tensor  # (B,3,R,R) uint8; or moments (B,2C,h,w) of the latents, encoded beforehand
+    pixels: Tensor  # (B,3,H,W) uint8; or moments (B,2C,h,w) of the latents, encoded beforehand
     captions: list[str]
     context: Tensor | None  # (B,T,D): the captions, encoded beforehand
     numbers: tuple[int, ...]  # of the examples, counted from the beginning of the run
+    y: Tensor | None = None  # (B,V)
+    sizes: Tensor | None = None  # (B,6) int32, as Example has them
+    mask: Tensor | None = None  # (B,1,H,W) or (B,1,h,w) uint8
+    hint: Tensor | None = None  # (B,3,H,W) uint8
+    prior: "Batch | None" = None  # images of the class, for prior preservation
 
     @classmethod
     def of(cls, examples: Sequence[Example], numbers: Sequence[int]) -> "Batch":
         """Join examples."""
-        pixels, captions, contexts = zip(*examples, strict=True)
-        context = None if contexts[0] is None else torch.stack(contexts)
-        return cls(torch.stack(pixels), list(captions), context, tuple(numbers))
+        joined = {
+            name: None if (values := [getattr(each, name) for each in examples])[0] is None else torch.stack(values)
+            for name in TENSORS
+        }
+        return cls(captions=[each.caption for each in examples], numbers=tuple(numbers), **joined)  # type: ignore[arg-type]
 
 
 class Draws:
@@ -48,7 +58,12 @@ class Draws:
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
         """Seed and numbers are 0 or more."""
+        self.seed = seed
         self._generators = [np.random.default_rng([1, seed, number]) for number in numbers]
+
+    def of(self, numbers: Sequence[int]) -> "Draws":
+        """Return the random numbers of other examples of the run."""
+        return Draws(self.seed, numbers)
 
     def normal(self, shape: Sequence[int] = ()) -> Tensor:
         """Return normal numbers (B,*shape) float32."""
@@ -101,6 +116,46 @@ class Order:
         return shards, ends[[*range(MIXED - 1, len(ends) - 1, MIXED), len(ends) - 1]]
 
 
+class BucketOrder:
+    """Which example of buckets is the run's i-th, so that every batch is of one bucket.
+
+    Each batch is of a random bucket, chosen in proportion to their sizes; the examples of a bucket come in epochs.
+    """
+
+    def __init__(self, dataset: Buckets, seed: int, batch: int) -> None:
+        self.seed, self.batch = seed, batch
+        self.counts, self.firsts = np.array(dataset.counts), dataset.ends - np.array(dataset.counts)
+        self._starts = [np.zeros(len(self.counts), int)]  # by block of batches: how many each bucket had before
+        self._block: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, int))
+        self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}  # by bucket: its current epoch, shuffled
+
+    def _chosen(self, block: int) -> NDArray[np.int64]:
+        """Return the buckets of a block of batches."""
+        share = self.counts / self.counts.sum()
+        return np.random.default_rng([3, self.seed, block]).choice(len(share), BLOCK, p=share)
+
+    def __getitem__(self, number: int) -> int:
+        """Return the dataset's index of an example of the run."""
+        (block, at), place = divmod(number // self.batch, BLOCK), number % self.batch
+        while len(self._starts) <= block:
+            chosen = self._chosen(len(self._starts) - 1)
+            self._starts.append(self._starts[-1] + np.bincount(chosen, minlength=len(self.counts)))
+        if self._block[0] != block:
+            self._block = (block, self._chosen(block))
+        bucket = int(self._block[1][at])
+        before = self._starts[block][bucket] + int((self._block[1][:at] == bucket).sum())
+        epoch, position = divmod(int(before) * self.batch + place, int(self.counts[bucket]))
+        if self._epochs.get(bucket, (-1,))[0] != epoch:
+            order = np.random.default_rng([4, self.seed, bucket, epoch]).permutation(int(self.counts[bucket]))
+            self._epochs[bucket] = (epoch, order)
+        return int(self.firsts[bucket] + self._epochs[bucket][1][position])
+
+
+def order_of(dataset: Dataset, seed: int, batch: int) -> Order | BucketOrder:
+    """Return the order in which a run takes a dataset, in batches of `batch`."""
+    return BucketOrder(dataset, seed, batch) if isinstance(dataset, Buckets) else Order(dataset, seed)
+
+
 @dataclass(frozen=True)
 class Share:
     """Which batches a process takes: `own` of each `batch` examples, from batch `first` to before batch `end`."""
@@ -111,10 +166,13 @@ class Share:
     end: int
 
 
-def batches(dataset: Dataset, seed: int, share: Share, workers: int) -> Iterator[Batch]:
-    """Yield the batches of a process, prefetched by worker processes.  Raises what `example` raises."""
+def batches(dataset: Dataset, seed: int, share: Share, workers: int, prior: Dataset | None = None) -> Iterator[Batch]:
+    """Yield the batches of a process, prefetched by worker processes, with as many images of `prior`.
+
+    Raises what `example` raises.
+    """
     loader = torch_data.DataLoader(
-        _Batches(dataset, seed, share),
+        _Batches(dataset, seed, share, prior),
         batch_size=None,
         sampler=range(share.first, share.end),
         num_workers=workers,
@@ -156,8 +214,10 @@ class _Examples(torch_data.Dataset["Example | Exception"]):
 class _Batches(torch_data.Dataset["Batch | Exception"]):
     """A process's part of each batch of the run, for torch's DataLoader."""
 
-    def __init__(self, dataset: Dataset, seed: int, share: Share) -> None:
-        self.dataset, self.order, self.share = dataset, Order(dataset, seed), share
+    def __init__(self, dataset: Dataset, seed: int, share: Share, prior: Dataset | None) -> None:
+        self.share, self.dataset, self.prior = share, dataset, prior
+        self.order = order_of(dataset, seed, share.batch)
+        self.prior_order = None if prior is None else order_of(prior, seed, share.batch)
 
     def __len__(self) -> int:
         return self.share.end
@@ -166,7 +226,11 @@ class _Batches(torch_data.Dataset["Batch | Exception"]):
         return _caught(lambda: self._batch([index * self.share.batch + i for i in self.share.own]))
 
     def _batch(self, numbers: list[int]) -> Batch:
-        return Batch.of([self.dataset.example(self.order[number]) for number in numbers], numbers)
+        batch = Batch.of([self.dataset.example(self.order[number]) for number in numbers], numbers)
+        if self.prior is None or self.prior_order is None:
+            return batch
+        examples = [self.prior.example(self.prior_order[number]) for number in numbers]
+        return replace(batch, prior=Batch.of(examples, [PRIOR + number for number in numbers]))
 
 
 def _caught(make: Callable[[], T]) -> T | Exception:

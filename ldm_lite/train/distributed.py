@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.open_clip import ResidualAttentionBlock
 from ldm_lite.models.unet import Block
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def shard(network: nn.Module) -> None:
     if world_size() > 1:
         mesh = init_device_mesh(next(network.parameters()).device.type, (world_size(),))
         for module in list(network.modules()):
-            if isinstance(module, (Block, EncoderLayer)):
+            if isinstance(module, (Block, EncoderLayer, ResidualAttentionBlock)):
                 fully_shard(module, mesh=mesh)
         fully_shard(network, mesh=mesh)
 

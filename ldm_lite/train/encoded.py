@@ -6,10 +6,15 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
     index.json               what there is; written last, so a folder with it is complete
     00000/moments.npy        (n,2C,h,w) float16, mean and log variance of the latents, unscaled
     00000/context.npy        (n,T,D) float16, if the text is encoded
+    00000/y.npy              (n,V) float32, what SDXL reads of it besides
+    00000/sizes.npy          (n,6) int32, of the whole images and their crops: in a run's own folder
+    00000/mask.npy           (n,1,H,W) uint8, if the loss is masked
+    00000/hint.npy           (n,3,H,W) uint8, what a ControlNet reads
     00000/captions.jsonl     n JSON strings
     empty/context.npy        (1,T,D) float16, the empty caption, if the text is encoded
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,7 +23,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -28,11 +33,16 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.cli.files import read_json, read_text
 from ldm_lite.train.batches import Batch
-from ldm_lite.train.data import OPEN_SHARDS, Example, write_atomically
+from ldm_lite.train.examples import Example, write_atomically
+from ldm_lite.train.tars import OPEN_SHARDS
 
 INDEX = "index.json"
 FORMAT = "ldm_lite encoded 1"
 SHARD = 1000  # examples
+KINDS = {  # of arrays: their types, and numbers of dimensions of an example
+    "moments": ("<f2", 3), "context": ("<f2", 2), "y": ("<f4", 1), "sizes": ("<i4", 1), "mask": ("|u1", 3),
+    "hint": ("|u1", 3),
+}  # fmt: skip
 ORIGIN = "origin"  # what a run's own latents were made of
 
 
@@ -59,21 +69,22 @@ class EncodedDataset:
         captions = _captions(self._path(shard, "captions.jsonl"), self.written)
         if len(captions) != self.shards[shard]:
             raise ValueError(f"{self._path(shard, 'captions.jsonl')}: has {len(captions)} lines, not a shard's")
-        context = None if self.about["context"] is None else self._row(shard, "context", row)
-        return Example(self._row(shard, "moments", row), captions[row], context)
+        arrays = {name: self._row(shard, name, row) for name in KINDS if self.about.get(name) is not None}
+        return Example(arrays.pop("moments"), captions[row], **arrays)
 
     def empty(self) -> Tensor | None:
         """Return the embeddings (T,D) of the empty caption, if the text is encoded.  Raises as example does."""
         if self.about["context"] is None:
             return None
-        return _finite(_mapped(self.folder / "empty" / "context.npy", self.written, (1, *self.about["context"])), 0)
+        shape = (1, *self.about["context"])
+        return _finite(_mapped(self.folder / "empty" / "context.npy", self.written, shape, "<f2"), 0)
 
     def _path(self, shard: int, name: str) -> Path:
         return self.folder / f"{shard:05}" / name
 
     def _row(self, shard: int, name: str, row: int) -> Tensor:
         path, shape = self._path(shard, f"{name}.npy"), (self.shards[shard], *self.about[name])
-        return _finite(_mapped(path, self.written, shape), row)
+        return _finite(_mapped(path, self.written, shape, KINDS[name][0]), row)
 
 
 def open_encoded(folder: Path) -> EncodedDataset:
@@ -82,12 +93,11 @@ def open_encoded(folder: Path) -> EncodedDataset:
     about = read_json(path)
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError(f"{path}: wanted an index of encoded examples with the format {FORMAT!r}: encode them again")
-    sizes = {"moments": 3, "context": 2}
     bad = [name for name in ("examples", "shard") if type(about.get(name)) is not int or about[name] < 1]
     bad += [
         name
-        for name, count in sizes.items()
-        if not (name == "context" and about.get(name) is None)
+        for name, (_, count) in KINDS.items()
+        if not (name != "moments" and about.get(name) is None)
         and not (isinstance(about.get(name), list) and len(about[name]) == count and _whole(about[name]))
     ]
     if bad:
@@ -111,30 +121,46 @@ def write_encoded(
         write_atomically(origin, lambda path: path.write_text(key, encoding="utf-8"))
     done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
     examples = (
-        (pixels, caption)
+        (arrays, caption)
         for batch in (encode(done * SHARD) if done * SHARD < count else ())
-        for pixels, caption in zip(batch.pixels.half().numpy(), batch.captions, strict=True)
+        for arrays, caption in _rows(batch)
     )
     while done * SHARD < count:
         _write_shard(folder / f"{done:05}", examples, min(SHARD, count - done * SHARD))
         done += 1
-    shape = list(np.load(folder / "00000" / "moments.npy", mmap_mode="r").shape[1:])
-    index = {"format": FORMAT, "examples": count, "shard": SHARD, "moments": shape, "context": None, **about}
+    paths = {name: folder / "00000" / f"{name}.npy" for name in KINDS}
+    shapes = {
+        name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
+    }
+    index = {"format": FORMAT, "examples": count, "shard": SHARD, **shapes, **about}
     write_atomically(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1), encoding="utf-8"))
     return open_encoded(folder)
 
 
-def _write_shard(folder: Path, examples: Iterable[tuple[NDArray[np.float16], str]], count: int) -> None:
+def _rows(batch: Batch) -> Iterator[tuple[dict[str, NDArray[Any]], str]]:
+    """Yield the arrays and the caption of each example of a batch with moments."""
+    tensors = {name: getattr(batch, "pixels" if name == "moments" else name) for name in KINDS}
+    arrays = {
+        name: each.numpy().astype(KINDS[name][0], copy=False) for name, each in tensors.items() if each is not None
+    }
+    for i, caption in enumerate(batch.captions):
+        yield {name: values[i] for name, values in arrays.items()}, caption
+
+
+def _write_shard(folder: Path, examples: Iterable[tuple[dict[str, NDArray[Any]], str]], count: int) -> None:
     """Write the next `count` examples.  Files are written one value after the other: a full disk is an OSError then."""
     part, captions = folder.with_name(f".{folder.name}.part"), list[str]()
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    with open(part / "moments.npy", "wb") as file:
-        for value, caption in itertools.islice(examples, count):
-            if not captions:
-                header = {"descr": "<f2", "fortran_order": False, "shape": (count, *value.shape)}
-                np.lib.format.write_array_header_1_0(file, header)
-            file.write(value.tobytes())
+    with contextlib.ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+        for arrays, caption in itertools.islice(examples, count):
+            for name, value in arrays.items():
+                if name not in files:
+                    files[name] = stack.enter_context(open(part / f"{name}.npy", "wb"))
+                    header = {"descr": KINDS[name][0], "fortran_order": False, "shape": (count, *value.shape)}
+                    np.lib.format.write_array_header_1_0(files[name], header)
+                files[name].write(value.tobytes())
             captions.append(json.dumps(caption, ensure_ascii=False) + "\n")
     assert len(captions) == count
     (part / "captions.jsonl").write_text("".join(captions), encoding="utf-8")
@@ -150,22 +176,22 @@ def _whole(sizes: list[object]) -> bool:
     return all(type(size) is int and 0 < size < 2**31 for size in sizes) and math.prod(sizes) < 2**40  # type: ignore[arg-type]
 
 
-def _finite(values: NDArray[np.float16], row: int) -> Tensor:
+def _finite(values: NDArray[Any], row: int) -> Tensor:
     found = torch.from_numpy(values[row].copy())
     if not bool(torch.isfinite(found).all()):
         raise ValueError(f"{getattr(values, 'filename', 'encoded data')}: row {row} is not finite: encode it again")
     return found
 
 
-@functools.lru_cache(maxsize=3 * OPEN_SHARDS)
-def _mapped(path: Path, written: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    """Map a file of float16 into memory.  Raises ValueError, one line, for a damaged one or another shape; OSError."""
+@functools.lru_cache(maxsize=len(KINDS) * OPEN_SHARDS)
+def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
+    """Map a file of arrays into memory.  Raises ValueError, one line, for a damaged one or another shape; OSError."""
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: is damaged ({str(error)!r:.100}): encode the examples again") from error
-    if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float16:
-        raise ValueError(f"{path}: wanted float16 of shape {shape}: encode the examples again")
+    if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.dtype(kind):
+        raise ValueError(f"{path}: wanted {np.dtype(kind).name} of shape {shape}: encode the examples again")
     return values
 
 

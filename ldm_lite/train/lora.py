@@ -1,79 +1,84 @@
-"""LoRA training: low-rank layers added to the frozen layers of a network, in the layout of kohya's files.
+"""Trained changes (kinds.py) of the frozen layers of networks, in the layout of kohya's and LyCORIS's files.
 
-Trains every linear layer and 1x1 convolution of the UNet's transformers, and on request those of the text encoder's
+Every linear layer and 1x1 convolution of the UNet's transformers is changed, and on request those of the text encoders'
 layers: the same modules as kohya's networks/lora.py; of FLUX.1 and Stable Diffusion 3 all linear layers of the blocks.
-Hu et al. 2021.
 """
 
 import contextlib
 import functools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn import functional as F
 
 from ldm_lite.checkpoint.lora import file_names
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.clip import CLIPTextEncoder, EncoderLayer
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
+from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
 from ldm_lite.models.transformer import SpatialTransformer
+from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.patching import patch, unpatch
+from ldm_lite.train.kinds import KINDS
+
+PARTS = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, DoubleStreamBlock, SingleStreamBlock, JointBlock)
 
 
-class LoRALinear(nn.Module):
-    """alpha / rank * up(down(x)), to be added to the output of a linear layer or 1x1 convolution; 0 at first."""
+class Place(NamedTuple):
+    """A weight that is changed: of a layer, or rows of OpenCLIP's joined one of queries, keys and values."""
 
-    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int, alpha: float) -> None:
-        super().__init__()
-        if isinstance(layer, nn.Linear):
-            self.lora_down: nn.Module = nn.Linear(layer.in_features, rank, bias=False)
-            self.lora_up: nn.Module = nn.Linear(rank, layer.out_features, bias=False)
-        else:
-            self.lora_down = nn.Conv2d(layer.in_channels, rank, 1, bias=False)
-            self.lora_up = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
-        nn.init.kaiming_uniform_(self.lora_down.weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_up.weight)
-        self.register_buffer("alpha", torch.tensor(float(alpha)))
-        self.scale = alpha / rank
+    layer: nn.Module
+    rows: slice | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.lora_up(self.lora_down(x))
+    @property
+    def weight(self) -> Tensor:
+        """(out,in), or (out,in,1,1) of a convolution."""
+        name = "weight" if self.rows is None else "in_proj_weight"
+        return self.layer.get_parameter(name)[self.rows or slice(None)]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,), if there is one."""
+        found: Tensor | None = getattr(self.layer, "bias" if self.rows is None else "in_proj_bias")
+        return None if found is None else found[self.rows or slice(None)]
 
 
 class LoRA(nn.Module):
-    """The LoRA layers of some networks, by kohya's names: its state dict is the content of a LoRA file.
+    """The changes of some networks' layers, by kohya's names: its state dict is the content of a file.
 
-    The networks do not use it until attach().  It holds no reference to them, so a deep copy copies only LoRA weights.
+    The networks do not use them until attach().  It holds no reference to them, so a deep copy copies only its weights.
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], rank: int, alpha: float | None = None) -> None:
-        """networks by role ("unet", "text_encoder"); alpha defaults to the rank.  Raises ValueError if rank < 1."""
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        rank: int,
+        alpha: float | None = None,
+        kind: str = "lora",
+        factor: int = -1,
+    ) -> None:
+        """networks by role ("unet", "text_encoder"); alpha defaults to the rank; factor is LoKr's.
+
+        Raises ValueError if rank < 1.
+        """
         super().__init__()
         if rank < 1:
             raise ValueError(f"got a LoRA rank of {rank}, wanted 1 or more")
-        self.rank, self.alpha = rank, float(rank) if alpha is None else alpha
-        for name, layer in _targets(networks).items():
-            self.add_module(name, LoRALinear(layer, rank, self.alpha).to(layer.weight.device))
+        self.kind, self.rank, self.alpha = kind, rank, float(rank) if alpha is None else alpha
+        more = {"factor": factor} if kind == "lokr" else {}
+        for name, place in _places(networks).items():
+            self.add_module(name, KINDS[kind](place.weight, rank, self.alpha, **more).to(place.weight.device))
 
     def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
-        """Add these layers to networks with the LoRA's layers, and freeze the networks, until remove().
+        """Add these changes to networks with the same layers, and freeze the networks, until remove().
 
         Raises ValueError, with nothing changed, if they have other layers.
         """
         return AttachedLoRA(self, networks)
-
-    @contextlib.contextmanager
-    def using(self, other: nn.Module) -> Iterator[None]:
-        """Within this block, hold the weights of a copy of this LoRA, such as its EMA."""
-        own = {key: value.clone() for key, value in self.state_dict().items()}
-        self.load_state_dict(other.state_dict())
-        try:
-            yield
-        finally:
-            self.load_state_dict(own)
 
 
 class AttachedLoRA:
@@ -81,24 +86,56 @@ class AttachedLoRA:
 
     def __init__(self, lora: LoRA, networks: Mapping[str, nn.Module]) -> None:
         """As LoRA.attach."""
-        targets = _targets(networks)
-        layers = {name: each for name, each in lora.named_children() if isinstance(each, LoRALinear)}
-        if targets.keys() != layers.keys():
-            name = min(targets.keys() ^ layers.keys())
+        places, changes = _places(networks), dict(lora.named_children())
+        if places.keys() != changes.keys():
+            name = min(places.keys() ^ changes.keys())
             raise ValueError(f"the LoRA was made for networks with other layers: {name} is in only one of them")
         parameters = [p for network in networks.values() for p in network.parameters()]
         self._unfrozen = [p.requires_grad_(False) for p in parameters if p.requires_grad]
-        self._hooks: list[RemovableHandle] = [
-            layer.register_forward_hook(functools.partial(_add, layers[name])) for name, layer in targets.items()
-        ]
+        self._active = True
+        self._undo: list[Callable[[], None]] = []
+        joined: dict[nn.Module, list[tuple[Place, nn.Module]]] = {}
+        for name, place in places.items():
+            if place.rows is None:
+                hook = functools.partial(self._add, place, changes[name])
+                self._undo.append(place.layer.register_forward_hook(hook).remove)
+            else:
+                joined.setdefault(place.layer, []).append((place, changes[name]))
+        for layer, parts in joined.items():
+            patch(layer, functools.partial(_attend, self, parts))
+            self._undo.append(functools.partial(unpatch, layer))
+
+    def _add(self, place: Place, change: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of a layer."""
+        return out + self.added(place, change, args[0], out) if self._active else out
+
+    def added(self, place: Place, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+        """Return what a change adds to a layer's output."""
+        bias = place.bias
+        shape = (-1, 1, 1) if place.weight.ndim == 4 else (-1,)
+        return change(x, place.weight.flatten(1), out if bias is None else out - bias.view(shape))
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Within the block the networks run without the changes."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
+
+    @property
+    def active(self) -> bool:
+        """Whether the networks run with the changes."""
+        return self._active
 
     def remove(self) -> None:
         """Detach the LoRA: the networks run as before, and the frozen parameters require gradients again."""
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         for parameter in self._unfrozen:
             parameter.requires_grad_(True)
-        self._hooks, self._unfrozen = [], []
+        self._undo, self._unfrozen = [], []
 
     def __enter__(self) -> "AttachedLoRA":
         return self
@@ -109,22 +146,51 @@ class AttachedLoRA:
         self.remove()
 
 
-def _targets(networks: Mapping[str, nn.Module]) -> dict[str, nn.Linear | nn.Conv2d]:
-    """Return the layers that a LoRA changes, by kohya's names."""
+def _attend(
+    attached: AttachedLoRA, parts: Sequence[tuple[Place, nn.Module]], attention: Attention, x: Tensor
+) -> Tensor:
+    """Forward of OpenCLIP's attention with changes of its queries, keys and values."""
+    qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)  # (B, T, 3 * D)
+    if attached.active:
+        rows = [attached.added(place, change, x, qkv[..., place.rows]) for place, change in parts]
+        qkv = qkv + torch.cat(rows, dim=-1)
+    return attention.attend(qkv)
+
+
+def _places(networks: Mapping[str, nn.Module]) -> dict[str, Place]:
+    """Return the weights that are changed, by kohya's names, the rows of a joined one in their order."""
     found = {}
     for role, network in networks.items():
-        names = file_names(role, network)
+        names, unread = file_names(role, network), unread_parts(network)
         for outer, part in network.named_modules():
-            if isinstance(part, (SpatialTransformer, EncoderLayer, DoubleStreamBlock, SingleStreamBlock, JointBlock)):
+            if isinstance(part, PARTS) and part not in unread:
                 for inner, layer in part.named_modules():
                     if isinstance(layer, (nn.Linear, nn.Conv2d)):
-                        found[names[f"{outer}.{inner}"][0]] = layer
+                        found[_kohyas(network, names[f"{outer}.{inner}"])] = Place(layer)
+                    elif isinstance(layer, Attention):
+                        width = len(layer.in_proj_weight) // 3
+                        for i, each in enumerate("qkv"):
+                            rows = slice(i * width, (i + 1) * width)
+                            found[names[f"{outer}.{inner}.{each}_proj"][0]] = Place(layer, rows)
     return found
 
 
-def _add(lora: LoRALinear, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Forward hook of a layer: add the LoRA's output."""
-    return output + lora(args[0])
+def unread_parts(network: nn.Module) -> list[nn.Module]:
+    """Return the parts of a text encoder whose output Stable Diffusion 2 or SDXL does not read: its last layers."""
+    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
+        return [*network.encoder.layers[-network.spec.skip :], *[network.final_layer_norm] * (not network.spec.norm)]
+    if isinstance(network, OpenCLIPTextEncoder) and network.spec.skip and network.spec.norm:  # SDXL's is read pooled
+        return list(network.transformer.resblocks[-network.spec.skip :])
+    return []
+
+
+def _kohyas(network: nn.Module, names: Sequence[str]) -> str:
+    """Return kohya's of the names that a module has in files: others in SDXL than in Stable Diffusion 1 and 2."""
+    if isinstance(network, UNet) and network.spec.vector_dim is not None:
+        return names[1]  # the original's
+    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
+        return names[0].replace("lora_te_", "lora_te1_", 1)
+    return names[0]
 
 
 def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -132,13 +198,16 @@ def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[s
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024
     version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
-    version = {"flux": "flux1", "sd3": "sd3"}.get(model.family.conditioner, version)
+    version = {"flux": "flux1", "sd3": "sd3", "sdxl": "sdxl_base_v1-0"}.get(model.family.conditioner, version)
     metadata = {
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.rank),
         "ss_network_alpha": f"{lora.alpha:g}",
         "ss_v2": str(second),
         "ss_base_model_version": version,
         "ss_sd_model_name": model.name,
     }
+    if lora.kind != "lora":
+        algorithm = {"dora": "lora"}.get(lora.kind, lora.kind)
+        metadata["ss_network_args"] = f'{{"algo": "{algorithm}"' + ', "dora_wd": "True"' * (lora.kind == "dora") + "}"
     return {key: value.to("cpu", torch.float16).contiguous() for key, value in lora.state_dict().items()}, metadata

@@ -5,9 +5,10 @@ A loss owns the trained networks and computes the loss of a batch; the trainer d
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.conditioning.prompts import encode_prompts, guided
-from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, guided, with_numbers
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
+from ldm_lite.models.mmdit import JointBlock
+from ldm_lite.models.open_clip import ResidualAttentionBlock
+from ldm_lite.models.ops import wide
 from ldm_lite.models.unet import Block
 from ldm_lite.models.vae_kl import AutoencoderKL
-from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.data import to_float
+from ldm_lite.train.examples import to_float
+from ldm_lite.train.weighting import Weighting, uniform
 
 
 class Loss(Protocol):
@@ -63,89 +70,164 @@ class AutoencoderLoss:
         return F.l1_loss(y, x) + 0.5 * F.mse_loss(y, x) + 0.5 * edges + self.kl_weight * kl
 
 
+class Noised(NamedTuple):
+    """A batch's latents at random noise levels."""
+
+    x: Tensor  # (B,C,h,w)
+    t: Tensor  # (B,), what the network is given
+    target: Tensor  # (B,C,h,w), what it should predict
+    snr: Tensor  # (B,)
+
+
+class Prior(NamedTuple):
+    """What a model should keep of what it knew: images of a class, or the base model's prediction for a caption."""
+
+    weight: float
+    caption: str | None  # None: batches bring images of the class
+    base: Callable[[], AbstractContextManager[Model]]  # gives the base model within a block
+
+
 @dataclass
 class DiffusionLoss:
     """Mean squared error of the prediction (eps, v, x0 or a flow's velocity) at random timesteps.
 
     Timesteps are uniform; of a rectified flow s is logit-normal, then shifted as in sampling.  Rombach et al. 2022,
-    eq. 3; Hang et al. 2023 for min-SNR weights; Esser et al. 2024, sec. 3.1.
+    eq. 3; Esser et al. 2024, sec. 3.1; Ruiz et al. 2023, eq. 2 for the prior.
     """
 
-    model: Model  # with a KL autoencoder, which stays frozen, and a CLIP-L text encoder
-    networks: dict[str, nn.Module]  # the model's trained networks, or a LoRA attached to it
-    caption_dropout: float = 0.0  # share of captions replaced by the empty one
-    min_snr: float | None = None  # gamma
-    tokens: int | None = None  # captions are cut or padded to this length; default: the text encoder's
-    empty: Tensor | None = None  # (T,D), the empty caption: batches bring their text embeddings, no encoder runs
+    model: Model  # with a KL autoencoder, which stays frozen
+    networks: dict[str, nn.Module]  # the model's trained networks, or others that change it
+    caption_dropout: float = 0.0  # share of captions left out
+    weighting: Weighting = uniform
+    empty: Conditioning | None = None  # (1,T,D), no caption: batches bring their text embeddings, no encoder runs
+    prior: Prior | None = None
+    control: ControlNet | None = None  # which is trained, with the model frozen
 
     def __post_init__(self) -> None:
-        vae, text = self.model.vae, self.model.text_encoder
-        assert isinstance(vae, AutoencoderKL)
-        assert isinstance(text, CLIPTextEncoder)
-        self._vae, self._text = vae, text
-        self._tokenizer = CLIPTokenizer(text.spec.length if self.tokens is None else self.tokens)
+        assert isinstance(self.model.vae, AutoencoderKL)
+        self._vae = self.model.vae
         self._device = next(self.model.unet.parameters()).device
         alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
         self._a, self._s = (value.sqrt().float().to(self._device) for value in (alpha_bar, 1 - alpha_bar))
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return the loss of one batch."""
+        """Return the loss of one batch, with that of the prior."""
+        loss = self._mean(batch, draws)
+        if batch.prior is not None and self.prior is not None:
+            loss = loss + self.prior.weight * self._mean(batch.prior, draws.of(batch.prior.numbers))
+        return loss
+
+    def errors(self, batch: Batch, draws: Draws, shares: Tensor) -> Tensor:
+        """Return the mean squared errors (B,), without weights, at the quantiles `shares` (B,) of the noise levels."""
+        noised = self._noised(batch, draws, shares)
+        out = self._run(self.model, noised, self._read(batch, torch.zeros(len(shares), dtype=torch.bool)), batch.hint)
+        return self._errors(out, noised.target, batch.mask)
+
+    def _mean(self, batch: Batch, draws: Draws) -> Tensor:
+        noised = self._noised(batch, draws)
+        text = self._read(batch, draws.uniform() < self.caption_dropout)
+        errors = self._errors(self._run(self.model, noised, text, batch.hint), noised.target, batch.mask)
+        loss = self.weighting(errors, noised.snr).mean()
+        if self.prior is not None and self.prior.caption is not None:
+            loss = loss + self.prior.weight * self._kept(self.prior, noised, batch)
+        return loss
+
+    def _kept(self, prior: Prior, noised: Noised, batch: Batch) -> Tensor:
+        """Return the mean squared difference to the base model's prediction for the class, at the same latents."""
+        of_class = replace(batch, captions=[str(prior.caption)] * len(batch.captions), context=None)
+        kept = torch.zeros(len(batch.captions), dtype=torch.bool)
+        with torch.no_grad(), prior.base() as base:
+            wanted = self._run(base, noised, read(base, of_class, kept), batch.hint)
+        out = self._run(self.model, noised, read(self.model, of_class, kept), batch.hint)
+        return self.weighting(self._errors(out, wanted, None), noised.snr).mean()
+
+    def _noised(self, batch: Batch, draws: Draws, shares: Tensor | None = None) -> Noised:
+        """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
         mean, logvar = moments(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
-        family = self.model.family
+        family, schedule = self.model.family, self.model.schedule
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
-        if self.model.schedule.is_flow:
-            return self._of_flow(x0, noise, batch, draws)
-        t = draws.integers(len(self._a)).to(x0.device)
-        a, s = self._a[t][:, None, None, None], self._s[t][:, None, None, None]
+        if schedule.is_flow:
+            logits = draws.normal().double() if shares is None else torch.special.ndtri(shares.double())
+            t, a, s = self._flow_levels(logits, (x0.shape[1], x0.shape[2], x0.shape[3]))
+        else:
+            num = len(self._a)
+            t = draws.integers(num) if shares is None else (shares * num).long().clamp(max=num - 1)
+            t = t.to(self._device)
+            a, s = self._a[t], self._s[t]
+        snr, a, s = (a / s).square(), a[:, None, None, None], s[:, None, None, None]
+        targets = {"eps": lambda: noise, "v": lambda: a * noise - s * x0, "x0": lambda: x0}
+        targets |= {"flow": lambda: noise - x0, "reverse_flow": lambda: x0 - noise}
+        return Noised(a * x0 + s * noise, t, targets[schedule.prediction](), snr)
 
-        context = self._context(batch, draws.uniform() < self.caption_dropout)
-        out = self.model.unet(a * x0 + s * noise, t, context)
-        target = {"eps": noise, "v": a * noise - s * x0, "x0": x0}[self.model.schedule.prediction]
-        errors = (out.float() - target).square().mean(dim=(1, 2, 3))
-        return errors.mean() if self.min_snr is None else (self._weights(t, self.min_snr) * errors).mean()
+    def _flow_levels(self, logits: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return time, 1 - s and s (B,) of a flow's levels, for the logits (B,) of their places on the schedule."""
+        schedule = self.model.sized(shape).schedule
+        levels = [schedule.between(1000 * float(share) - 1) for share in torch.sigmoid(logits)]
+        values = [[schedule.time(level), 1 - level.s, level.s] for level in levels]
+        t, a, s = torch.tensor(values, dtype=torch.float32).to(self._device).unbind(1)
+        return t, a, s
 
-    def _context(self, batch: Batch, dropped: Tensor) -> Tensor:
-        """Return the text embeddings (B,T,D) of a batch's captions, the dropped ones (B,) replaced by the empty one."""
-        if self.empty is not None and batch.context is not None:
-            return torch.where(dropped[:, None, None], self.empty, batch.context).to(self._device).float()
-        captions = [self._tokenizer.clean(caption) for caption in _without(batch.captions, dropped)]
-        return self._text(self._tokenizer(captions).to(self._device))
+    def _read(self, batch: Batch, dropped: Tensor) -> Conditioning:
+        return read(self.model, batch, dropped, self.empty)
 
-    def _of_flow(self, x0: Tensor, noise: Tensor, batch: Batch, draws: Draws) -> Tensor:
-        """Return the loss of the velocity; a network that reads the guidance scale is given 1, as kohya does."""
-        model = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3]))
-        levels = [model.schedule.between(1000 * float(share) - 1) for share in torch.sigmoid(draws.normal().double())]
-        captions = _without(batch.captions, draws.uniform() < self.caption_dropout)
-        with torch.no_grad():
-            (text,) = guided(model, encode_prompts(model, captions), None, 1.0).conditionings
-        t = torch.tensor([model.schedule.time(level) for level in levels], dtype=torch.float32).to(x0.device)
-        s = torch.tensor([level.s for level in levels], dtype=torch.float32).to(x0.device)[:, None, None, None]
-        more = {name: value.to(x0.device) for name, value in (text.inputs or {}).items()}
-        out = model.unet((1 - s) * x0 + s * noise, t, text.context, text.y, **more)
-        target = {"flow": noise - x0, "reverse_flow": x0 - noise}[model.schedule.prediction]
-        return (out.float() - target).square().mean()
+    def _run(self, model: Model, noised: Noised, text: Conditioning, hint: Tensor | None) -> Tensor:
+        """Return the network's prediction."""
+        more: dict[str, Any] = {name: value.to(self._device) for name, value in (text.inputs or {}).items()}
+        if self.control is not None:
+            assert hint is not None
+            embedded = self.control.embed_hint(hint.to(self._device).float() / 255)
+            more["control"] = self.control(noised.x, noised.t, text.context, embedded, text.y)
+        return model.unet(noised.x, noised.t, text.context, text.y, **more)
 
-    def _weights(self, t: Tensor, gamma: float) -> Tensor:
-        """Return the min-SNR weights (B,) of timesteps (B,)."""
-        snr = (self._a[t] / self._s[t]).square()
-        capped = snr.clamp(max=gamma)
-        return {"eps": capped / snr, "v": capped / (snr + 1), "x0": capped}[self.model.schedule.prediction]
+    def _errors(self, out: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mean squared errors (B,), weighted by the mask at each position."""
+        squares = (out.to(wide(out.dtype)) - target).square()
+        if mask is not None:
+            squares = squares * F.adaptive_avg_pool2d(
+                mask.to(self._device).float() / 255, (squares.shape[2], squares.shape[3])
+            )
+        return squares.mean(dim=(1, 2, 3))
 
 
-def _without(captions: Sequence[str], dropped: Tensor) -> list[str]:
-    """Return the captions, the dropped ones (B,) replaced by the empty one."""
-    return ["" if drop else caption for caption, drop in zip(captions, dropped.tolist(), strict=True)]
+def read(model: Model, batch: Batch, dropped: Tensor, empty: Conditioning | None = None) -> Conditioning:
+    """Return what the network reads of a batch's captions, with gradients; none of those that are dropped (B,).
+
+    With `empty`, that of no caption, the embeddings are the batch's own.  A network that reads the guidance scale is
+    given 1, as kohya does.
+    """
+    device = next(model.unet.parameters()).device
+    if empty is not None and batch.context is not None:
+        pairs = {"context": (empty.context, batch.context), "y": (empty.y, batch.y)}
+        chosen = {
+            name: torch.where(dropped.view(-1, *[1] * (given.ndim - 1)), none, given.float()).to(device)
+            for name, (none, given) in pairs.items()
+            if none is not None and given is not None
+        }
+        text = Conditioning(chosen.get("context"), chosen.get("y"))
+    else:
+        captions = [None if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
+        text = CONDITIONERS[model.family.conditioner](model, captions, PromptOptions())
+    if model.family.conditioner == "sdxl":
+        assert text.y is not None
+        side = model.family.resolution
+        sizes = torch.tensor([[side, side, 0, 0, side, side]] * len(dropped)) if batch.sizes is None else batch.sizes
+        text = text._replace(y=with_numbers(text.y[:, : -256 * sizes.shape[1]], sizes))
+    (conditioning,) = guided(model, text, None, 1.0).conditionings
+    return conditioning
 
 
-def checkpoint_activations(unet: nn.Module) -> contextlib.ExitStack:
+CHECKPOINTED = (Block, EncoderLayer, ResidualAttentionBlock, DoubleStreamBlock, SingleStreamBlock, JointBlock)
+
+
+def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:
     """Recompute the activations of each block in the backward pass.  Chen et al. 2016.
 
-    Changes the UNet in place, until close() of the result or the end of its `with` block.
+    Changes the network in place, until close() of the result or the end of its `with` block.
     """
     undo = contextlib.ExitStack()
-    for module in unet.modules():
-        if isinstance(module, Block):
+    for module in network.modules():
+        if isinstance(module, CHECKPOINTED):
             if "forward" in vars(module):  # patched before
                 undo.callback(setattr, module, "forward", module.forward)
             else:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,19 @@ from torch import Tensor, nn
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import prefix
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
-from ldm_lite.train.data import write_atomically
-from ldm_lite.train.lora import LoRA, kohya_file
+from ldm_lite.train.averages import Weights, using
+from ldm_lite.train.config import CONFIG, with_config
+from ldm_lite.train.control import control_file, steered
+from ldm_lite.train.embedding import embedding_file
+from ldm_lite.train.examples import write_atomically
+from ldm_lite.train.lora import kohya_file
 from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.setup import make_loss, make_model
 from ldm_lite.train.state import LOG, read_log
 from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.describe import describe
@@ -32,22 +39,62 @@ SAMPLE_STEPS = 20
 
 def checkpoint_path(options: TrainOptions) -> Path:
     """Return the path of the checkpoint that a run writes."""
-    return Path(options.out) / ("model.safetensors" if options.lora_rank is None else "lora.safetensors")
+    kind = options.stage if options.stage in ("embedding", "control") else "model"
+    kind = kind if options.lora_rank is None else "lora"
+    return Path(options.out) / f"{kind}.safetensors"
 
 
-def save(options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> None:
-    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss."""
-    if options.lora_rank is None:
-        tensors, metadata = _checkpoint(options, model, trainer, ema)
-    else:
-        tensors, metadata = kohya_file(ema["lora"], model)
-    metadata["step"] = str(trainer.step)
-    write_atomically(checkpoint_path(options), lambda path: _write(tensors, metadata, path))
-    if options.stage == "diffusion":
+def save(
+    options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
+) -> None:
+    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
+
+    hint (3,H,W) uint8 is the image that a ControlNet reads for all samples.
+    """
+    untrained = None
+    if options.preset is not None and "text_encoder" in ema and options.stage == "diffusion":
+        untrained = trainer.untrained_tokens()
+    _store(checkpoint_path(options), _content(options, model, ema, untrained), trainer.step)
+    if trainer.averages is not None:
+        trainer.averages.store(trainer.folder, trainer.step)
+    if options.stage != "autoencoder":
         with _with_ema(model, trainer, ema) as averaged:
-            sheet = _sample_grid(averaged, options.samples.split("|"))
+            sheet = _sample_grid(averaged, options.samples.split("|"), ema.get("control"), hint)
         write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
     plot_losses(trainer.folder)
+
+
+Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
+
+
+def _content(
+    options: TrainOptions, model: Model, networks: Mapping[str, nn.Module], untrained: Tensor | None = None
+) -> Content:
+    """Return the content of the file of a run, with the weights of networks that it trained, by name."""
+    if options.stage == "embedding":
+        return embedding_file(networks["embedding"], model)
+    if options.stage == "control":
+        return control_file(networks["control"])
+    if options.lora_rank is not None:
+        return kohya_file(networks["lora"], model)
+    return _checkpoint(options, model, networks, untrained)
+
+
+def _store(path: Path, content: Content, step: int) -> None:
+    tensors, metadata = content
+    metadata["step"] = str(step)
+    write_atomically(path, lambda part: _write(tensors, metadata, part))
+
+
+def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None:
+    """Write the file of a run with the weights of an average after a step.  Raises as a run does."""
+    options, load = with_config(TrainOptions(config=os.fspath(folder / CONFIG), out=os.fspath(folder)), LoadOptions())
+    model = make_model(options, replace(load, device="cpu"))
+    networks, (weights, step) = make_loss(options, model).networks, average
+    for name, network in networks.items():
+        for key, parameter in network.named_parameters():
+            parameter.data = weights[f"{name}.{key}"]
+    _store(out, _content(options, model, networks), step)
 
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
@@ -66,44 +113,51 @@ def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> 
 @contextlib.contextmanager
 def _with_ema(model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> Iterator[Model]:
     """Yield the model with the EMA in place of the trained weights."""
-    if isinstance(lora := trainer.loss.networks.get("lora"), LoRA):
-        with lora.using(ema["lora"]):
+    if trainer.loss.networks.keys() & {"lora", "embedding"}:
+        with using(trainer.loss.networks, ema):
             yield model
     else:
-        yield replace(model, **ema)  # type: ignore[arg-type]
+        yield _replaced(model, ema)
+
+
+def _replaced(model: Model, networks: Mapping[str, nn.Module]) -> Model:
+    return replace(model, **{role: net for role, net in networks.items() if role in model.family.networks})  # type: ignore[arg-type]
 
 
 def _checkpoint(
-    options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+    options: TrainOptions, model: Model, networks: Mapping[str, nn.Module], untrained: Tensor | None
+) -> Content:
     """Return the tensors (float16) and the metadata of a checkpoint in the original layout."""
-    roles = ["vae"] if options.stage == "autoencoder" else ["unet", "vae", "text_encoder"]
-    with _with_ema(model, trainer, ema) as averaged:
-        weights = {role: getattr(averaged, role).state_dict() for role in roles}
+    roles = ["vae"] if options.stage == "autoencoder" else list(model.family.networks)
+    whole = _replaced(model, networks)
+    weights = {role: getattr(whole, role).state_dict() for role in roles}
     tensors = {
-        prefix(role, values) + key: value.to("cpu", torch.float16).contiguous()
+        prefix(role, values, model.family.sgm) + key: value.to("cpu", torch.float16).contiguous()
         for role, values in weights.items()
         for key, value in values.items()
     }
-    if options.preset is not None and "text_encoder" in ema:
+    if untrained is not None:
         table = prefix("text_encoder", weights["text_encoder"]) + "embeddings.token_embedding.weight"
-        tensors[table][trainer.untrained_tokens()] = 0  # tokens in no caption: random values carry no information
+        tensors[table][untrained] = 0  # tokens in no caption: random values carry no information
     if options.stage == "autoencoder":
         return tensors, {}
     tensors["betas"] = torch.from_numpy(model.schedule.betas).float()  # the family's, or the first checkpoint's own
     return tensors, describe(model.family)
 
 
-def _sample_grid(model: Model, prompts: list[str]) -> Image.Image:
-    """Draw a row of images for each prompt, from the same noise at every checkpoint."""
+def _sample_grid(
+    model: Model, prompts: list[str], control: nn.Module | None = None, hint: Tensor | None = None
+) -> Image.Image:
+    """Draw a row of images for each prompt, from the same noise at every checkpoint, after the hint if there is one."""
     plan = make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
-    side = model.family.resolution
-    noise = SeededNoise(range(SAMPLES), model.latent_shape(side, side))()
-    uncond = encode_prompts(model, [""] * SAMPLES)
+    height, width = (model.family.resolution,) * 2 if hint is None else (hint.shape[1], hint.shape[2])
+    noise = SeededNoise(range(SAMPLES), model.latent_shape(height, width))()
+    extras = generate.Extras(control=None if control is None or hint is None else steered(model, control, hint, plan))
+    uncond = encode_prompts(model, [None] * SAMPLES)
     images = []
     for prompt in prompts:
         branches = guided(model, encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
-        latents = generate.denoise(model, noise, branches, plan)
+        latents = generate.denoise(model, noise, branches, plan, extras=extras)
         images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
     return grid(images, columns=SAMPLES)
 
@@ -118,7 +172,10 @@ def plot_losses(folder: Path) -> None:
     rows = read_log(path)
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    axes.semilogy([row["step"] for row in rows], [row["loss"] for row in rows])
+    for kind, style in (("loss", {"alpha": 0.5}), ("validation", {"marker": "o", "markersize": 3})):
+        if points := [(row["step"], row[kind]) for row in rows if kind in row]:
+            axes.semilogy(*zip(*points, strict=True), label=kind, **style)
+    axes.legend()
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     write_atomically(folder / "loss.png", lambda path: figure.savefig(path, format="png"))

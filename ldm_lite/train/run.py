@@ -1,37 +1,47 @@
 """A training run, from its options to its checkpoint."""
 
 import contextlib
+import copy
+import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.train import distributed, outputs
 from ldm_lite.train.config import CONFIG, as_toml, with_config
-from ldm_lite.train.data import write_atomically
 from ldm_lite.train.encoded import EncodedDataset
-from ldm_lite.train.lora import LoRA
-from ldm_lite.train.losses import Loss, checkpoint_activations
+from ldm_lite.train.examples import Dataset, write_atomically
+from ldm_lite.train.loggers import open_logger
+from ldm_lite.train.lora import AttachedLoRA, LoRA
+from ldm_lite.train.losses import DiffusionLoss, Loss, Prior, checkpoint_activations
 from ldm_lite.train.norm import use_fast_backward
 from ldm_lite.train.options import TrainOptions, check
 from ldm_lite.train.setup import (
     check_encoded,
     encoded,
+    held_out,
     make_loss,
     make_model,
+    no_caption,
     open_dataset,
+    side_of,
     trained_networks,
     with_measured_scale,
 )
 from ldm_lite.train.state import STATE, locked
 from ldm_lite.train.trainer import TrainConfig, Trainer
+from ldm_lite.train.validation import Validation
+from ldm_lite.zoo.families import text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -62,34 +72,50 @@ def train(
     return outputs.checkpoint_path(options)
 
 
+class Data(NamedTuple):
+    """The data of a run, latents where they are finite."""
+
+    train: Dataset
+    prior: Dataset | None  # images of the class
+    validation: Dataset | None
+    encoded: bool  # beforehand: no step uses the autoencoder
+    empty: Conditioning | None  # with the text: no step uses the text encoders
+
+
 def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, float | None], None]) -> None:
     torch.manual_seed(options.seed)
     model = make_model(options, load)
-    dataset = given = open_dataset(options, model.family.resolution)
-    empty = None
-    if options.stage == "diffusion":
-        model.vae.requires_grad_(False).eval()
-        # A flow's several encoders read the captions in every step, also where embeddings are at hand.
-        reads_text = "text_encoder" not in trained_networks(options, model) and not model.schedule.is_flow
-        if isinstance(dataset, EncodedDataset):
-            check_encoded(options, model, dataset, reads_text)
-            empty = dataset.empty() if reads_text else None
+    model = replace(model, family=replace(model.family, resolution=side_of(options, model)))
+    for network in model.networks.values():
+        network.requires_grad_(False).eval()
+    given = open_dataset(options, model, options.data)
+    if options.stage == "autoencoder":
+        if isinstance(given, EncodedDataset):
+            raise ValueError(f"{options.data}: holds latents: an autoencoder is trained on images")
+        data = Data(given, None, None, False, None)
+    else:
         if options.preset is not None:
-            model = with_measured_scale(model, dataset, options.seed)
-        if dataset.shards is not None and not isinstance(dataset, EncodedDataset):
-            dataset = encoded(options, dataset, model.vae)
-    elif isinstance(dataset, EncodedDataset):
-        raise ValueError(f"{options.data}: holds latents: an autoencoder is trained on images")
-    loss = make_loss(options, model, empty)
-    released = ["vae", *["text_encoder"] * (empty is not None)] if isinstance(given, EncodedDataset) else []
+            model = with_measured_scale(model, given, options.seed)
+        data = _data(options, model, given)
+    loss = make_loss(options, model, data.empty)
+    if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
+        model = loss.model  # whose prompts know the name
+    released = ["vae"] * data.encoded + list(text_roles(model.text_encoders)) * (data.empty is not None)
     for role in released:
         getattr(model, role).to("meta")  # no step uses it
     with contextlib.ExitStack() as stack:
+        attached = None
         if isinstance(lora := loss.networks.get("lora"), LoRA):
-            stack.enter_context(lora.attach(trained_networks(options, model)))
+            attached = stack.enter_context(lora.attach(trained_networks(options, model)))
+        if isinstance(loss, DiffusionLoss):
+            loss.prior = _prior(options, model, attached)
         trainer = _trainer(options, model, loss)
+        if data.validation is not None and isinstance(loss, DiffusionLoss):
+            every = options.validate_every or options.save_every
+            trainer.validation = Validation(loss, data.validation, options.batch, every)
         if options.checkpointing:  # after the trainer has copied the networks for the EMA
-            stack.enter_context(checkpoint_activations(model.unet))
+            for network in (model.unet, *model.text_encoders, *loss.networks.values()):
+                stack.enter_context(checkpoint_activations(network))
 
         def save(step: int) -> None:
             average = {role: tree_map(distributed.whole, net.state_dict()) for role, net in trainer.ema.items()}
@@ -101,9 +127,58 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
                     ema[role].load_state_dict(average[role])
                     ema[role].to(model.device)
                 whole = {role: getattr(fresh, role).to(model.device) for role in released}
-                outputs.save(options, replace(model, **whole), trainer, ema)
+                hint = data.train.example(0).hint if options.stage == "control" else None
+                outputs.save(options, replace(model, **whole), trainer, ema, hint)
 
-        trainer.fit(dataset, on_step, save)
+        trainer.fit(data.train, on_step, save, data.prior)
+
+
+def _data(options: TrainOptions, model: Model, given: Dataset) -> Data:
+    """Open and encode the data of a diffusion model's run."""
+    # A flow's several encoders read the captions in every step, also where embeddings are at hand.
+    reads_text = "text_encoder" not in trained_networks(options, model) and not model.schedule.is_flow
+    reads_text = reads_text and options.stage != "embedding"
+    others = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
+
+    def latents(dataset: Dataset, name: str) -> Dataset:
+        if isinstance(dataset, EncodedDataset):
+            check_encoded(options, model, dataset, reads_text)
+        elif dataset.shards is not None:
+            return encoded(options, dataset, model.vae, name)
+        return dataset
+
+    train = latents(given, "latents")
+    prior = validation = None
+    if options.class_data is not None:
+        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
+    if options.share is not None:
+        train, validation = held_out(options, train, options.share)
+    elif options.validation is not None:
+        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
+        if validation.shards is None:
+            raise ValueError("`validation` needs finite data: give a folder of images")
+    empty = None
+    if isinstance(given, EncodedDataset) and reads_text and not any(others):
+        empty = no_caption(model, given)
+    return Data(train, prior, validation, isinstance(given, EncodedDataset), empty)
+
+
+def _prior(options: TrainOptions, model: Model, attached: AttachedLoRA | None) -> Prior | None:
+    """Return what the model should keep of what it knew, as the options say."""
+    if options.class_data is None and options.class_prompt is None:
+        return None
+    caption = options.class_prompt if options.class_data is None else None
+    frozen = model
+    if caption is not None and attached is None:  # all of the network changes
+        copies: dict[str, Any] = {role: copy.deepcopy(net) for role, net in trained_networks(options, model).items()}
+        frozen = replace(model, **{role: net.requires_grad_(False) for role, net in copies.items()})
+
+    @contextlib.contextmanager
+    def base() -> Iterator[Model]:
+        with contextlib.nullcontext() if attached is None else attached.off():
+            yield frozen
+
+    return Prior(options.prior_weight, caption, base)
 
 
 def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
@@ -118,11 +193,15 @@ def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
         log.info("continuing at step %d", trainer.step)
     elif options.resume:
         log.info("%s: holds no state to continue from, a new run begins", trainer.folder)
+    if distributed.rank() == 0:
+        trainer.log.others = [
+            open_logger(name, trainer.folder, dataclasses.asdict(options), trainer.step) for name in options.log_to
+        ]
     if model.device.type == "cpu":
         for network in networks:
             use_fast_backward(network)
     if options.compile_network:
-        for network in networks if options.lora_rank is None else [model.unet]:
+        for network in networks if options.lora_rank is None and options.stage != "embedding" else [model.unet]:
             network.compile()
     return trainer
 
@@ -136,6 +215,8 @@ def _config(options: TrainOptions, device: torch.device) -> TrainConfig:
         warmup=options.warmup,
         weight_decay=options.weight_decay,
         ema_decay=options.ema_decay,
+        ema_lengths=options.ema_lengths,
+        optimizer=options.optimizer,
         clip=options.clip,
         seed=options.seed,
         minutes=options.minutes,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file, read_bytes
 from ldm_lite.train import distributed
-from ldm_lite.train.data import write_atomically
+from ldm_lite.train.examples import write_atomically
+from ldm_lite.train.loggers import Logger
 
 try:
     import fcntl
@@ -124,10 +125,13 @@ class Log:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOG
+        self.others: list[Logger] = []  # that get each row too
         self._waiting: list[str] = []
 
     def add(self, row: dict[str, float]) -> None:
         """Append a row."""
+        for other in self.others:
+            other(row)
         self._waiting.append(json.dumps(row) + "\n")
         try:
             with open(self.path, "ab", buffering=0) as file:
@@ -156,7 +160,8 @@ def read_log(path: Path) -> list[dict[str, float]]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
             row = json.loads(line)
-            if type(row["step"]) is int and isinstance(row["loss"], (int, float)):
+            value = row["loss"] if "loss" in row else row["validation"]
+            if type(row["step"]) is int and isinstance(value, (int, float)):
                 rows.append(row)
     if len(rows) < len(lines):
         log.warning("%s: %d lines of it cannot be read, they are left out", path, len(lines) - len(rows))

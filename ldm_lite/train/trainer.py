@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,13 @@ from torch.utils._pytree import tree_map_only
 
 from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
+from ldm_lite.train.averages import PowerAverages, using
 from ldm_lite.train.batches import Batch, Draws, Share, batches, reported_workers
-from ldm_lite.train.data import Dataset, write_atomically
+from ldm_lite.train.examples import Dataset, write_atomically
 from ldm_lite.train.losses import Loss
+from ldm_lite.train.optimizers import make_optimizer, restore
 from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state
+from ldm_lite.train.validation import Validation
 
 log = logging.getLogger("ldm_lite")
 
@@ -50,6 +54,8 @@ class TrainConfig:
     save_every: int  # steps
     workers: int
     bf16: bool  # autocast
+    optimizer: str = "adamw"
+    ema_lengths: bool = False  # keep averages of two lengths too
     shard: bool = False  # divide weights, averages and gradients among the processes
 
 
@@ -87,22 +93,26 @@ class Trainer:
                 network.requires_grad_(True)
             network.train()
         self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
+        self.averages = PowerAverages(loss.networks) if config.ema_lengths else None
+        self.validation: Validation | None = None
         if config.shard:
             for network in (*loss.networks.values(), *self.ema.values()):
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=config.lr,
-            betas=(0.9, 0.99),
-            weight_decay=config.weight_decay,
-            fused=self.device.type in ("cuda", "cpu"),
-        )
-        self._log = Log(folder)
+        self.optimizer = make_optimizer(config.optimizer, self._groups(), config.lr, config.weight_decay)
+        self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
         self._last: Batch  # the batch of the last good step
         self._module = distributed.parallel(_Whole(loss))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameters, with the settings of those that have their own."""
+        own = {id(p) for p in self.loss.networks.get("weighting", nn.Module()).parameters()}
+        rest = [p for p in self.parameters if id(p) in own]
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in own]}]
+        # A weighting is far from the networks in scale: EDM2 trains both at 1e-2.
+        return groups + [{"params": rest, "peak": 1e-2, "weight_decay": 0.0}] * bool(rest)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -116,6 +126,8 @@ class Trainer:
             "average": {name: network.state_dict() for name, network in self.ema.items()},
             "optimizer": self.optimizer.state_dict(),
         }
+        if self.averages is not None:
+            state["averages"] = self.averages.state()
         state = tree_map_only(Tensor, distributed.whole, state)
         if distributed.rank() == 0:
             write_atomically(self.folder / STATE, lambda path: torch.save(state, path))
@@ -131,13 +143,11 @@ class Trainer:
             for name, network in self.loss.networks.items():
                 load_finite(network, state["networks"][name])
                 load_finite(self.ema[name], state["average"][name])
-            averages = state["optimizer"]["state"]
-            check_averages(averages, self.parameters, state["step"])
-            for index, values in averages.items():
-                for name in ("exp_avg", "exp_avg_sq"):
-                    values[name] = distributed.divided_as(values[name], self.parameters[index])
-            own = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
-            self.optimizer.load_state_dict({"state": averages, "param_groups": own})
+            if self.averages is not None:
+                for average, stored in zip(self.averages.networks, state["averages"], strict=True):
+                    for name, network in average.items():
+                        load_finite(network, stored[name])
+            self._restore(state["optimizer"], state["step"])
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
             settings = dict(state["settings"])
@@ -147,7 +157,20 @@ class Trainer:
         if changed:
             log.info("the run goes on with other settings than before: %s", json.dumps(changed))
         if distributed.rank() == 0:
-            self._log.trim(self.step)
+            self.log.trim(self.step)
+
+    def _restore(self, stored: dict[str, Any], step: int) -> None:
+        """Load the optimiser's state after a step.  Raises any exception if it is not that."""
+        if self.config.optimizer != "adamw":
+            restore(self.optimizer, stored)
+            return
+        averages = stored["state"]
+        check_averages(averages, self.parameters, step)
+        for index, values in averages.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                values[name] = distributed.divided_as(values[name], self.parameters[index])
+        own = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
+        self.optimizer.load_state_dict({"state": averages, "param_groups": own})
 
     def _settings(self) -> dict[str, object]:
         """The part of the config that results depend on."""
@@ -162,9 +185,13 @@ class Trainer:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def fit(
-        self, dataset: Dataset, on_step: Callable[[int, float | None], None], on_save: Callable[[int], None]
+        self,
+        dataset: Dataset,
+        on_step: Callable[[int, float | None], None],
+        on_save: Callable[[int], None],
+        prior: Dataset | None = None,
     ) -> None:
-        """Train to the last step of the config, or until its time is over.
+        """Train to the last step of the config, or until its time is over; each batch brings one of `prior`, if given.
 
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
         steps done, after the state was written.  A save that fails is tried again later, the last one raises OSError.
@@ -173,7 +200,7 @@ class Trainer:
         then, if theirs is; ChildProcessError if a worker or another process of the run dies.
         """
         with noted() as received, reported_workers(), distributed.reported_peers():
-            self._fit(self._batches(dataset), on_step, on_save, received)
+            self._fit(self._batches(dataset, prior), on_step, on_save, received)
         if received:
             raise Stopped(received[0], f"the state of step {self.step} is saved, `resume=True` continues")
 
@@ -189,6 +216,8 @@ class Trainer:
         if self.step > 0 and self._is_due():
             on_save(self.step)  # the run may have been killed between this state and on_save
         unsaved = False
+        if self.step == 0:
+            self._validate()
         while self.step < config.steps:
             self._losses.append(self._step(data, on_save))
             self.step += 1
@@ -198,6 +227,7 @@ class Trainer:
             last = signalled or over or self.step == config.steps
             mean = self._mean(time.perf_counter() - start)
             on_step(self.step, mean)
+            self._validate()
             if last or self._is_due() or (unsaved and self.step % CHECK_EVERY == 0):
                 unsaved = not self._save_all(None if signalled else on_save, last)
             if last:
@@ -212,8 +242,20 @@ class Trainer:
             return None
         mean, self._losses = sum(self._losses) / len(self._losses), []
         if distributed.rank() == 0:
-            self._log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
+            self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
         return mean
+
+    def _validate(self) -> None:
+        """Add the validation loss of the EMA to the log, if it is due."""
+        if self.validation is None or (self.step % self.validation.every and self.step < self.config.steps):
+            return
+        with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
+            value = self.validation()
+        if distributed.rank() == 0:
+            self.log.add({"step": self.step, "validation": value})
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else contextlib.nullcontext()
 
     def _save_all(self, on_save: Callable[[int], None] | None, last: bool) -> bool:
         """Save the state and call on_save.  Returns whether both worked; if not at the last step, raises OSError."""
@@ -236,12 +278,12 @@ class Trainer:
             )  # fmt: skip
         return failed is None
 
-    def _batches(self, dataset: Dataset) -> Iterator[Batch]:
+    def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Iterator[Batch]:
         """Yield this process's part of each batch, from the current step on."""
         config, rank, size = self.config, distributed.rank(), distributed.world_size()
         own = range(rank * config.batch // size, (rank + 1) * config.batch // size)
         share = Share(config.batch, own, self.step * config.accumulate, config.steps * config.accumulate)
-        return batches(dataset, config.seed, share, config.workers)
+        return batches(dataset, config.seed, share, config.workers, prior)
 
     def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> float:
         """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss.
@@ -250,14 +292,13 @@ class Trainer:
         """
         config = self.config
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr * learning_rate(self.step, config.warmup, config.steps)
+            group["lr"] = group.get("peak", config.lr) * learning_rate(self.step, config.warmup, config.steps)
         own = torch.zeros((), device=self.device)
         for left in reversed(range(config.accumulate)):
             batch = next(data)
             part = len(batch.numbers) / (config.batch * config.accumulate)
-            autocast = torch.autocast(self.device.type, torch.bfloat16) if config.bf16 else contextlib.nullcontext()
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
-                with autocast:
+                with self._autocast():
                     loss = part * self._module(batch, Draws(config.seed, batch.numbers))
                 (distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             own += loss.detach()
@@ -272,6 +313,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_ema()
+        if self.averages is not None:
+            self.averages.update(self.loss.networks, self.step + 1)
         return value
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:

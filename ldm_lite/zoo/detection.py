@@ -72,8 +72,11 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         )
     else:
         family = _from_metadata(spec, shapes, metadata)
+    stated = family.resolution if "resolution" in metadata else None
     prediction = metadata_prediction(metadata)
     family = family if prediction is None else with_prediction(family, prediction)
+    if stated is not None and family.title == metadata.get("title"):  # not a row's, which a v model has another of
+        family = replace(family, resolution=stated)
     if "sample_size" in metadata and "resolution" not in metadata:
         size = int(metadata["sample_size"]) * family.vae.factor
         family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)

@@ -21,7 +21,8 @@ from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.train import batches, encoded, setup
 from ldm_lite.train.batches import Batch, Draws, Order, Share
-from ldm_lite.train.data import Dataset, Example, open_data
+from ldm_lite.train.data import open_data
+from ldm_lite.train.examples import Dataset, Example
 from ldm_lite.train.run import train
 from tests.train.test_train import load_options, losses, options
 
@@ -215,7 +216,7 @@ def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
 
     def watched(self: setup.DiffusionLoss, batch: Batch, draws: Draws) -> Tensor:
         assert batch.pixels.dtype == torch.float16
-        networks: list[nn.Module] = [self._vae, self._text]
+        networks: list[nn.Module] = [self._vae, *self.model.text_encoders]
         kept.extend(p.device.type for network in networks for p in network.parameters())
         return step(self, batch, draws)
 
@@ -305,7 +306,7 @@ def test_damaged_encoded_data_is_one_line(name: str, tmp_path: Path, good: Path,
     pipe, given = ldm_lite.load(small_path, device="cpu"), options(data, tmp_path / "out", **LORA)
 
     def use() -> None:
-        dataset = setup.open_dataset(given, 64)
+        dataset = setup.open_dataset(given, pipe, given.data)
         assert isinstance(dataset, encoded.EncodedDataset)
         setup.check_encoded(given, pipe, dataset, reads_text=True)
         dataset.example(0)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
-from ldm_lite.train.data import Example
+from ldm_lite.train.examples import Example
 from ldm_lite.train.state import locked, read_log
 from ldm_lite.train.trainer import TrainConfig, Trainer
 

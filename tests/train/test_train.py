@@ -201,7 +201,7 @@ def test_the_decoder_alone(tmp_path: Path, folder: Path, small_path: Path) -> No
 def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) -> None:
     pipe = ldm_lite.load(small_path, device="cpu")
     pipe = replace(pipe, family=replace(pipe.family, task="inpaint"))
-    with pytest.raises(ValueError, match="only text-to-image models with one CLIP-L text encoder can be trained here"):
+    with pytest.raises(ValueError, match="only text-to-image models with CLIP text encoders can be trained here"):
         setup.check_model(options(folder, folder), pipe)
 
 

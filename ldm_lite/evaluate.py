@@ -1,0 +1,128 @@
+"""Measure images: Fréchet inception distance, precision and recall against others, and CLIP score against captions.
+
+Needs the extra [evaluate]: torch-fidelity and torchmetrics compute them, with weights of networks that they download.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import CheckedOptions, option
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(CheckedOptions):
+    """What to measure."""
+
+    images: str | None = option(None, "folder of images", positional=True)
+    reference: str | None = option(
+        None, "folder of real images: for FID, precision and recall (thousands on both sides: FID of few is biased)"
+    )
+    inception: str | None = option(
+        None,
+        "weights of Inception v3, weights-inception-2015-12-05-6726825d.pth (default: torch-fidelity downloads it)",
+    )
+    clip: str | None = option(
+        None, "CLIP score with this model of Hugging Face: a folder, or a name such as openai/clip-vit-base-patch16"
+    )
+    batch: int = option(32, "images at a time", within=(1, 4096))
+    neighbours: int = option(3, "neighbours of precision and recall", within=(1, 100))
+    device: str = option("cpu", "cuda or cpu", choices=("cpu", "cuda"))
+    debug: bool = option(False, "show the traceback of an error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    (options,), _ = flags.parse(argv, "evaluate", (__doc__ or "").splitlines()[0], (EvaluateOptions,))
+    return console.run(lambda: print(json.dumps(evaluate(options), indent=1)), (options,))
+
+
+def evaluate(options: EvaluateOptions) -> dict[str, float]:
+    """Return what is measured, by name.  Raises ValueError, one line, for unusable folders or a missing package."""
+    if options.images is None or (options.reference is None and options.clip is None):
+        raise ValueError("wanted a folder of images, and `reference=FOLDER` or `clip=MODEL`")
+    folders = [Path(each) for each in (options.images, options.reference) if each is not None]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: is not a folder, wanted one of images")
+    found: dict[str, float] = {}
+    if options.reference is not None:
+        found |= _distances(options)
+    if options.clip is not None:
+        found["clip_score"] = _clip_score(options, folders[0])
+    return found
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f'{name.split(".")[0]} is missing: pip install "ldm_lite[evaluate]"') from error
+
+
+def _distances(options: EvaluateOptions) -> dict[str, float]:
+    """Heusel et al. 2017 (FID); Kynkäänniemi et al. 2019 (precision and recall), in features of Inception v3."""
+    fidelity = _imported("torch_fidelity")
+    assert options.images is not None
+    assert options.reference is not None
+    for folder in (options.images, options.reference):
+        _images(Path(folder), options.neighbours + 1)
+    given: dict[str, Any] = fidelity.calculate_metrics(
+        input1=options.images,
+        input2=options.reference,
+        fid=True,
+        prc=True,
+        prc_neighborhood=options.neighbours,
+        feature_extractor="inception-v3-compat",  # of precision and recall too, whose own default is VGG-16
+        feature_layer_prc="2048",
+        feature_extractor_weights_path=options.inception,
+        batch_size=options.batch,
+        cuda=options.device == "cuda",
+        cache=False,
+        save_cpu_ram=True,  # no worker processes
+        verbose=False,
+    )
+    names = {"fid": "frechet_inception_distance", "precision": "precision", "recall": "recall"}
+    return {name: float(given[key]) for name, key in names.items()}
+
+
+def _clip_score(options: EvaluateOptions, folder: Path) -> float:
+    """Hessel et al. 2021, of 100: images and their captions, NAME.txt beside each or the prompt in a PNG's text."""
+    torch, metric = _imported("torch"), _imported("torchmetrics.multimodal").CLIPScore(options.clip).to(options.device)
+    from ldm_lite.image import open_image
+
+    paths = _images(folder, 1)
+    for first in range(0, len(paths), options.batch):
+        own = paths[first : first + options.batch]
+        values = [torch.from_numpy(_imported("numpy").array(open_image(path))).permute(2, 0, 1) for path in own]
+        metric.update([value.to(options.device) for value in values], [_caption(path) for path in own])
+    return float(metric.compute())
+
+
+def _images(folder: Path, least: int) -> list[Path]:
+    from ldm_lite.image import list_images
+
+    if len(found := list_images(folder)) < least:
+        raise ValueError(f"{folder}: holds {len(found)} images, wanted {least} or more")
+    return found
+
+
+def _caption(path: Path) -> str:
+    from ldm_lite.cli.files import read_text
+    from ldm_lite.text.parameters import read_parameters
+
+    if path.with_suffix(".txt").is_file():
+        return read_text(path.with_suffix(".txt")).strip()
+    try:
+        return read_parameters(path).prompt
+    except ValueError as error:
+        raise ValueError(f"{error}; for a CLIP score it needs a caption, also as {path.stem}.txt beside it") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Averages of weights over training: the EMA of a given length, chosen afterwards.
+
+A run keeps two power-function averages and stores snapshots of them; from these the average of any length and step is
+a linear combination.  `python -m ldm_lite.train.averages RUN --length 0.1` writes it as a checkpoint.
+
+The average of exponent g after step t has the weights p(s) ~ s^g, s <= t; its length is the standard deviation of p as
+a share of t.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
+"""
+
+import contextlib
+import copy
+import functools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ldm_lite.cli import console, flags
+from ldm_lite.cli.options import CheckedOptions, option
+from ldm_lite.train.examples import write_atomically
+
+FOLDER = "averages"
+LENGTHS = (0.05, 0.1)  # of the two that a run keeps
+NAME = re.compile(r"(\d+)-(0\.\d+)\.safetensors")
+Weights = Mapping[str, Tensor]  # of all networks, "unet.out.2.weight"
+
+
+def exponent(length: float) -> float:
+    """Return the exponent of an average of a length in (0,0.28).  EDM2, algorithm 2."""
+    t = length**-2
+    return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
+
+
+class PowerAverages:
+    """Averages of networks by power functions, one for each of LENGTHS."""
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        self.exponents = [exponent(length) for length in LENGTHS]
+        self.networks = [
+            {name: copy.deepcopy(net).requires_grad_(False) for name, net in networks.items()} for _ in LENGTHS
+        ]
+
+    @torch.no_grad()
+    def update(self, networks: Mapping[str, nn.Module], step: int) -> None:
+        """Add the weights after a step, counted from 1.  EDM2, eq. 127: the first replaces what was there."""
+        for g, averages in zip(self.exponents, self.networks, strict=True):
+            share = 1 - (1 - 1 / step) ** (g + 1)
+            for name, network in networks.items():
+                torch._foreach_lerp_(list(averages[name].parameters()), list(network.parameters()), share)
+
+    def state(self) -> list[dict[str, Weights]]:
+        """Return the averages, for the state of a run."""
+        return [{name: net.state_dict() for name, net in averages.items()} for averages in self.networks]
+
+    def store(self, folder: Path, step: int) -> None:
+        """Write snapshots, in float16, to the folder of a run.  Raises OSError."""
+        (folder / FOLDER).mkdir(exist_ok=True)
+        for length, averages in zip(LENGTHS, self.networks, strict=True):
+            values = {
+                f"{name}.{key}": each.detach().to("cpu", torch.float16).contiguous()
+                for name, network in averages.items()
+                for key, each in network.named_parameters()
+            }
+            path = folder / FOLDER / f"{step:07}-{length:.3f}.safetensors"
+            write_atomically(path, functools.partial(save_file, values))
+
+
+# ---- afterwards -----------------------------------------------------------------------------------------------------
+
+
+def products(steps: NDArray[np.float64], exponents: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the scalar products (N,N) of the power functions of N averages, after steps (N,).  EDM2, algorithm 3."""
+    t, u, g, h = steps[:, None], steps, exponents[:, None], exponents
+    earlier, later, power = np.minimum(t, u), np.maximum(t, u), np.where(t < u, h, g)  # the later one's
+    result: Any = (g + 1) * (h + 1) / (g + h + 1) * (earlier / later) ** power / later
+    return result
+
+
+def coefficients(steps: Sequence[int], lengths: Sequence[float], step: int, length: float) -> NDArray[np.float64]:
+    """Return the factors of snapshots whose sum is nearest to the average of a length after a step."""
+    every = np.array([*steps, step], dtype=np.float64)
+    matrix = products(every, np.array([exponent(each) for each in (*lengths, length)]))
+    found: Any = np.linalg.lstsq(matrix[:-1, :-1], matrix[:-1, -1], rcond=None)[0]
+    return found
+
+
+def reconstructed(folder: Path, length: float, step: int | None = None) -> tuple[Weights, int]:
+    """Return the weights of the average of a length after a step (default: the last), and the step.
+
+    Raises ValueError, one line, if the folder holds no snapshots, or none of the step.
+    """
+    found = {path: match for path in sorted(folder.glob(f"{FOLDER}/*")) if (match := NAME.fullmatch(path.name))}
+    if not found:
+        raise ValueError(f"{folder}: holds no averages: train with `ema_lengths`")
+    steps = [int(match[1]) for match in found.values()]
+    last = max(steps) if step is None else step
+    if last not in steps:
+        raise ValueError(f"got `step` {last}, wanted one of {', '.join(map(str, sorted(set(steps))))}")
+    used = [(path, at, float(match[2])) for (path, match), at in zip(found.items(), steps, strict=True) if at <= last]
+    factors = coefficients([at for _, at, _ in used], [each for _, _, each in used], last, length)
+    total: dict[str, Tensor] = {}
+    for (path, _, _), factor in zip(used, factors.tolist(), strict=True):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                value = factor * file.get_tensor(key).double()
+                total[key] = total[key] + value if key in total else value
+    return {key: value.float() for key, value in total.items()}, last
+
+
+@contextlib.contextmanager
+def using(networks: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within the block networks hold the parameters of others of the same kind, such as their averages."""
+    both = (zip(net.parameters(), others[name].parameters(), strict=True) for name, net in networks.items())
+    pairs = [pair for each in both for pair in each]
+    own = [p.detach().clone() for p, _ in pairs]
+    with torch.no_grad():
+        for p, q in pairs:
+            p.copy_(q)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (p, _), value in zip(pairs, own, strict=True):
+                p.copy_(value)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AverageOptions(CheckedOptions):
+    """Which average to write."""
+
+    run: str | None = option(None, "folder of a run with --ema-lengths", positional=True)
+    length: float = option(0.1, "length of the average, as a share of the training", within=(0.001, 0.25))
+    step: int | None = option(None, "step of a snapshot (default: the last)", within=(1, 10**9))
+    out: str | None = option(None, "file to write (default: average-LENGTH.safetensors in the folder)")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    about = "Write the average of any length of the weights of a run."
+    (options,), _ = flags.parse(argv, "train.averages", about, (AverageOptions,))
+    return console.run(lambda: run(options), (options,))
+
+
+def run(options: AverageOptions) -> None:
+    """Write the average, and print the file's path."""
+    from ldm_lite.train.outputs import write_average
+
+    if options.run is None:
+        raise ValueError("wanted the folder of a run with `ema_lengths`")
+    folder = Path(options.run)
+    out = folder / f"average-{options.length:g}.safetensors" if options.out is None else Path(options.out)
+    write_average(folder, reconstructed(folder, options.length, options.step), out)
+    print(out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Training a ControlNet: a copy of the UNet's encoder, beside the frozen UNet, that reads an image of its own."""
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.control.apply import ActiveControls
+from ldm_lite.control.control import Control
+from ldm_lite.control.loading import LoadedControl
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.models.controlnet import ControlNet
+
+
+def new_control(model: Model) -> ControlNet:
+    """Return a ControlNet for a model: its UNet's weights, a new embedding of the image, and outputs that are 0.
+
+    Zhang et al. 2023, sec. 3.1.
+    """
+    with torch.device(model.device):
+        network = ControlNet(model.family.unet)
+    own, known = network.state_dict(), model.unet.state_dict()
+    network.load_state_dict({key: known.get(key, value).float() for key, value in own.items()})
+    for part in (network.input_hint_block[-1], network.zero_convs, network.middle_block_out):
+        for parameter in part.parameters():
+            nn.init.zeros_(parameter)
+    return network.requires_grad_(True)
+
+
+def control_file(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors (float16, on the CPU) and the metadata of a ControlNet's file in the original layout."""
+    values = network.state_dict().items()
+    return {f"control_model.{key}": value.to("cpu", torch.float16).contiguous() for key, value in values}, {}
+
+
+def steered(model: Model, network: nn.Module, hint: Tensor, plan: Plan) -> ActiveControls:
+    """Return the control of a plan's steps by a ControlNet and its image, hint (3,H,W) uint8."""
+    assert isinstance(network, ControlNet)
+    loaded = LoadedControl(Control("control", hint.float() / 127.5 - 1), network)
+    return ActiveControls(model, [loaded], plan, (hint.shape[2], hint.shape[1]))

@@ -1,0 +1,42 @@
+"""Optimisers: AdamW, and others from libraries of the extra `optimizers`."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
+BETAS = (0.9, 0.99)
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Return the optimiser of a name for groups of parameters.
+
+    "adamw8bit" keeps its averages in 8 bits (Dettmers et al. 2022), "prodigy" finds the learning rate, of which `lr` is
+    then a factor, usually 1 (Mishchenko and Defazio 2024).  Raises ValueError, one line, if its package is missing.
+    """
+    if name == "adamw":
+        fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
+        return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
+    package, path = PACKAGES[name]
+    try:
+        found: Any = importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
+    for part in path.split("."):
+        found = getattr(found, part)
+    made: torch.optim.Optimizer = found(groups, lr=lr, betas=BETAS, weight_decay=weight_decay)
+    return made
+
+
+def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
+    """Load an optimiser's own state, for those whose groups have state too.  Raises any exception for another's."""
+    own = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
+    for values in stored["state"].values():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} of the optimiser is not finite")
+    optimizer.load_state_dict(stored)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)  # those of the run

@@ -1,0 +1,83 @@
+"""FID, precision, recall and CLIP score through their libraries, with random weights of the networks that they need."""
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ldm_lite import evaluate
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Six images, and six others."""
+    random = np.random.default_rng(0)
+    for name, most in (("a", 255), ("b", 90)):
+        (tmp_path / name).mkdir()
+        for i in range(6):
+            Image.fromarray(random.integers(0, most, (40, 40, 3), dtype=np.uint8)).save(tmp_path / name / f"{i}.png")
+    return [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_mistakes_are_one_line(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [
+        ([], "wanted a folder of images, and --reference FOLDER or --clip MODEL"),
+        ([folders[0]], "wanted a folder of images, and --reference FOLDER or --clip MODEL"),
+        ([str(tmp_path / "none"), "--clip", "x"], "none: is not a folder, wanted one of images"),
+        ([folders[0], "--reference", folders[1]], 'torch_fidelity is missing: pip install "ldm_lite[evaluate]"'),
+        ([folders[0], "--clip", "x"], 'is missing: pip install "ldm_lite[evaluate]"'),
+    ]
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(evaluate.importlib, "import_module", missing)
+    for arguments, message in given:
+        assert evaluate.main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.extra
+def test_distances_are_frechets_and_of_neighbours(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of equal folders they are 0, 1 and 1; of others those of the features, computed again here."""
+    pytest.importorskip("torch_fidelity")
+    inception = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3").FeatureExtractorInceptionV3
+    torch.manual_seed(0)
+    path = tmp_path / "inception.pth"
+    with pytest.MonkeyPatch.context() as patch:  # random weights: the real ones are not here
+        patch.setattr(inception, "load_state_dict", lambda self, values: None)
+        torch.save({}, path)
+        made = inception("it", ["2048"], feature_extractor_weights_path=str(path))
+    torch.save(made.state_dict(), path)
+    arguments = [folders[0], "--inception", str(path), "--batch", "3", "--reference"]
+    assert evaluate.main([*arguments, folders[0]]) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert same == {"fid": pytest.approx(0, abs=1e-3), "precision": 1, "recall": 1}
+    assert evaluate.main([*arguments, folders[1]]) == 0
+    other = json.loads(capsys.readouterr().out)
+    features = []
+    for folder in folders:
+        pixels = [np.array(Image.open(each)) for each in sorted(Path(folder).glob("*.png"))]
+        with torch.no_grad():
+            features.append(made(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))[0].double().numpy())
+    a, b = features
+    x, y = (a - a.mean(0)) / 5**0.5, (b - b.mean(0)) / 5**0.5
+    eigenvalues = np.linalg.eigvals(x @ y.T @ y @ x.T).real  # those of the product of both covariances but zeros
+    wanted = ((a.mean(0) - b.mean(0)) ** 2).sum() + a.var(0, ddof=1).sum() + b.var(0, ddof=1).sum()
+    wanted -= 2 * np.sqrt(np.clip(eigenvalues, 0, None)).sum()
+    assert other["fid"] == pytest.approx(wanted, rel=1e-2)
+
+    def share(of: np.ndarray, among: np.ndarray) -> float:  # type: ignore[type-arg]
+        radii = np.sort(np.linalg.norm(among[:, None] - among, axis=2), axis=1)[:, 3]
+        return float((np.linalg.norm(of[:, None] - among, axis=2) <= radii).any(axis=1).mean())
+
+    assert other["precision"] == pytest.approx(share(a, b))
+    assert other["recall"] == pytest.approx(share(b, a))
