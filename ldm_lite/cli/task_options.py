@@ -127,7 +127,9 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         metavar="FILE",
     )
     prompt_syntax: str = option(
-        "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
+        "plain",
+        "plain, or a1111: (more), [less], (this much:1.3), [from:to:0.5], [a|b], a AND b:0.5, BREAK, any length",
+        png="Prompt syntax",
     )
     dynamic: str | None = option(
         None,

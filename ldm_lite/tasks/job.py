@@ -34,8 +34,9 @@ from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import open_depth, read_image, to_array, to_image, to_rgb
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.original import check_original
-from ldm_lite.tasks.settings import sampler_of, settings_of, skip_of
+from ldm_lite.tasks.settings import calls_of, sampler_of, settings_of, skip_of
 from ldm_lite.text.parameters import parameters
+from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
 from ldm_lite.zoo.family import SkipLayers
 
@@ -95,6 +96,7 @@ class Job:
     cond: Conditioning | None  # ready conditioning in place of the prompts
     uncond: Conditioning | None
     text: PromptOptions
+    calls: Calls  # how prompts that change count the network's calls
     seeds: Seeds
     noise: Tensor | None  # the user's own initial noise (N,C,h,w)
     noise_source: NoiseSource  # of all other noise
@@ -276,6 +278,7 @@ def resolve(
         cond=as_conditioning(options.cond),
         uncond=as_conditioning(options.uncond),
         text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
+        calls=calls_of(model, options, plan),
         seeds=seeds,
         noise=options.noise if isinstance(options.noise, Tensor) else None,
         noise_source=_noise_source(model, options, plan),

@@ -8,12 +8,24 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.names import resolve, written
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.webui import calls_per_step
+from ldm_lite.text.schedule import Calls
 from ldm_lite.zoo.family import SkipLayers
 
 
 def sampler_of(model: Model, options: Txt2imgOptions) -> str:
     """Return the sampler of the options, or the family's."""
     return model.family.sampler if options.sampler is None else options.sampler
+
+
+def calls_of(model: Model, options: Txt2imgOptions, plan: Plan | None) -> Calls:
+    """Return the calls of the network that prompts count: as in A1111 those of all steps, whatever the strength."""
+    if plan is None or options.plan is not None:
+        return Calls(1 if plan is None else len(plan.t))
+    steps = model.family.steps if options.steps is None else options.steps
+    key = resolve(sampler_of(model, options))[0]
+    each = calls_per_step(key) or max(1, round(len(plan.t) / plan.num_steps))
+    return Calls(steps * each)
 
 
 def skip_of(model: Model, options: Txt2imgOptions) -> SkipLayers | None:
