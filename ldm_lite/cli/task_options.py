@@ -54,7 +54,10 @@ class ConditioningOptions(CheckedOptions):
         used_by=("refiner",),
     )
     image_embedding: Any = option(
-        None, "unCLIP: CLIP embedding of an image to follow (.npy or .safetensors)", used_by=("unclip", "unclip_l")
+        None,
+        "unCLIP: CLIP embedding of an image to follow (.npy or .safetensors)",
+        metavar="FILE",
+        used_by=("unclip", "unclip_l"),
     )
     noise_level: int = option(
         0, "unCLIP: noise added to that embedding, 0 to 999; higher follows it less closely", within=(0, 999)
@@ -62,6 +65,7 @@ class ConditioningOptions(CheckedOptions):
     image_statistics: Any = option(
         None,
         "unCLIP L: mean and deviation of such embeddings: karlo's ViT-L-14_stats.th, or diffusers' file",
+        metavar="FILE",
         used_by=("unclip_l",),
     )
 
@@ -119,7 +123,7 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         common=True,
     )
     negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
-    from_file: str | None = option(None, "read prompts from a text file, one per line", common=True)
+    from_file: str | None = option(None, "read prompts from a text file, one per line", metavar="FILE", common=True)
     from_png: Any = option(
         None,
         "take the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
@@ -159,11 +163,15 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     clip_vision: str | None = option(
         None, "CLIP ViT-L/14 image encoder in Hugging Face's format, for style adapters", metavar="FILE"
     )
-    refiner: Any = option(None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind")
+    refiner: Any = option(
+        None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"
+    )
     refiner_start: float | None = option(
         None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
     )
-    depth: Any = option(None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges")
+    depth: Any = option(
+        None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
+    )
     skip_layer_scale: float | None = option(
         None,
         "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from ldm_lite.cli.options import given
+from ldm_lite.cli.options import given, names_files
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control
 from ldm_lite.diffusion.schedule import number
@@ -31,10 +31,9 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
     "upscale": UpscaleOptions,
 }
 TITLES = {"txt2img": "Text to image", "img2img": "Image to image", "inpaint": "Inpaint", "upscale": "Upscale"}
-# Options that name files of the server, and those that the form shows in another way.
-FILES = "from_file from_png embedding clip_vision refiner refiner_start depth image_embedding image_statistics indir"
-SHOWN = "prompt negative_prompt control preprocess init_img mask batch_size n_iter seed"
-LEFT_OUT = {*FILES.split(), *SHOWN.split(), "compat"}
+# Options that the form shows in another way, or not at all, besides those that name files of the server.
+SHOWN = "prompt negative_prompt preprocess batch_size n_iter seed"
+LEFT_OUT = {*SHOWN.split(), "compat", "refiner_start"}
 NOT_FOR = {"upscale": {"width", "height", "fixed_code"}}
 MOST_LORAS = 4
 SEEDS = 2**32  # below which random seeds lie, as in A1111
@@ -46,7 +45,7 @@ def fields() -> dict[str, tuple[dataclasses.Field[Any], list[str]]]:
     found: dict[str, tuple[dataclasses.Field[Any], list[str]]] = {}
     for task, kind in TASKS.items():
         for each in dataclasses.fields(kind):
-            if not each.metadata["flag"] or each.name in LEFT_OUT | NOT_FOR.get(task, set()):
+            if not each.metadata["flag"] or names_files(each) or each.name in LEFT_OUT | NOT_FOR.get(task, set()):
                 continue
             if each.name == "noise_level" and task != "upscale":  # of an image embedding
                 continue
