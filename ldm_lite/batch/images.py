@@ -223,7 +223,9 @@ def _failed(item: Item, error: Exception) -> Failed:
 
 def joined(images: Sequence[ImageInputs]) -> ImageInputs:
     """What some images of one shape begin with, as one batch: tensors (B,...) in place of (1,...)."""
-    values = {name: [getattr(image, name) for image in images] for name in ("init", "deviation", "mask", "concat")}
+    values = {
+        name: [getattr(image, name) for image in images] for name in ("init", "deviation", "mask", "hole", "concat")
+    }
     tensors: dict[str, Any] = {name: None if each[0] is None else torch.cat(each) for name, each in values.items()}
     return dataclasses.replace(images[0], **tensors)
 

@@ -23,9 +23,10 @@ from ldm_lite.diffusion.noise import Draw, SharedNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.generate import DenoisingState, Extras, InpaintMask, RefinerSwitch
-from ldm_lite.image import depth_latent, to_pixels, to_rgb
+from ldm_lite.image import depth_latent, to_pil, to_pixels, to_rgb
 from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.job import Job, Result
+from ldm_lite.tasks.masked_area import Area, covering
 from ldm_lite.tasks.text_inputs import AHEAD, PromptEncoder, Texts, weights_of
 
 log = logging.getLogger("ldm_lite")
@@ -41,10 +42,12 @@ class ImageInputs:
     init: Tensor | None = None  # (1,C,h,w) latents of an image to start from, in the UNet's scale
     deviation: Tensor | None = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every image
     mask: Tensor | None = None  # (1,1,h,w): 0 where init is kept
+    hole: Tensor | None = None  # (1,1,h,w): 1 where init is the image's first noise
     concat: Tensor | None = None  # (1,C',h,w): further input channels of the network
     y: Tensor | None = None  # (1,) noise level of concat, for networks that read it
     start: tuple[Plan | None, Level | None, int] | None = None  # image_inputs.Start, if it depends on the size
     size: tuple[int, int] | None = None  # (height, width) that results are cropped to
+    area: Area | None = None  # of the pixels of `paste`, into which a result is put
     paste: tuple[Tensor, Tensor] | None = None  # pixels (3,H,W) to put back where the weights (1,H,W) are 0
     settings: Mapping[str, object] = field(default_factory=dict)  # further settings for the PNG's text
 
@@ -52,10 +55,15 @@ class ImageInputs:
         """Crop and paste decoded pixels (3,H',W'); return the result (3,H,W)."""
         if self.size is not None:
             pixels = pixels[:, : self.size[0], : self.size[1]]
-        if self.paste is not None:
-            original, weights = self.paste
-            pixels = weights * pixels + (1 - weights) * original
-        return pixels
+        if self.paste is None:
+            return pixels
+        original, weights = self.paste
+        if self.area is not None:
+            whole = original.clone()
+            rows, columns = slice(self.area.top, self.area.bottom), slice(self.area.left, self.area.right)
+            whole[:, rows, columns] = to_pixels(covering(to_pil(pixels), self.area.size))
+            pixels = whole
+        return weights * pixels + (1 - weights) * original
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,6 +254,8 @@ class InitialLatents:
         if self.job.noise is not None:
             noise = self._own_noise(first, len(seeds))
         mask = None
+        if init is not None and self.image.hole is not None:
+            init = init + self.image.hole.to(init.device) * noise.to(init.device)
         if init is not None and self.image.mask is not None:
             mask = InpaintMask(init, self.image.mask, None if self.job.compat else noise)
         return self._noised(init, noise), mask, draw
