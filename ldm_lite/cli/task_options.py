@@ -108,8 +108,42 @@ class SamplingOptions(CheckedOptions):
     guidance: Any = argument("a number, a function step -> number, or a function (cond, uncond) -> guided output")
 
 
+UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate
+    "Latent": ("bilinear", False),
+    "Latent (antialiased)": ("bilinear", True),
+    "Latent (bicubic)": ("bicubic", False),
+    "Latent (bicubic antialiased)": ("bicubic", True),
+    "Latent (nearest)": ("nearest", False),
+    "Latent (nearest-exact)": ("nearest-exact", False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class HiresOptions(CheckedOptions):
+    """The second pass of txt2img, hires fix."""
+
+    hires: float | None = option(
+        None, "txt2img: enlarge the image so many times, and denoise it again", within=(1, 16), png="Hires upscale"
+    )
+    hires_strength: float = option(0.7, "how much noise the enlarged image gets, above 0 to 1", within=(0.001, 1))
+    hires_steps: int | None = option(
+        None, "steps of the enlarged image (default: those of the first)", within=(1, 1000), png="Hires steps"
+    )
+    hires_upscaler: str = option(
+        "Latent",
+        "how it is enlarged: Latent, Latent (nearest), ... in the latents; Lanczos, Nearest in pixels",
+        choices=(*UPSCALERS, "Lanczos", "Nearest"),
+    )
+    hires_esrgan: str | None = option(
+        None, "enlarge it with this ESRGAN network (RealESRGAN_x4plus.pth, ...)", metavar="FILE"
+    )
+    hires_sampler: str | None = option(
+        None, "sampler of the enlarged image (default: the first's)", png="Hires sampler"
+    )
+
+
 @dataclass(frozen=True)
-class Txt2imgOptions(ConditioningOptions, SamplingOptions):
+class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions):
     """What to make.  None = the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script

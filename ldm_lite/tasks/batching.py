@@ -35,6 +35,15 @@ OnStep = Callable[[DenoisingState], None]
 
 
 @dataclass(frozen=True, eq=False)
+class Second:
+    """A second pass, that starts from the enlarged images of the first."""
+
+    job: Job  # of this pass
+    enlarge: Callable[[Tensor], Tensor]  # latents (B,C,h,w) -> (B,C,h',w')
+    settings: Mapping[str, object]  # for the PNG's text
+
+
+@dataclass(frozen=True, eq=False)
 class ImageInputs:
     """What a batch of images starts from, and how each result is finished."""
 
@@ -47,6 +56,7 @@ class ImageInputs:
     y: Tensor | None = None  # (1,) noise level of concat, for networks that read it
     start: tuple[Plan | None, Level | None, int] | None = None  # image_inputs.Start, if it depends on the size
     size: tuple[int, int] | None = None  # (height, width) that results are cropped to
+    second: Second | None = None  # follows
     area: Area | None = None  # of the pixels of `paste`, into which a result is put
     paste: tuple[Tensor, Tensor] | None = None  # pixels (3,H,W) to put back where the weights (1,H,W) are 0
     settings: Mapping[str, object] = field(default_factory=dict)  # further settings for the PNG's text
@@ -122,7 +132,8 @@ def finished(job: Job, image: ImageInputs, batch: Batch, latents: Tensor) -> Ite
     """Yield the result of each of a batch's latents (B,C,h,w), as soon as it is decoded."""
     made = generate.decode(job.model, latents), batch.rows, batch.seeds, batch.variations, batch.keys
     for pixels, row, seed, variation, key in zip(*made, strict=True):
-        settings = {**noise_settings(job, variation), **image.settings}
+        more = {} if image.second is None else image.second.settings
+        settings = {**noise_settings(job, variation), **image.settings, **more}
         yield dataclasses.replace(job.result(image.finish(pixels), row, seed, settings), key=key)
 
 
@@ -157,6 +168,7 @@ class Runner:
         self.job = job
         self._text = PromptEncoder(job.model, job)
         self._refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
+        self._next: Runner | None = None  # of second passes
         self._generator = torch.Generator(job.model.device).manual_seed(job.seeds.first) if job.compat else None
 
     def run(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
@@ -166,7 +178,18 @@ class Runner:
             for state in ready.stream():
                 latents = state.latents
                 yield state
-            yield ready.batch, latents
+            if image.second is None:
+                yield ready.batch, latents
+            else:
+                yield from self._second(image.second, ready.batch, latents)
+
+    def _second(self, second: Second, batch: Batch, latents: Tensor) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
+        """Run the second pass of a batch."""
+        init = second.enlarge(latents)
+        if self._next is None:
+            self._next = Runner(second.job)
+        height, width = init.shape[2:]
+        yield from self._next.run(ImageInputs((init.shape[1], height, width), init=init), [batch])
 
     def prepare(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[Ready]:
         """Yield each batch on one input with its text encoded and its first noise drawn, when it is asked for."""

@@ -34,7 +34,7 @@ from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import open_depth, read_image, to_array, to_image, to_rgb
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.original import check_original
-from ldm_lite.tasks.settings import calls_of, sampler_of, settings_of, skip_of
+from ldm_lite.tasks.settings import calls_of, check_hires, sampler_of, settings_of, skip_of
 from ldm_lite.text.parameters import parameters
 from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
@@ -138,6 +138,7 @@ def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
     if options.from_png is not None:
         raise ValueError("`from_png` is an option of txt2img: give the settings of the picture one by one")
+    check_hires(options)
     controls_of(options)
     _check_arguments(options)
     if options.noise_level and options.image_embedding is None:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.task_options import HiresOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.names import resolve, written
 from ldm_lite.diffusion.plan import Plan
@@ -16,6 +16,17 @@ from ldm_lite.zoo.family import SkipLayers
 def sampler_of(model: Model, options: Txt2imgOptions) -> str:
     """Return the sampler of the options, or the family's."""
     return model.family.sampler if options.sampler is None else options.sampler
+
+
+def check_hires(options: Txt2imgOptions) -> None:
+    """Raises ValueError for a second pass in other tasks than txt2img, and for its options without it."""
+    if options.hires is not None and type(options) is not Txt2imgOptions:
+        raise ValueError("`hires` is an option of txt2img: leave it out")
+    changed = [each.name for each in dataclasses.fields(HiresOptions) if getattr(options, each.name) != each.default]
+    if options.hires is None and changed:
+        raise ValueError(f"`{changed[0]}` is of a second pass: give `hires=2`, how many times the image is enlarged")
+    if options.hires_sampler is not None:
+        resolve(options.hires_sampler)
 
 
 def calls_of(model: Model, options: Txt2imgOptions, plan: Plan | None) -> Calls:
