@@ -138,6 +138,7 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "variation_strength",
         "skip_layer_scale",
         *("hires", "hires_steps", "hires_sampler"),  # tests/test_hires.py
+        "seamless",  # tests/test_seamless.py
     }
     for name, value in {**ELSEWHERE, "preprocess": "canny,none", "skip_layer_scale": 1.5}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)

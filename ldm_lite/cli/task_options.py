@@ -203,6 +203,9 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions):
     refiner_start: float | None = option(
         None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
     )
+    seamless: str | None = option(
+        None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
+    )
     depth: Any = option(
         None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
     )

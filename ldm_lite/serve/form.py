@@ -33,7 +33,13 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
 TITLES = {"txt2img": "Text to image", "img2img": "Image to image", "inpaint": "Inpaint", "upscale": "Upscale"}
 # Options that the form shows in another way, or not at all, besides those that name files of the server.
 SHOWN = "prompt negative_prompt preprocess batch_size n_iter seed"
-LEFT_OUT = {*SHOWN.split(), "compat", "refiner_start", *(each.name for each in dataclasses.fields(HiresOptions))}
+LEFT_OUT = {
+    *SHOWN.split(),
+    "compat",
+    "refiner_start",
+    "seamless",
+    *(each.name for each in dataclasses.fields(HiresOptions)),
+}
 NOT_FOR = {"upscale": {"width", "height", "fixed_code"}}
 MOST_LORAS = 4
 SEEDS = 2**32  # below which random seeds lie, as in A1111
@@ -198,14 +204,14 @@ def settings(url: str, engine: Engine) -> tuple[dict[str, Any], str, list[str]]:
     """
     text = read_parameters(_required(url, "a picture", engine))
     shown = parameters(text.prompt, text.negative_prompt, text.settings)
-    second = [key for key in text.settings if key.startswith("Hires")]
+    second = [key for key in text.settings if key.startswith("Hires") or key == "Tiling"]
     kept = {key: value for key, value in text.settings.items() if key not in ("Denoising strength", *second)}
     bare = Image.new("RGB", (1, 1))
     bare.info["parameters"] = parameters(text.prompt, text.negative_prompt, kept)
     with _Remarks() as remarks:
         options = with_picture(Txt2imgOptions(from_png=bare))
     if second:
-        remarks.lines.append(f"the page has no second pass: its {', '.join(second)} are not heeded"[:300])
+        remarks.lines.append(f"the page has no second pass and no tiling: its {', '.join(second)} are not heeded"[:300])
     names = given(options)
     values: dict[str, Any] = {name: getattr(options, name) for name in fields() if name in names}
     values |= {"prompt": options.prompt or "", "negative_prompt": options.negative_prompt or ""}

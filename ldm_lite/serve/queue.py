@@ -160,8 +160,9 @@ class Engine:
         """Count a ticket's images.  Raises ValueError for one beyond the limits, or that its model cannot do."""
         options, limits = ticket.options, self.limits
         _check_files(options)
-        if options.hires is not None:
-            raise ValueError("the server has no second pass: leave `hires` out")
+        for name in ("hires", "seamless"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"the server has no second pass and makes no seamless images: leave `{name}` out")
         ticket.count = TASKS[ticket.task].count(options)
         if ticket.count > limits.max_images:
             raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")

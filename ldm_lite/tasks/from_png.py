@@ -164,7 +164,7 @@ def _converted(key: str, name: str, text: str) -> Any:
     kinds = typing.get_args(typing.get_type_hints(Txt2imgOptions)[name])
     kinds = kinds or (typing.get_type_hints(Txt2imgOptions)[name],)
     try:
-        value: Any = text
+        value: Any = "xy" if (name, text) == ("seamless", "True") else text
         if int in kinds:
             value = int(text) if re.fullmatch(r"-?[0-9]{1,20}", text) else number("")
         elif float in kinds:

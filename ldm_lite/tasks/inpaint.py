@@ -45,6 +45,7 @@ from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, r
 from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.masked_area import Area, area_of, fill, fitted
 from ldm_lite.tasks.original import as_original
+from ldm_lite.tasks.settings import with_seamless
 from ldm_lite.tasks.templates import with_variants
 
 log = logging.getLogger("ldm_lite")
@@ -72,6 +73,7 @@ def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[Later]
     options = with_variants(options)
     check(options)
     check_task(model, "inpaint")
+    model = with_seamless(model, options)
     options = as_original(model, options, "inpaint")
     found = pairs(options)
     strength = 1.0 if options.strength is None else options.strength

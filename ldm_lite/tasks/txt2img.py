@@ -10,6 +10,7 @@ from ldm_lite.tasks.from_png import with_picture
 from ldm_lite.tasks.hires import second_pass
 from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
 from ldm_lite.tasks.original import as_original
+from ldm_lite.tasks.settings import with_seamless
 from ldm_lite.tasks.templates import with_variants
 
 
@@ -33,6 +34,7 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
     options = with_variants(with_picture(options, model))
     check(options)
     check_task(model, "txt2img")
+    model = with_seamless(model, options)
     options = as_original(model, options, "txt2img")
     width, height = model.family.resolution, model.family.resolution
     controls = controls_of(options)
