@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from ldm_lite.cli import console
+from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.flags import parse
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.output import Saver
-from ldm_lite.cli.task_options import CascadeOptions, StageOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

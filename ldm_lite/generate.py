@@ -7,6 +7,7 @@ all later steps, whatever the batch size or the device.
 import contextlib
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,12 +25,14 @@ from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.controlnet import ControlledUNet
-from ldm_lite.models.unet import TextCache, UNet
+from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.zoo.networks import Autoencoder
 
 log = logging.getLogger("ldm_lite")
+
+MOST_TEXTS = 8  # of a prompt that changes, kept on the device with their keys and values
 
 
 class StepControl(Protocol):
@@ -163,7 +166,7 @@ def stream(
                 phase.enter_context(now.model.phase("unet"))
                 stage = now
                 stage.read_text()
-            network, conditioning = stage.inputs(step, extras.control if stage is stages[0] else None)
+            network, conditioning = stage.inputs(step, i, extras.control if stage is stages[0] else None)
             guidance = stage.guidance(step)
             run = stage.model.step if guidance.combine is None else denoise_step
             before = registers[0]
@@ -193,43 +196,52 @@ class _Stage:
 
     def __init__(self, model: Model, branches: Branches, first_step: int, device: torch.device) -> None:
         self.model, self.branches, self.first_step, self.device = model, branches, first_step, device
-        self.conditioning = self._all = _stacked(branches.conditionings, device, model.dtype)
-        self._others: Conditioning | None = None  # without a first branch that only counts in some steps
-        if isinstance(branches.weights, SkipWeights):
-            self._others = _stacked(branches.conditionings[1:], device, model.dtype)
-        self._cache: TextCache | None = None
+        # On the device, with the text's keys and values, by the conditionings and how many of their first are left out.
+        self._ready: OrderedDict[tuple[int, int], Conditioning] = OrderedDict()
+        self._caches_text = False
         self._guidance: tuple[object, Guidance] | None = None
 
     def read_text(self) -> None:
-        """Compute the keys and values of the text once for all steps, within the UNet's phase.
+        """Have the keys and values of the text computed once for all steps, within the UNet's phase.
 
-        Skipped under autocast, and if part of the network was replaced or hooked: such code may need the text, or
-        may load the weights.
+        Not under autocast, nor if part of the network was replaced or hooked: it may need the text, or load weights.
         """
         unet: Any = self.model.unet
         as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
-        autocast = torch.is_autocast_enabled(self.device.type)
-        if self.conditioning.context is not None and as_written and not autocast:
-            self._cache = unet.text_cache(self.conditioning.context)
+        self._caches_text = as_written and not torch.is_autocast_enabled(self.device.type)
+        self._ready.clear()
 
-    def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
-        """Return the network that runs a step, and its conditioning."""
+    def inputs(self, step: int, call: int, control: StepControl | None) -> tuple[Network, Conditioning]:
+        """Return the network that runs a call of a step, and its conditioning."""
         network: Network = self.model.unet
-        if self._others is not None:
-            self.conditioning = self._others if self.branches.weights_at(step)[0] == 0 else self._all
-        conditioning = self.conditioning
+        ready = self._conditioning(self.branches.at(call), self._left_out(step))
+        conditioning = ready._replace(cache=None)
         if control is not None:
             network, conditioning = control(step, conditioning)
         own = network.unet if isinstance(network, ControlledUNet) else network  # other wrappers may take no cache
-        if own is self.model.unet and conditioning.context is self.conditioning.context:
-            conditioning = conditioning._replace(cache=self._cache)
+        if own is self.model.unet and conditioning.context is ready.context:
+            conditioning = conditioning._replace(cache=ready.cache)
         return network, conditioning
+
+    def _left_out(self, step: int) -> int:
+        """How many of the first branches do not count in a step: the one that skips layers."""
+        return int(isinstance(self.branches.weights, SkipWeights) and self.branches.weights_at(step)[0] == 0)
+
+    def _conditioning(self, conditionings: Sequence[Conditioning], left_out: int) -> Conditioning:
+        key = id(conditionings), left_out
+        if key not in self._ready:
+            made = _stacked(conditionings[left_out:], self.device, self.model.dtype)
+            unet: Any = self.model.unet
+            caches = made.context is not None and self._caches_text
+            self._ready[key] = made._replace(cache=unet.text_cache(made.context)) if caches else made
+            if len(self._ready) > MOST_TEXTS:
+                self._ready.popitem(last=False)
+        self._ready.move_to_end(key)
+        return self._ready[key]
 
     def guidance(self, step: int) -> Guidance:
         """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
-        weights = self.branches.weights_at(step)
-        if self._others is not None and weights[0] == 0:
-            weights = weights[1:]
+        weights = self.branches.weights_at(step)[self._left_out(step) :]
         if self._guidance is None or self._guidance[0] != weights:
             percentile, limit = self.branches.threshold or (None, None)
             made = Guidance(
@@ -276,8 +288,9 @@ def _check_all(
     model: Model, noise: Tensor, branches: Branches, plan: Plan, draw: Draw | None, refiner: RefinerSwitch | None
 ) -> None:
     """Raises ValueError for inputs of stream that do not fit each other."""
-    for conditioning in branches.conditionings:
-        check(model, noise, conditioning)
+    for conditionings in (branches.conditionings, *(each for _, each in branches.later)):
+        for conditioning in conditionings:
+            check(model, noise, conditioning)
     if refiner is not None:
         for conditioning in refiner.branches.conditionings:
             check(refiner.model, noise, conditioning)

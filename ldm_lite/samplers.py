@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from ldm_lite.cli import console
+from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.flags import parse
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import CompareOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

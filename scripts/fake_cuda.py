@@ -25,7 +25,8 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.checkpoint.sources import tokenizer_of
-from ldm_lite.cli.task_options import CascadeOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.cli.command_options import CascadeOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import LoadedControl
 from ldm_lite.diffusion.schedule import Schedule

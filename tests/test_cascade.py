@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite.cascade import main
 from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.command_options import CascadeOptions as Options
+from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import CascadeOptions as Options
-from ldm_lite.cli.task_options import StageOptions, UpscaleOptions
+from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec

@@ -73,7 +73,8 @@ def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.
     assert (options.sampler, options.spacing, options.clip_skip) == ("dpmpp_2m", "karras", 2)
     assert (options.prompt_syntax, options.from_png) == ("a1111", None)
     first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    wanted = "its Denoising strength, Hires upscale, ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
+    wanted = "its ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
+    assert (options.hires, options.hires_strength, options.hires_upscaler) == (2, 0.4, "Latent")
     assert first == f"{path}: {wanted} are not heeded"
     assert (options.noise, options.ensd) == ("own", 31337)
     assert second == f"{path}: was made with fruit (45dee52b12), not {pipe.name}"
@@ -136,6 +137,8 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "ensd",
         "variation_strength",
         "skip_layer_scale",
+        *("hires", "hires_steps", "hires_sampler"),  # tests/test_hires.py
+        "seamless",  # tests/test_seamless.py
     }
     for name, value in {**ELSEWHERE, "preprocess": "canny,none", "skip_layer_scale": 1.5}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)

@@ -25,7 +25,7 @@ from ldm_lite.generate import Extras, decode, denoise, stream
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.attention import use
-from ldm_lite.tasks import batching
+from ldm_lite.tasks import batching, text_inputs
 from ldm_lite.tasks.txt2img import prepare, txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
@@ -342,7 +342,7 @@ def test_memory_stays_flat_over_many_prompts(
     bundled: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is kept of an image: not its embeddings, beyond the last few, nor its latents."""
-    monkeypatch.setattr(batching, "AHEAD", 2)  # 4 embeddings are kept
+    monkeypatch.setattr(text_inputs, "AHEAD", 2)  # 4 embeddings are kept
     (tmp_path / "prompts.txt").write_text("".join(f"a cat and {i} dogs\n" for i in range(12)))
     options = Options(from_file=str(tmp_path / "prompts.txt"), steps=1, scale=1.0, height=16, width=16)
     tensors, sizes = [], []

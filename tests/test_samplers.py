@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ldm_lite import samplers as command
-from ldm_lite.cli.task_options import CompareOptions as Options
+from ldm_lite.cli.command_options import CompareOptions as Options
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.compare import compare, table
 

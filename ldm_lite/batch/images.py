@@ -24,8 +24,9 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.runtime.tiling import out_of_memory
-from ldm_lite.tasks.batching import Batch, ImageInputs, Later, PromptEncoder, Runner, noise_settings
+from ldm_lite.tasks.batching import Batch, ImageInputs, Later, Runner, noise_settings
 from ldm_lite.tasks.job import Job, Result
+from ldm_lite.tasks.text_inputs import PromptEncoder
 from ldm_lite.zoo.families import text_roles
 
 TEXTS = 64  # prompts that are encoded in one run of the text encoder
@@ -113,7 +114,12 @@ class Maker:
         return Group(self._with_text(job, items, image), items, [image] * len(items))
 
     def _with_text(self, job: Job, items: Sequence[Item], image: ImageInputs) -> Job:
-        """Return the job with the text of these items, its prompts, encoded for images of this size."""
+        """Return the job with the text of these items, its prompts, encoded for images of this size.
+
+        The text of an item that changes, or has parts, is encoded later: it runs alone.
+        """
+        if not items[0].constant:
+            return dataclasses.replace(job, prompts=[items[0].prompt], negative_prompt=items[0].negative_prompt)
         model, encoder = job.model, PromptEncoder(job.model, job)
         height, width = (side * model.vae.spec.factor for side in image.latent_shape[1:])
         options = dataclasses.replace(job.text, num_chunks=items[0].chunks, size=(height, width))
@@ -217,7 +223,9 @@ def _failed(item: Item, error: Exception) -> Failed:
 
 def joined(images: Sequence[ImageInputs]) -> ImageInputs:
     """What some images of one shape begin with, as one batch: tensors (B,...) in place of (1,...)."""
-    values = {name: [getattr(image, name) for image in images] for name in ("init", "deviation", "mask", "concat")}
+    values = {
+        name: [getattr(image, name) for image in images] for name in ("init", "deviation", "mask", "hole", "concat")
+    }
     tensors: dict[str, Any] = {name: None if each[0] is None else torch.cat(each) for name, each in values.items()}
     return dataclasses.replace(images[0], **tensors)
 

@@ -18,6 +18,7 @@ from ldm_lite.cli.options import CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.conditioning.prompts import OPTIONAL, count_chunks
 from ldm_lite.tasks import img2img, inpaint, txt2img
+from ldm_lite.tasks.text_inputs import is_constant
 from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
@@ -42,6 +43,7 @@ class Item:
     files: tuple[str, ...]  # the image to start from, and the mask
     options: Txt2imgOptions  # everything else: those of rows that run together are equal
     chunks: int  # of the prompts: see PromptOptions
+    constant: bool  # the prompts do not change while the image is made, and have one part
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Rows:
         options = dataclasses.replace(options, seed=0, negative_prompt=None)
         self._check_pixels(options)
         chunks = count_chunks(self.model, (prompt, negative), options.prompt_syntax)
-        return Item(number, name, prompt or "", negative, seed, files, options, chunks)
+        constant = all(is_constant(text, options.prompt_syntax) for text in (prompt, negative))
+        return Item(number, name, prompt or "", negative, seed, files, options, chunks, constant)
 
     def files(self, row: Row) -> list[str]:
         """The files that a row names, and that exist."""
@@ -168,7 +171,8 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     """Items that can run together, in the order of their first ones."""
     groups: dict[object, list[Item]] = {}
     for item in items:
-        groups.setdefault((type(item.options), item.options, item.chunks), []).append(item)
+        alone = None if item.constant else item.number
+        groups.setdefault((type(item.options), item.options, item.chunks, alone), []).append(item)
     return list(groups.values())
 
 

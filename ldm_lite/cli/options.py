@@ -36,7 +36,8 @@ def option(
 
     A flag whose field is a tuple may be repeated.  --help shows `common` flags, --help-all the rest too.  `metavar` is
     the value's name in help, `within` the range of a number (always finite), `parse` turns (name, text) into the value,
-    `png` is the option's name in a PNG's text.  `used_by` names the conditioners that use the option; setting it with
+    FILE, PATH or DIR in it marks options that name files (see `names_files`).  `png` is the option's name in a PNG's
+    text.  `used_by` names the conditioners that use the option; setting it with
     any other is an error.
     """
     known = {"help": help, "flags": flags, "positional": positional, "common": common, "choices": choices}
@@ -85,6 +86,11 @@ def given(options: CheckedOptions) -> set[str]:
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     """Convert one item, or a list, for an option that may be repeated."""
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def names_files(field: dataclasses.Field[Any]) -> bool:
+    """Whether an option's text is the name of a file or a folder."""
+    return any(word in (field.metadata.get("metavar") or "") for word in ("FILE", "PATH", "DIR"))
 
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}

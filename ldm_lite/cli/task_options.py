@@ -54,7 +54,10 @@ class ConditioningOptions(CheckedOptions):
         used_by=("refiner",),
     )
     image_embedding: Any = option(
-        None, "unCLIP: CLIP embedding of an image to follow (.npy or .safetensors)", used_by=("unclip", "unclip_l")
+        None,
+        "unCLIP: CLIP embedding of an image to follow (.npy or .safetensors)",
+        metavar="FILE",
+        used_by=("unclip", "unclip_l"),
     )
     noise_level: int = option(
         0, "unCLIP: noise added to that embedding, 0 to 999; higher follows it less closely", within=(0, 999)
@@ -62,6 +65,7 @@ class ConditioningOptions(CheckedOptions):
     image_statistics: Any = option(
         None,
         "unCLIP L: mean and deviation of such embeddings: karlo's ViT-L-14_stats.th, or diffusers' file",
+        metavar="FILE",
         used_by=("unclip_l",),
     )
 
@@ -104,8 +108,42 @@ class SamplingOptions(CheckedOptions):
     guidance: Any = argument("a number, a function step -> number, or a function (cond, uncond) -> guided output")
 
 
+UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate
+    "Latent": ("bilinear", False),
+    "Latent (antialiased)": ("bilinear", True),
+    "Latent (bicubic)": ("bicubic", False),
+    "Latent (bicubic antialiased)": ("bicubic", True),
+    "Latent (nearest)": ("nearest", False),
+    "Latent (nearest-exact)": ("nearest-exact", False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class HiresOptions(CheckedOptions):
+    """The second pass of txt2img, hires fix."""
+
+    hires: float | None = option(
+        None, "txt2img: enlarge the image so many times, and denoise it again", within=(1, 16), png="Hires upscale"
+    )
+    hires_strength: float = option(0.7, "how much noise the enlarged image gets, above 0 to 1", within=(0.001, 1))
+    hires_steps: int | None = option(
+        None, "steps of the enlarged image (default: those of the first)", within=(1, 1000), png="Hires steps"
+    )
+    hires_upscaler: str = option(
+        "Latent",
+        "how it is enlarged: Latent, Latent (nearest), ... in the latents; Lanczos, Nearest in pixels",
+        choices=(*UPSCALERS, "Lanczos", "Nearest"),
+    )
+    hires_esrgan: str | None = option(
+        None, "enlarge it with this ESRGAN network (RealESRGAN_x4plus.pth, ...)", metavar="FILE"
+    )
+    hires_sampler: str | None = option(
+        None, "sampler of the enlarged image (default: the first's)", png="Hires sampler"
+    )
+
+
 @dataclass(frozen=True)
-class Txt2imgOptions(ConditioningOptions, SamplingOptions):
+class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions):
     """What to make.  None = the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
@@ -119,7 +157,7 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         common=True,
     )
     negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
-    from_file: str | None = option(None, "read prompts from a text file, one per line", common=True)
+    from_file: str | None = option(None, "read prompts from a text file, one per line", metavar="FILE", common=True)
     from_png: Any = option(
         None,
         "take the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
@@ -127,7 +165,9 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
         metavar="FILE",
     )
     prompt_syntax: str = option(
-        "plain", "plain, or a1111: (more), [less], (this much:1.3), BREAK, any length", png="Prompt syntax"
+        "plain",
+        "plain, or a1111: (more), [less], (this much:1.3), [from:to:0.5], [a|b], a AND b:0.5, BREAK, any length",
+        png="Prompt syntax",
     )
     dynamic: str | None = option(
         None,
@@ -157,11 +197,18 @@ class Txt2imgOptions(ConditioningOptions, SamplingOptions):
     clip_vision: str | None = option(
         None, "CLIP ViT-L/14 image encoder in Hugging Face's format, for style adapters", metavar="FILE"
     )
-    refiner: Any = option(None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind")
+    refiner: Any = option(
+        None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"
+    )
     refiner_start: float | None = option(
         None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
     )
-    depth: Any = option(None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges")
+    seamless: str | None = option(
+        None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
+    )
+    depth: Any = option(
+        None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
+    )
     skip_layer_scale: float | None = option(
         None,
         "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",
@@ -278,6 +325,21 @@ class InpaintOptions(ImageOptions):
     feather: float = option(
         0.0, "pixels around the mask over which the new image blends into the old", within=(0, 1000), png="Mask blur"
     )
+    only_masked: int | None = option(
+        None,
+        "repaint only the area around the mask, with so many more pixels on each side, at the size of --width and "
+        "--height (default: the model's), and put it back into the image",
+        within=(0, MOST_PX),
+        metavar="PADDING",
+        png="Masked area padding",
+    )
+    masked_content: str = option(
+        "original",
+        "what is under the mask to begin with, at a strength below 1: original, fill (the colours around it), noise or "
+        "nothing (of the latents)",
+        choices=("original", "fill", "noise", "nothing"),
+        png="Masked content",
+    )
     no_paste: bool = option(False, "keep the decoded pixels outside the mask, not the original ones")
     strength: float | None = option(
         None,
@@ -304,80 +366,3 @@ class UpscaleOptions(Txt2imgOptions):
         20, "noise added to the image, 0 to 350; more lets the upscaler invent more", within=(0, MOST_NOISE)
     )
     tile: int = option(128, "side in pixels of the tiles that larger images are denoised in", within=(8, MOST_PX))
-
-
-@dataclass(frozen=True)
-class CascadeOptions(CheckedOptions):
-    """What to make.  None = the stage's default; a value like "7,4,9" gives one to each stage."""
-
-    prompt: str | None = option(None, "what to make", positional=True, common=True)
-    negative_prompt: str = option("", "what to avoid", common=True)
-    sampler: str | None = option(None, "of the first two stages, or of each", common=True)
-    steps: str | None = option(None, "denoising steps, of the first two stages or of each", common=True)
-    scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each", common=True)
-    noise_level: float = option(
-        0.25,
-        "noise added to the small image, below 1; higher follows it less closely",
-        within=(0, 0.999),
-    )
-    noise_level_3: int = option(100, "the same for the third stage, 0 to 350", within=(0, MOST_NOISE))
-    tile: int = option(256, "side in pixels of the third stage's tiles for larger images", within=(8, MOST_PX))
-    seed: int = option(
-        42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
-    )
-    height: int = option(64, "pixels of the first stage, a multiple of 8", "--H", within=(8, MOST_PX))
-    width: int = option(64, "pixels of the first stage, a multiple of 8", "--W", within=(8, MOST_PX))
-    batch_size: int = option(1, "images at a time", "--n_samples", within=(1, 4096), common=True)
-    n_iter: int = option(1, "repeat the whole job with new seeds", within=(1, MOST), common=True)
-
-
-@dataclass(frozen=True)
-class StageOptions(CheckedOptions):
-    """What to load, and onto what."""
-
-    stage_1: str | None = option(
-        None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", common=True
-    )
-    stage_2: str | None = option(None, "its second stage; without it images have 64 pixels", common=True)
-    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True)
-    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable for a sharded file", common=True)
-    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
-    prompt_embeds: str | None = option(
-        None, "ready embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
-    )
-    negative_embeds: str | None = option(None, "the same for the negative prompt")
-    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
-    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)", common=True)
-    attention: str | None = option(None, "attention kernel of the stages; an unknown name lists all")
-
-
-@dataclass(frozen=True)
-class CompareOptions(CheckedOptions):
-    """What to compare."""
-
-    prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
-    samplers: str | None = option(None, "comma-separated names (default: all)", common=True)
-    steps: str = option("5,10,20,40,80", "comma-separated step counts", common=True)
-    spacing: str = option(
-        "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
-    )
-    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw")
-    reference: int = option(400, "steps of the reference run", within=(1, 1000))
-    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
-    seed: int = option(42, "seed of the noise", within=SEEDS)
-    out: str = option("samplers.png", "name of the chart", common=True)
-    debug: bool = option(False, "show the traceback of an error")
-
-
-@dataclass(frozen=True)
-class ExportOptions(CheckedOptions):
-    """What to compile for."""
-
-    sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
-    batches: str = option("1", "comma-separated numbers of images at a time")
-    branches: int = option(
-        2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
-    )
-    chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
-    out: str = option("unet.pt2", "name of the package")
-    debug: bool = option(False, "show the traceback of an error")

@@ -351,3 +351,4 @@ LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "sd3": lambda model, prompt: _num_tokens(model, prompt),
 }
 OPTIONAL = ("nothing",)  # conditioners that read no prompt
+FROM_FILES = ("layouts", "label_maps", "embeddings")  # conditioners whose prompts are names of files

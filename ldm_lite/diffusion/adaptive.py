@@ -93,11 +93,13 @@ def each_image(
     for k in range(count):
         one = slice(k, k + 1)
         last: list[Any] = []
-        alone = replace(branches, conditionings=tuple(each.rows(one, count) for each in branches.conditionings))
+        alone, tries = branches.map(lambda each, one=one: each.rows(one, count)), itertools.count()
 
-        def run(part: Plan, x: Any, done: float, alone: Any = alone, last: list[Any] = last) -> list[Any]:
+        def run(
+            part: Plan, x: Any, done: float, alone: Any = alone, last: list[Any] = last, tries: Iterator[int] = tries
+        ) -> list[Any]:
             weights = alone.weights_at(min(plan.num_steps - 1, int(done * plan.num_steps)))
-            last[:] = stream(x, replace(alone, weights=weights), part)
+            last[:] = stream(x, replace(alone.from_call(next(tries) * len(part.t)), weights=weights), part)
             return [last[0].prediction, last[1].prediction, last[2].latents]
 
         noises = (nth(i, one) for i in itertools.count())

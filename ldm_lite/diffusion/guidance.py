@@ -4,7 +4,7 @@ Guidance runs the network on several conditionings (the branches) at once and mi
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -61,7 +61,8 @@ class Branches:
     """The conditionings that the network runs on at every step, and how its outputs are mixed.
 
     The last branch has all of the conditioning.  Outputs are mixed by `weights`, which add up to 1 (or a function of
-    the step, counted from 0), or by `combine`, a function of the outputs of two branches.
+    the step, counted from 0), or by `combine`, a function of the outputs of two branches.  Other conditionings of the
+    same shapes may take over from some calls of the network on.
     """
 
     conditionings: tuple[Conditioning, ...]
@@ -69,10 +70,29 @@ class Branches:
     rescale: float = 0.0  # as in rescaled(), in [0,1]
     threshold: tuple[float, float] | None = None  # percentile and limit, as in dynamic_threshold()
     combine: Combine | None = None
+    later: tuple[tuple[int, tuple[Conditioning, ...]], ...] = ()  # (call, counted from 0, conditionings), in order
 
     def weights_at(self, step: int) -> tuple[float, ...]:
         """Return the weights of a step, counted from 0."""
         return self.weights(step) if callable(self.weights) else self.weights
+
+    def at(self, call: int) -> tuple[Conditioning, ...]:
+        """Return the conditionings of a call of the network, counted from 0."""
+        return next((each for first, each in reversed(self.later) if first <= call), self.conditionings)
+
+    def from_call(self, call: int) -> "Branches":
+        """Return the branches of a run that begins with this call."""
+        later = tuple((first - call, each) for first, each in self.later if first > call)
+        return replace(self, conditionings=self.at(call), later=later)
+
+    def map(self, function: Callable[[Conditioning], Conditioning]) -> "Branches":
+        """Return branches with each conditioning replaced by a function's; those that were the same stay the same."""
+        made: dict[int, tuple[Conditioning, ...]] = {}
+        for each in (self.conditionings, *(each for _, each in self.later)):
+            if id(each) not in made:
+                made[id(each)] = tuple(map(function, each))
+        later = tuple((first, made[id(each)]) for first, each in self.later)
+        return replace(self, conditionings=made[id(self.conditionings)], later=later)
 
 
 @dataclass(frozen=True)
@@ -80,11 +100,15 @@ class Scheduled:
     """Weights of classifier-free guidance with a scale that depends on the step."""
 
     scale: Callable[[int], float]
+    parts: tuple[float, ...] = (1.0,)  # weights of the conditional branches
 
-    def __call__(self, step: int) -> tuple[float, float]:
-        """The weights (uncond, cond) of a step, counted from 0."""
-        scale = float(self.scale(step))
-        return 1 - scale, scale
+    def __call__(self, step: int) -> tuple[float, ...]:
+        """The weights (uncond, *conds) of a step, counted from 0."""
+        return _weights(float(self.scale(step)), self.parts)
+
+
+def _weights(scale: float, parts: tuple[float, ...]) -> tuple[float, ...]:
+    return 1 - scale * sum(parts), *(scale * part for part in parts)
 
 
 def classifier_free(
@@ -108,6 +132,28 @@ def classifier_free(
     if len(needed) >= 2:
         return Branches((uncond, cond), (0.0, 1.0), combine=guidance)
     return Branches((uncond, cond), Scheduled(guidance))
+
+
+def composed(
+    conds: Sequence[Conditioning],
+    parts: tuple[float, ...],
+    uncond: Conditioning | None,
+    guidance: float | Callable[..., Any],
+) -> Branches:
+    """uncond + scale * sum of part * (cond - uncond), for conditionings and the weights of each: a prompt with AND.
+
+    Liu et al. 2022, eq. 11.  Raises ValueError for guidance by a function of outputs, and if there is no uncond.
+    """
+    if parts == (1.0,):
+        return classifier_free(conds[0], uncond, guidance)
+    if uncond is None:
+        raise ValueError("a prompt with AND, or with a weight at its end, needs a model with classifier-free guidance")
+    if not callable(guidance):
+        return Branches((uncond, *conds), _weights(guidance, parts))
+    branches = classifier_free(conds[0], uncond, guidance)
+    if not isinstance(branches.weights, Scheduled):
+        raise ValueError("a prompt with AND takes a `scale`, or a `guidance` function of the step")
+    return Branches((uncond, *conds), Scheduled(branches.weights.scale, parts))
 
 
 def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:

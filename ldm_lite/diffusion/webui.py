@@ -16,24 +16,25 @@ class Offered(NamedTuple):
     automatic: str = "Uniform"  # the schedule type that "Automatic" means
     discards: bool = False  # makes one level more, and leaves out the last but one
     spacing: str | None = None  # of samplers that no schedule type changes
+    calls: int = 1  # of the network in a step, as its prompts count them
 
 
 OFFERED = {
     "DPM++ 2M": Offered("dpmpp_2m", "Karras"),
-    "DPM++ SDE": Offered("dpmpp_sde", "Karras"),
+    "DPM++ SDE": Offered("dpmpp_sde", "Karras", calls=2),
     "DPM++ 2M SDE": Offered("dpmpp_2m_sde", "Exponential"),
     "DPM++ 2M SDE Heun": Offered("dpmpp_2m_sde_heun", "Exponential"),
-    "DPM++ 2S a": Offered("dpmpp_2s_a", "Karras"),
+    "DPM++ 2S a": Offered("dpmpp_2s_a", "Karras", calls=2),
     "DPM++ 3M SDE": Offered("dpmpp_3m_sde", "Exponential", discards=True),
     "Euler a": Offered("euler_a"),
     "Euler": Offered("euler"),
     "LMS": Offered("lms"),
-    "Heun": Offered("heun"),
-    "DPM2": Offered("dpm2", "Karras", discards=True),
-    "DPM2 a": Offered("dpm2_a", "Karras", discards=True),
+    "Heun": Offered("heun", calls=2),
+    "DPM2": Offered("dpm2", "Karras", discards=True, calls=2),
+    "DPM2 a": Offered("dpm2_a", "Karras", discards=True, calls=2),
     "DPM fast": Offered("dpm_fast"),
     "DPM adaptive": Offered("dpm_adaptive"),
-    "Restart": Offered("restart", "Karras"),
+    "Restart": Offered("restart", "Karras", calls=2),
     "LCM": Offered("lcm_webui"),
     "DDIM": Offered("ddim", spacing="webui_ddim"),
     "DDIM CFG++": Offered("ddim_cfgpp", spacing="webui_ddim"),
@@ -63,6 +64,11 @@ SETTINGS = {  # key in a picture's text -> (setting of a spacing, the spacings t
     "Beta schedule beta": ("beta", {"beta_sigma"}),
 }
 DISCARD = "Discard penultimate sigma"
+
+
+def calls_per_step(key: str) -> int | None:
+    """The calls that A1111's prompts count in a step of a sampler of SAMPLERS; None for one that it does not offer."""
+    return next((offered.calls for offered in OFFERED.values() if offered.key == key), None)
 
 
 def from_webui(sampler: str, settings: Mapping[str, str]) -> tuple[str, str]:

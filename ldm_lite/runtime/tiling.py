@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from ldm_lite.models.vae_kl import Decoder, Downsample, Encoder, ResnetBlock, Upsample
 from ldm_lite.runtime.patching import runs_as_written
+from ldm_lite.runtime.seamless import is_seamless
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
 TILE = 4  # strips with their neighbouring rows are multiples of this, so that none of Winograd's tiles is cut
@@ -32,7 +33,7 @@ def tile(vae: Any, rest: torch.device | str | None = None) -> None:
     """Make an autoencoder compute strip by strip, for inference.
 
     rest is the device that keeps feature maps between layers, None for the computing one.  Only KL autoencoders change:
-    TAESD, and forks with an encoder or decoder class of their own, stay as they are.
+    TAESD, seamless ones, and forks with an encoder or decoder class of their own, stay as they are.
     """
     if _is_kl(vae):
         # Instance attributes in place of the methods: a deep copy of them computes with its own weights.
@@ -75,7 +76,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _is_kl(vae: nn.Module) -> bool:
-    return type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
+    own = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
+    return own and not is_seamless(vae)  # whose first strip would need rows of the last
 
 
 def _shallow(network: Network) -> Network:

@@ -74,6 +74,9 @@ class Img2imgRequest(Txt2imgRequest):
     resize_mode: int = Field(0, ge=0, le=2, description="0 stretches, 1 crops, 2 fits")
     mask_blur: float = 4
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
+    inpainting_fill: int = Field(0, ge=0, le=3, description="under the mask: 0 fill, 1 original, 2 noise, 3 nothing")
+    inpaint_full_res: bool = Field(True, description="only the masked area, at width and height")
+    inpaint_full_res_padding: int = Field(0, ge=0, description="more pixels around that area")
 
 
 class PictureRequest(Body):
@@ -288,6 +291,8 @@ def _submit(state: State, given: Txt2imgRequest) -> Ticket:
     mask = open_base64(given.mask, "mask", most)
     inverted = bool(given.inpainting_mask_invert)
     more: dict[str, Any] = {"mask": (_fitting(mask, image),), "feather": given.mask_blur, "invert_mask": inverted}
+    more["masked_content"] = ("fill", "original", "noise", "nothing")[given.inpainting_fill]
+    more["only_masked"] = given.inpaint_full_res_padding if given.inpaint_full_res else None
     return engine.submit("inpaint", InpaintOptions(**options, **more), model, loras)
 
 

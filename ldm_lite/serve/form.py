@@ -11,8 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from ldm_lite.cli.options import given
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.cli.options import given, names_files
+from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.serve.http import encoded, open_base64
@@ -31,10 +31,15 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
     "upscale": UpscaleOptions,
 }
 TITLES = {"txt2img": "Text to image", "img2img": "Image to image", "inpaint": "Inpaint", "upscale": "Upscale"}
-# Options that name files of the server, and those that the form shows in another way.
-FILES = "from_file from_png embedding clip_vision refiner refiner_start depth image_embedding image_statistics indir"
-SHOWN = "prompt negative_prompt control preprocess init_img mask batch_size n_iter seed"
-LEFT_OUT = {*FILES.split(), *SHOWN.split(), "compat"}
+# Options that the form shows in another way, or not at all, besides those that name files of the server.
+SHOWN = "prompt negative_prompt preprocess batch_size n_iter seed"
+LEFT_OUT = {
+    *SHOWN.split(),
+    "compat",
+    "refiner_start",
+    "seamless",
+    *(each.name for each in dataclasses.fields(HiresOptions)),
+}
 NOT_FOR = {"upscale": {"width", "height", "fixed_code"}}
 MOST_LORAS = 4
 SEEDS = 2**32  # below which random seeds lie, as in A1111
@@ -46,7 +51,7 @@ def fields() -> dict[str, tuple[dataclasses.Field[Any], list[str]]]:
     found: dict[str, tuple[dataclasses.Field[Any], list[str]]] = {}
     for task, kind in TASKS.items():
         for each in dataclasses.fields(kind):
-            if not each.metadata["flag"] or each.name in LEFT_OUT | NOT_FOR.get(task, set()):
+            if not each.metadata["flag"] or names_files(each) or each.name in LEFT_OUT | NOT_FOR.get(task, set()):
                 continue
             if each.name == "noise_level" and task != "upscale":  # of an image embedding
                 continue
@@ -199,11 +204,14 @@ def settings(url: str, engine: Engine) -> tuple[dict[str, Any], str, list[str]]:
     """
     text = read_parameters(_required(url, "a picture", engine))
     shown = parameters(text.prompt, text.negative_prompt, text.settings)
-    kept = {key: value for key, value in text.settings.items() if key != "Denoising strength"}
+    second = [key for key in text.settings if key.startswith("Hires") or key == "Tiling"]
+    kept = {key: value for key, value in text.settings.items() if key not in ("Denoising strength", *second)}
     bare = Image.new("RGB", (1, 1))
     bare.info["parameters"] = parameters(text.prompt, text.negative_prompt, kept)
     with _Remarks() as remarks:
         options = with_picture(Txt2imgOptions(from_png=bare))
+    if second:
+        remarks.lines.append(f"the page has no second pass and no tiling: its {', '.join(second)} are not heeded"[:300])
     names = given(options)
     values: dict[str, Any] = {name: getattr(options, name) for name in fields() if name in names}
     values |= {"prompt": options.prompt or "", "negative_prompt": options.negative_prompt or ""}

@@ -11,6 +11,7 @@ from ldm_lite.checkpoint import lora
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.conditioning.prompts import FROM_FILES
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.runtime.together import Together
 from ldm_lite.serve.options import ServeOptions
@@ -116,6 +117,10 @@ class Library:
 
     def _open(self, load: LoadOptions) -> None:
         model = load_model(load, Model)
+        if model.family.conditioner in FROM_FILES:  # which requests cannot name
+            raise ValueError(
+                f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
+            )
         plain = model.step is denoise_step and model.offloader is None
         self.together = Together(model.unet) if plain and self._options.batching == "exact" else None
         self._model = model if self.together is None else dataclasses.replace(model, step=self.together)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.options import names_files
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import to_image, to_pil
@@ -157,6 +159,10 @@ class Engine:
     def _check(self, ticket: Ticket) -> None:
         """Count a ticket's images.  Raises ValueError for one beyond the limits, or that its model cannot do."""
         options, limits = ticket.options, self.limits
+        _check_files(options)
+        for name in ("hires", "seamless"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"the server has no second pass and makes no seamless images: leave `{name}` out")
         ticket.count = TASKS[ticket.task].count(options)
         if ticket.count > limits.max_images:
             raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
@@ -326,6 +332,14 @@ class Engine:
             self._queue.remove(ticket)
         self._sources.pop(ticket, None)
         self._peeked.pop(ticket, None)
+
+
+def _check_files(options: Txt2imgOptions) -> None:
+    """Raises ValueError for an option that names a file: it would be one of the server's."""
+    for each in filter(names_files, dataclasses.fields(options)):
+        value = getattr(options, each.name)
+        if any(isinstance(item, (str, os.PathLike)) for item in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"got `{each.name}` from a request, which cannot name files of the server: leave it out")
 
 
 def _units(ticket: Ticket, model: Model) -> Iterator[Unit]:

@@ -6,7 +6,6 @@ A task resolves its options into a job.Job and prepares each image's ImageInputs
 import dataclasses
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,23 +16,31 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.conditioning.prompts import count_chunks, encode_prompts, guided
+from ldm_lite.conditioning.prompts import guided
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.diffusion.guidance import Branches, Conditioning, instructed, skipping
+from ldm_lite.diffusion.guidance import Branches, composed, instructed, skipping
 from ldm_lite.diffusion.noise import Draw, SharedNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.generate import DenoisingState, Extras, InpaintMask, RefinerSwitch
-from ldm_lite.image import depth_latent, to_pixels, to_rgb
+from ldm_lite.image import depth_latent, to_pil, to_pixels, to_rgb
 from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.job import Job, Result
-from ldm_lite.zoo.families import text_roles
+from ldm_lite.tasks.masked_area import Area, covering
+from ldm_lite.tasks.text_inputs import AHEAD, PromptEncoder, Texts, weights_of
 
 log = logging.getLogger("ldm_lite")
 
 OnStep = Callable[[DenoisingState], None]
 
-AHEAD = 32  # batches whose prompts are encoded together if networks take turns on the device
+
+@dataclass(frozen=True, eq=False)
+class Second:
+    """A second pass, that starts from the enlarged images of the first."""
+
+    job: Job  # of this pass
+    enlarge: Callable[[Tensor], Tensor]  # latents (B,C,h,w) -> (B,C,h',w')
+    settings: Mapping[str, object]  # for the PNG's text
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +51,13 @@ class ImageInputs:
     init: Tensor | None = None  # (1,C,h,w) latents of an image to start from, in the UNet's scale
     deviation: Tensor | None = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every image
     mask: Tensor | None = None  # (1,1,h,w): 0 where init is kept
+    hole: Tensor | None = None  # (1,1,h,w): 1 where init is the image's first noise
     concat: Tensor | None = None  # (1,C',h,w): further input channels of the network
     y: Tensor | None = None  # (1,) noise level of concat, for networks that read it
     start: tuple[Plan | None, Level | None, int] | None = None  # image_inputs.Start, if it depends on the size
     size: tuple[int, int] | None = None  # (height, width) that results are cropped to
+    second: Second | None = None  # follows
+    area: Area | None = None  # of the pixels of `paste`, into which a result is put
     paste: tuple[Tensor, Tensor] | None = None  # pixels (3,H,W) to put back where the weights (1,H,W) are 0
     settings: Mapping[str, object] = field(default_factory=dict)  # further settings for the PNG's text
 
@@ -55,10 +65,15 @@ class ImageInputs:
         """Crop and paste decoded pixels (3,H',W'); return the result (3,H,W)."""
         if self.size is not None:
             pixels = pixels[:, : self.size[0], : self.size[1]]
-        if self.paste is not None:
-            original, weights = self.paste
-            pixels = weights * pixels + (1 - weights) * original
-        return pixels
+        if self.paste is None:
+            return pixels
+        original, weights = self.paste
+        if self.area is not None:
+            whole = original.clone()
+            rows, columns = slice(self.area.top, self.area.bottom), slice(self.area.left, self.area.right)
+            whole[:, rows, columns] = to_pixels(covering(to_pil(pixels), self.area.size))
+            pixels = whole
+        return weights * pixels + (1 - weights) * original
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +132,8 @@ def finished(job: Job, image: ImageInputs, batch: Batch, latents: Tensor) -> Ite
     """Yield the result of each of a batch's latents (B,C,h,w), as soon as it is decoded."""
     made = generate.decode(job.model, latents), batch.rows, batch.seeds, batch.variations, batch.keys
     for pixels, row, seed, variation, key in zip(*made, strict=True):
-        settings = {**noise_settings(job, variation), **image.settings}
+        more = {} if image.second is None else image.second.settings
+        settings = {**noise_settings(job, variation), **image.settings, **more}
         yield dataclasses.replace(job.result(image.finish(pixels), row, seed, settings), key=key)
 
 
@@ -152,6 +168,7 @@ class Runner:
         self.job = job
         self._text = PromptEncoder(job.model, job)
         self._refining = None if job.refiner is None else PromptEncoder(job.refiner[0], job)
+        self._next: Runner | None = None  # of second passes
         self._generator = torch.Generator(job.model.device).manual_seed(job.seeds.first) if job.compat else None
 
     def run(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
@@ -161,7 +178,18 @@ class Runner:
             for state in ready.stream():
                 latents = state.latents
                 yield state
-            yield ready.batch, latents
+            if image.second is None:
+                yield ready.batch, latents
+            else:
+                yield from self._second(image.second, ready.batch, latents)
+
+    def _second(self, second: Second, batch: Batch, latents: Tensor) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
+        """Run the second pass of a batch."""
+        init = second.enlarge(latents)
+        if self._next is None:
+            self._next = Runner(second.job)
+        height, width = init.shape[2:]
+        yield from self._next.run(ImageInputs((init.shape[1], height, width), init=init), [batch])
 
     def prepare(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[Ready]:
         """Yield each batch on one input with its text encoded and its first noise drawn, when it is asked for."""
@@ -175,14 +203,14 @@ class Runner:
         for place, batch in enumerate(batches):
             rows = batch.rows
             if model.offloader is not None and place % AHEAD == 0:
-                self._text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image)
-            branches = _branches(job, model, image, self._text.encode(rows, image), len(rows))
+                self._text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image.latent_shape)
+            branches = _branches(job, model, image, self._text.encode(rows, image.latent_shape), len(rows))
             if controls is None:
                 controls = _controls(job, image, len(branches.conditionings))
             switch = None
             if job.refiner is not None and self._refining is not None:
                 refiner, step = job.refiner
-                refined = _branches(job, refiner, image, self._refining.encode(rows, image), len(rows))
+                refined = _branches(job, refiner, image, self._refining.encode(rows, image.latent_shape), len(rows))
                 switch = RefinerSwitch(refiner, refined, step)
             latents, mask, draw = initial.draw(batch)
             yield Ready(batch, model, plan, latents, branches, draw, Extras(mask, controls, switch))
@@ -197,6 +225,11 @@ def batches_of(job: Job, number: int, given: ImageInputs | Later, existing: Exis
         for first in range(0, count, job.batch_size):
             batch = Batch(offset + first, [], [], [], [])
             for row in range(first, min(first + job.batch_size, count)):
+                if batch.rows and weights_of(job, row) != weights_of(
+                    job, batch.rows[0]
+                ):  # parts that cannot go together
+                    yield batch
+                    batch = Batch(offset + row, [], [], [], [])
                 seed, variation = job.seeds.of(offset + row, row - first)
                 key = "" if existing is None else existing.key(job.prompts[row], (seed, variation), sources)
                 if existing is None or not existing.take(key):
@@ -206,56 +239,6 @@ def batches_of(job: Job, number: int, given: ImageInputs | Later, existing: Exis
                     batch.keys.append(key)
             if batch.rows:
                 yield batch
-
-
-class PromptEncoder:
-    """The conditioning of a job's prompts for one model, reused by later repetitions."""
-
-    def __init__(self, model: Model, job: Job) -> None:
-        self.model, self.job = model, job
-        self.own = model is job.model  # the user's conditioning is for the job's model, not for its refiner
-        distilled = model.family.distilled
-        unguided = job.guidance == 1 and job.image_scale in (None, 1)
-        self.guided = not distilled and not unguided
-        if distilled and (job.negative_prompt is not None or job.uncond is not None):
-            log.warning("%s has its guidance distilled into it: the negative prompt is not used", model.family.title)
-        # All prompts of a job are padded to its longest, so that no image depends on its batch.
-        texts: set[str | None] = set(job.prompts if job.cond is None else ())
-        if self.guided and job.uncond is None:
-            texts.add(job.negative_prompt)
-        chunks = count_chunks(model, texts, job.text.syntax) if texts else 1
-        self.options = dataclasses.replace(job.text, num_chunks=chunks)
-        self._cache: OrderedDict[object, Conditioning] = OrderedDict()
-
-    def encode(self, rows: list[int], image: ImageInputs) -> tuple[Conditioning, Conditioning | None]:
-        """Return the conditioning of the prompts in these rows, and of the negative prompt if there is guidance."""
-        job = self.job
-        if job.cond is not None and self.own:
-            cond = job.cond.rows(rows, len(job.prompts))
-        else:
-            cond = self._encode([job.prompts[row] for row in rows], image, negative=False)
-        if not self.guided:
-            return cond, None
-        if job.uncond is not None and self.own:
-            return cond, job.uncond.rows(rows, len(job.prompts))
-        return cond, self._encode([job.negative_prompt] * len(rows), image, negative=True)
-
-    def encode_ahead(self, batches: Sequence[list[int]], image: ImageInputs) -> None:
-        """Encode the prompts of some batches of rows, so that the text encoder comes to the device once."""
-        with self.model.phase(*text_roles(self.model.family.text_encoders)):
-            for rows in batches:
-                self.encode(rows, image)
-
-    def _encode(self, prompts: Sequence[str | None], image: ImageInputs, negative: bool) -> Conditioning:
-        height, width = (side * self.model.vae.spec.factor for side in image.latent_shape[1:])
-        key = height, width, negative, tuple(prompts)
-        if key not in self._cache:
-            options = dataclasses.replace(self.options, size=(height, width), negative=negative)
-            self._cache[key] = encode_prompts(self.model, prompts, options)
-            if len(self._cache) > 2 * AHEAD:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return self._cache[key]
 
 
 class InitialLatents:
@@ -294,6 +277,8 @@ class InitialLatents:
         if self.job.noise is not None:
             noise = self._own_noise(first, len(seeds))
         mask = None
+        if init is not None and self.image.hole is not None:
+            init = init + self.image.hole.to(init.device) * noise.to(init.device)
         if init is not None and self.image.mask is not None:
             mask = InpaintMask(init, self.image.mask, None if self.job.compat else noise)
         return self._noised(init, noise), mask, draw
@@ -339,28 +324,45 @@ def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls
     return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h), num_branches)
 
 
-def _branches(
-    job: Job, model: Model, image: ImageInputs, text: tuple[Conditioning, Conditioning | None], num: int
-) -> Branches:
+def _branches(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts], num: int) -> Branches:
     """Return the branches of guidance for a batch of num images, with the conditioning for `model`."""
-    cond, uncond = text
-    if image.concat is None or model.family.unet.in_channels == model.vae.spec.embed_dim:  # a refiner does not read it
-        branches = guided(model, cond, uncond, job.guidance)
-    else:
+    made: dict[tuple[int, ...], Branches] = {}  # the same texts may come back
+    keys = [tuple(map(id, (*each.conds, each.uncond))) for each in texts]
+    for key, each in zip(keys, texts, strict=True):
+        made.setdefault(key, _branches_of(job, model, image, each, num))
+    changes = tuple((each.first, made[key].conditionings) for key, each in zip(keys[1:], texts[1:], strict=True))
+    first = made[keys[0]]
+    threshold = None if job.threshold is None else (job.threshold, math.inf)
+    return dataclasses.replace(first, rescale=job.rescale, threshold=threshold, later=changes)
+
+
+def _branches_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: int) -> Branches:
+    """Return the branches of guidance for num images with one of their texts."""
+    conds, uncond, parts = text.conds, text.uncond, text.weights
+    if image.concat is not None and model.family.unet.in_channels != model.vae.spec.embed_dim:  # not a refiner
         concat = image.concat.expand(num, -1, -1, -1)
         if image.y is not None:
             y = image.y.expand(num)
-            cond, uncond = cond._replace(y=y), None if uncond is None else uncond._replace(y=y)
+            conds = tuple(cond._replace(y=y) for cond in conds)
+            uncond = None if uncond is None else uncond._replace(y=y)
         if job.image_scale is not None:
             if callable(job.guidance):
                 raise ValueError("three-way guidance takes a number: leave the `guidance` function out")
-            branches = instructed(cond, uncond, concat, job.guidance, job.image_scale)
-        else:
-            uncond = None if uncond is None else uncond._replace(concat=concat)
-            branches = guided(model, cond._replace(concat=concat), uncond, job.guidance)
+            if parts != (1.0,):
+                raise ValueError(f"{model.family.title} takes a prompt of one part: leave out AND, and the weight")
+            return instructed(conds[0], uncond, concat, job.guidance, job.image_scale)
+        conds = tuple(cond._replace(concat=concat) for cond in conds)
+        uncond = None if uncond is None else uncond._replace(concat=concat)
+    if parts == (1.0,):
+        branches = guided(model, conds[0], uncond, job.guidance)
+    elif job.rescale or job.skip is not None:
+        raise ValueError(
+            "a prompt with AND, or with a weight at its end, takes no `guidance_rescale` and skips no layers"
+        )
+    else:
+        branches = composed(conds, parts, uncond, job.guidance)
     if job.skip is not None and model is job.model and job.plan is not None:
         skip = torch.tensor([block in job.skip.layers for block in range(model.family.unet.depth)])
         steps = job.plan.num_steps
         branches = skipping(branches, skip, job.skip.scale, (job.skip.start * steps, job.skip.end * steps))
-    threshold = None if job.threshold is None else (job.threshold, math.inf)
-    return dataclasses.replace(branches, rescale=job.rescale, threshold=threshold)
+    return branches

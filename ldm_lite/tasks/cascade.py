@@ -21,8 +21,9 @@ from ldm_lite import generate
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_t5
+from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import CascadeOptions, StageOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.cli.task_options import Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps

@@ -13,10 +13,10 @@ from PIL import Image
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import Progress, memory
-from ldm_lite.cli.task_options import CascadeOptions, StageOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import grid, to_pil

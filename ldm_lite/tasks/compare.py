@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
-from ldm_lite.cli.task_options import CompareOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Branches
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.command_options import ExportOptions
 from ldm_lite.cli.options import LoadOptions, numbers
-from ldm_lite.cli.task_options import ExportOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided
 from ldm_lite.runtime import aot
 from ldm_lite.runtime.aot import Inputs

@@ -11,11 +11,12 @@ from PIL import Image
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import given
-from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.task_options import UPSCALERS, Txt2imgOptions
 from ldm_lite.diffusion.names import OURS, has, resolve
 from ldm_lite.diffusion.noise import PROGRAMS, is_brownian
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
+from ldm_lite.tasks.hires import IN_PIXELS
 from ldm_lite.text.parameters import Parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")
@@ -26,6 +27,8 @@ PLAIN = {  # besides the options' `png`
     "Seed": "seed",
     "Eta DDIM": "eta",
     "Variation seed": "variation_seed",
+    "Hires upscaler": "hires_upscaler",
+    "Denoising strength": "hires_strength",  # of img2img too, which is not made again
 }
 LINES = ("Version", "Model", "Model hash")  # not settings
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,200}>")  # which A1111 takes out of the prompt
@@ -83,11 +86,15 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
         heeded.add("Size")
     fields = {each.metadata["png"]: each.name for each in dataclasses.fields(Txt2imgOptions) if each.metadata["png"]}
     for key, name in (fields | PLAIN).items():
-        if key not in settings or not _is_heeded(name, values, explicit):
+        if (
+            key not in settings
+            or not _is_heeded(name, values, explicit)
+            or (name.startswith("hires_") and "Hires upscale" not in settings)
+        ):
             continue
         heeded.add(key)
         if name not in explicit:
-            values[name] = _converted(key, name, settings[key])
+            values[name] = _hires(name, settings, explicit, ours) or _converted(key, name, settings[key])
     if "control" in explicit:
         heeded.add("Control")
     if "refiner" in explicit:
@@ -100,6 +107,18 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
     if explicit & {"plan"}:
         values = {name: value for name, value in values.items() if name not in ("steps", "eta", "churn")}
     return values, [key for key in settings if key not in heeded] + networks
+
+
+def _hires(name: str, settings: Mapping[str, str], explicit: set[str], ours: bool) -> str | None:
+    """The upscaler or the sampler of a second pass; None for other options.  Raises ValueError for a network's name."""
+    if name == "hires_sampler" and not ours:
+        kind = settings.get("Hires schedule type", "")
+        return " ".join(["webui", settings["Hires sampler"], kind]).strip()
+    if name != "hires_upscaler" or settings["Hires upscaler"] in (*UPSCALERS, *IN_PIXELS):
+        return None
+    if "hires_esrgan" not in explicit:
+        raise ValueError(f"was enlarged by {settings['Hires upscaler']!r:.60}: give that network, `hires_esrgan=FILE`")
+    return "Latent"  # not used beside a network
 
 
 def _is_heeded(name: str, values: Mapping[str, Any], explicit: set[str]) -> bool:
@@ -145,7 +164,7 @@ def _converted(key: str, name: str, text: str) -> Any:
     kinds = typing.get_args(typing.get_type_hints(Txt2imgOptions)[name])
     kinds = kinds or (typing.get_type_hints(Txt2imgOptions)[name],)
     try:
-        value: Any = text
+        value: Any = "xy" if (name, text) == ("seamless", "True") else text
         if int in kinds:
             value = int(text) if re.fullmatch(r"-?[0-9]{1,20}", text) else number("")
         elif float in kinds:

@@ -13,6 +13,7 @@ from ldm_lite.tasks.image_inputs import Source, begin, begin_at, open_source, pa
 from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.original import as_original, load_img
+from ldm_lite.tasks.settings import with_seamless
 from ldm_lite.tasks.templates import with_variants
 
 
@@ -37,6 +38,7 @@ def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[Later]
     options = with_variants(options)
     check(options)
     check_task(model, "img2img")
+    model = with_seamless(model, options)
     options = as_original(model, options, "img2img")
     instructed = model.family.task == "instruct"
     if options.image_scale is not None and not instructed:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, ImageChops, ImageOps
 from torch import Tensor
@@ -15,12 +16,36 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
 from ldm_lite.generate import encode
-from ldm_lite.image import extend, list_images, mask_latent, mask_weights, open_mask, pad, resize, to_image, to_mask
+from ldm_lite.image import (
+    extend,
+    list_images,
+    mask_latent,
+    mask_weights,
+    open_mask,
+    pad,
+    resize,
+    to_image,
+    to_mask,
+    to_pixels,
+)
 from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
-from ldm_lite.tasks.image_inputs import Source, Start, begin, begin_at, open_source, padded, side_unit, size_of, sources
+from ldm_lite.tasks.image_inputs import (
+    NamedImage,
+    Source,
+    Start,
+    begin,
+    begin_at,
+    open_source,
+    padded,
+    side_unit,
+    size_of,
+    sources,
+)
 from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, resolve
 from ldm_lite.tasks.job import check as check_job
+from ldm_lite.tasks.masked_area import Area, area_of, fill, fitted
 from ldm_lite.tasks.original import as_original
+from ldm_lite.tasks.settings import with_seamless
 from ldm_lite.tasks.templates import with_variants
 
 log = logging.getLogger("ldm_lite")
@@ -48,6 +73,7 @@ def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[Later]
     options = with_variants(options)
     check(options)
     check_task(model, "inpaint")
+    model = with_seamless(model, options)
     options = as_original(model, options, "inpaint")
     found = pairs(options)
     strength = 1.0 if options.strength is None else options.strength
@@ -67,6 +93,8 @@ def check(options: InpaintOptions) -> None:
     check_job(options)
     if isinstance(options.noise, str) and options.noise in ("diffusers", "comfy"):
         raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws in another order there")
+    if options.compat and (options.only_masked is not None or options.masked_content != "original"):
+        raise ValueError("the original code has no `only_masked` and no `masked_content`: leave them out, or `compat`")
     _sides(options)
 
 
@@ -123,36 +151,67 @@ def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Te
 
 def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) -> ImageInputs:
     """What the results for one image start from."""
-    name, image, mask = _resized(model, options, *pair)
-    weights = mask_weights(mask)  # (1, H, W)
-    log.info("%s: %.3g %% of it is repainted", name, 100 * float(weights.mean()))
-    pixels, hole = padded(model, image), pad(weights, side_unit(model))
+    name, whole, whole_mask = _opened(options, *pair)
+    area = None
+    if options.only_masked is None:
+        size = size_of(model, options, NamedImage(name, whole))
+        whole, whole_mask = resize(whole, size, options.resize), resize(whole_mask, size, options.resize)
+    if whole_mask.getbbox() is None:
+        raise ValueError(f"{name}: nothing to repaint, its mask is black: white is repainted (or `invert_mask`)")
+    weights = mask_weights(whole_mask, options.feather)
+    weights = torch.ones_like(weights) if options.no_paste else weights
+    image, mask = whole, whole_mask
+    if options.only_masked is not None:
+        image, mask, area = _only_masked(model, options, whole, whole_mask)
+    log.info("%s: %.3g %% of it is repainted", name, 100 * float(mask_weights(whole_mask).mean()))
+    pixels, hole = padded(model, image), pad(mask_weights(mask), side_unit(model))
     latent_mask = mask_latent(hole, model.vae.spec.factor)
     concat = _masked_channels(model, pixels, hole, latent_mask.to(model.device))
     init = deviation = None
+    content = options.masked_content
     if concat is None or strength < 1:
-        init, deviation = encode(model, pixels[None])
+        init, deviation = encode(model, (pixels if content == "original" else padded(model, fill(image, mask)))[None])
+        if content in ("noise", "nothing"):
+            kept = 1 - latent_mask.to(init.device)
+            init, deviation = init * kept, deviation * kept
     shape = model.latent_shape(*pixels.shape[1:])
-    kept = pixels[:, : mask.height, : mask.width], mask_weights(mask, options.feather)
     return ImageInputs(
         latent_shape=shape,
         start=begin_at(model, options, strength, shape),
         init=init,
         deviation=deviation if options.samples_posterior else None,
         mask=latent_mask if concat is None else None,
+        hole=latent_mask if content == "noise" and init is not None else None,
         concat=concat,
         size=(mask.height, mask.width),
-        paste=None if options.no_paste else kept,
-        settings={"Denoising strength": strength, "Init image": name},
+        area=area,
+        paste=None if options.no_paste and area is None else (to_pixels(whole), weights),
+        settings={
+            "Denoising strength": strength,
+            "Init image": name,
+            "Inpaint area": None if area is None else "Only masked",
+        },
     )
 
 
-def _resized(
-    model: Model, options: InpaintOptions, source: Source, mask_source: Source | None
+def _only_masked(
+    model: Model, options: InpaintOptions, image: Image.Image, mask: Image.Image
+) -> tuple[Image.Image, Image.Image, Area]:
+    """Return the part of an image around its mask, and of the mask, at the size of the options, and where it is."""
+    side = model.family.resolution
+    size = side if options.width is None else options.width, side if options.height is None else options.height
+    seen = Image.fromarray((mask_weights(mask, options.feather)[0].numpy() * 255).astype(np.uint8))
+    assert options.only_masked is not None
+    area = area_of(seen, options.only_masked, size)
+    part = fitted(mask.crop(area), size).point(lambda value: 255 * (value > 0))  # no pixel of it is lost
+    return fitted(image.crop(area), size), part, area
+
+
+def _opened(
+    options: InpaintOptions, source: Source, mask_source: Source | None
 ) -> tuple[str, Image.Image, Image.Image]:
-    """Return an image's name, and image and mask extended and resized.  Raises ValueError."""
-    named = open_source(source)
-    name, image = named
+    """Return an image's name, and image and mask, of one size, extended.  Raises ValueError."""
+    name, image = open_source(source)
     mask = Image.new("L", image.size)
     if mask_source is not None:
         given = (
@@ -170,8 +229,4 @@ def _resized(
         old = Image.new("L", image.size)
         old.paste(mask, (sides.get("left", 0), sides.get("top", 0)))
         mask = ImageChops.lighter(new, old)
-    size = size_of(model, options, named._replace(image=image))
-    image, mask = resize(image, size, options.resize), resize(mask, size, options.resize)
-    if mask.getbbox() is None:
-        raise ValueError(f"{name}: nothing to repaint, its mask is black: white is repainted (or `invert_mask`)")
     return name, image, mask

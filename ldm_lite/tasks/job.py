@@ -34,8 +34,9 @@ from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import open_depth, read_image, to_array, to_image, to_rgb
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.original import check_original
-from ldm_lite.tasks.settings import sampler_of, settings_of, skip_of
+from ldm_lite.tasks.settings import calls_of, check_hires, sampler_of, settings_of, skip_of
 from ldm_lite.text.parameters import parameters
+from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
 from ldm_lite.zoo.family import SkipLayers
 
@@ -95,6 +96,7 @@ class Job:
     cond: Conditioning | None  # ready conditioning in place of the prompts
     uncond: Conditioning | None
     text: PromptOptions
+    calls: Calls  # how prompts that change count the network's calls
     seeds: Seeds
     noise: Tensor | None  # the user's own initial noise (N,C,h,w)
     noise_source: NoiseSource  # of all other noise
@@ -136,6 +138,7 @@ def check(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that are wrong whatever the model."""
     if options.from_png is not None:
         raise ValueError("`from_png` is an option of txt2img: give the settings of the picture one by one")
+    check_hires(options)
     controls_of(options)
     _check_arguments(options)
     if options.noise_level and options.image_embedding is None:
@@ -276,6 +279,7 @@ def resolve(
         cond=as_conditioning(options.cond),
         uncond=as_conditioning(options.uncond),
         text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
+        calls=calls_of(model, options, plan),
         seeds=seeds,
         noise=options.noise if isinstance(options.noise, Tensor) else None,
         noise_source=_noise_source(model, options, plan),

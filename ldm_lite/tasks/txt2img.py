@@ -7,8 +7,10 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.control.control import natural_size
 from ldm_lite.tasks.batching import ImageInputs, OnStep, results
 from ldm_lite.tasks.from_png import with_picture
+from ldm_lite.tasks.hires import second_pass
 from ldm_lite.tasks.job import Job, Result, check, check_task, controls_of, plan_of, read_prompts, resolve
 from ldm_lite.tasks.original import as_original
+from ldm_lite.tasks.settings import with_seamless
 from ldm_lite.tasks.templates import with_variants
 
 
@@ -32,6 +34,7 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
     options = with_variants(with_picture(options, model))
     check(options)
     check_task(model, "txt2img")
+    model = with_seamless(model, options)
     options = as_original(model, options, "txt2img")
     width, height = model.family.resolution, model.family.resolution
     controls = controls_of(options)
@@ -40,4 +43,5 @@ def prepare(model: Model, options: Txt2imgOptions) -> tuple[Job, list[ImageInput
     height = height if options.height is None else options.height
     width = width if options.width is None else options.width
     shape = model.latent_shape(height, width)
-    return resolve(model, options, plan_of(model.sized(shape), options)), [ImageInputs(shape)]
+    job = resolve(model, options, plan_of(model.sized(shape), options))
+    return job, [ImageInputs(shape, second=second_pass(model, options, job, shape))]

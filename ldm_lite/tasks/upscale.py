@@ -77,6 +77,8 @@ def check(options: UpscaleOptions) -> None:
         raise ValueError("upscale has no `compat`, `from_file`, `fixed_code`, `control` or `refiner`: leave them out")
     if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
         raise ValueError("upscale takes one prompt for all images: give a text")
+    if options.seamless is not None:
+        raise ValueError("upscale makes no seamless images: leave out `seamless`")
     if options.dynamic is not None or options.wildcards is not None:
         raise ValueError("upscale takes one prompt as it is: leave out `dynamic` and `wildcards`")
     if options.height is not None or options.width is not None:

@@ -23,14 +23,14 @@ from ldm_lite.__main__ import COMMANDS
 from ldm_lite.batch.options import BatchOptions
 from ldm_lite.bench.options import Options as Bench
 from ldm_lite.cli import console, flags
+from ldm_lite.cli.command_options import CascadeOptions as Cascade
+from ldm_lite.cli.command_options import CompareOptions as Samplers
+from ldm_lite.cli.command_options import ExportOptions as Export
+from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.console import as_flags
 from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
-from ldm_lite.cli.task_options import CascadeOptions as Cascade
-from ldm_lite.cli.task_options import CompareOptions as Samplers
-from ldm_lite.cli.task_options import ExportOptions as Export
 from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
-from ldm_lite.cli.task_options import StageOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
 from ldm_lite.reconstruct import Options as Reconstruct

@@ -78,7 +78,7 @@ def test_a_plot_has_a_request_for_each_cell(engine: Engine) -> None:
     assert {request.options.batch_size for request in work.requests} == {1}
     assert len({request.options.seed for request in work.requests}) == 1
     assert form.read(values(**loras), engine).requests[0].loras == (("one", 1.0), ("two", 0.5))
-    files = {*form.FILES.split(), "control", "init_img", "mask"}
+    files = {"from_file", "wildcards", "embedding", "refiner", "depth", "control", "init_img", "mask", "indir"}
     assert not files & {name for task in form.TASKS for name in (*form.axes(task), *form.fields())}
 
 

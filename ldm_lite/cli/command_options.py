@@ -1,0 +1,83 @@
+"""The options of the cascade and of commands that make no images.  Nothing here imports torch."""
+
+from dataclasses import dataclass
+
+from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, option
+from ldm_lite.cli.task_options import MOST_NOISE
+
+
+@dataclass(frozen=True)
+class CascadeOptions(CheckedOptions):
+    """What to make.  None = the stage's default; a value like "7,4,9" gives one to each stage."""
+
+    prompt: str | None = option(None, "what to make", positional=True, common=True)
+    negative_prompt: str = option("", "what to avoid", common=True)
+    sampler: str | None = option(None, "of the first two stages, or of each", common=True)
+    steps: str | None = option(None, "denoising steps, of the first two stages or of each", common=True)
+    scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each", common=True)
+    noise_level: float = option(
+        0.25,
+        "noise added to the small image, below 1; higher follows it less closely",
+        within=(0, 0.999),
+    )
+    noise_level_3: int = option(100, "the same for the third stage, 0 to 350", within=(0, MOST_NOISE))
+    tile: int = option(256, "side in pixels of the third stage's tiles for larger images", within=(8, MOST_PX))
+    seed: int = option(
+        42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
+    )
+    height: int = option(64, "pixels of the first stage, a multiple of 8", "--H", within=(8, MOST_PX))
+    width: int = option(64, "pixels of the first stage, a multiple of 8", "--W", within=(8, MOST_PX))
+    batch_size: int = option(1, "images at a time", "--n_samples", within=(1, 4096), common=True)
+    n_iter: int = option(1, "repeat the whole job with new seeds", within=(1, MOST), common=True)
+
+
+@dataclass(frozen=True)
+class StageOptions(CheckedOptions):
+    """What to load, and onto what."""
+
+    stage_1: str | None = option(
+        None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", common=True
+    )
+    stage_2: str | None = option(None, "its second stage; without it images have 64 pixels", common=True)
+    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True)
+    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable for a sharded file", common=True)
+    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
+    prompt_embeds: str | None = option(
+        None, "ready embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
+    )
+    negative_embeds: str | None = option(None, "the same for the negative prompt")
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
+    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)", common=True)
+    attention: str | None = option(None, "attention kernel of the stages; an unknown name lists all")
+
+
+@dataclass(frozen=True)
+class CompareOptions(CheckedOptions):
+    """What to compare."""
+
+    prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
+    samplers: str | None = option(None, "comma-separated names (default: all)", common=True)
+    steps: str = option("5,10,20,40,80", "comma-separated step counts", common=True)
+    spacing: str = option(
+        "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
+    )
+    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw")
+    reference: int = option(400, "steps of the reference run", within=(1, 1000))
+    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
+    seed: int = option(42, "seed of the noise", within=SEEDS)
+    out: str = option("samplers.png", "name of the chart", common=True)
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class ExportOptions(CheckedOptions):
+    """What to compile for."""
+
+    sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
+    batches: str = option("1", "comma-separated numbers of images at a time")
+    branches: int = option(
+        2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
+    )
+    chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
+    out: str = option("unet.pt2", "name of the package")
+    debug: bool = option(False, "show the traceback of an error")

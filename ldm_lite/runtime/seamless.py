@@ -1,0 +1,57 @@
+"""Images whose opposite edges fit together: convolutions that see the other edge beyond an edge.
+
+On both axes this is `padding_mode="circular"` of every convolution, AUTOMATIC1111's "Tiling"; on one axis the other
+keeps its zeros.  A network is copied for it, with the same weights: the given one does not change.
+"""
+
+import copy
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.runtime.patching import Function, patch, patch_of
+
+AXES = ("x", "y", "xy")  # along which images fit together: x is left to right
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def seamless(network: Network, axes: str) -> Network:
+    """Return a network of the same weights, whose convolutions are circular along the axes, one of AXES.
+
+    It computes whole feature maps, not strips.  Raises ValueError for a network without convolutions that are padded.
+    """
+    weights = {id(each): each for each in (*network.parameters(), *network.buffers())}
+    result = copy.deepcopy(network, weights)  # without copying the tensors
+    found = [module for module in result.modules() if isinstance(module, nn.Conv2d) and any(module.padding)]
+    if not found:
+        raise ValueError(f"{type(network).__name__} has no padded convolutions: it makes no seamless images")
+    for module in result.modules():
+        for name in ("descend", "ascend"):  # of tiling.py
+            vars(module).pop(name, None)
+    for conv in found:
+        patch(conv, _FORWARDS[axes])
+    return result
+
+
+def is_seamless(network: nn.Module) -> bool:
+    """Whether a network has circular convolutions."""
+    return any(patch_of(module) in _FORWARDS.values() for module in network.modules())
+
+
+def _convolve(axes: str, conv: nn.Conv2d, x: Tensor) -> Tensor:
+    assert not isinstance(conv.padding, str)
+    down, across = conv.padding
+    if "x" in axes:
+        x, across = F.pad(x, (across, across, 0, 0), "circular"), 0
+    if "y" in axes:
+        x, down = F.pad(x, (0, 0, down, down), "circular"), 0
+    return F.conv2d(x, conv.weight, conv.bias, conv.stride, (down, across), conv.dilation, conv.groups)
+
+
+def _along(axes: str) -> Function:
+    return lambda conv, x: _convolve(axes, conv, x)
+
+
+_FORWARDS = {axes: _along(axes) for axes in AXES}

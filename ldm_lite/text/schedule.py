@@ -1,0 +1,189 @@
+"""Prompts that change while the image is made, and prompts of several parts, in AUTOMATIC1111's syntax.
+
+`[from:to:0.5]` becomes another text after half of the steps, `[to:10]` comes after 10 steps and `[from::10]` goes then;
+`[cow|horse]` takes turns; `a AND b :0.5` is two prompts, whose predictions are added (Liu et al. 2022).  A backslash
+makes the next character an ordinary one.  What is not of this form is ordinary text, and so is a whole prompt with a |
+outside of brackets.  Equal to `prompt_parser.py` of version 1.10, whose grammar this reads in one pass.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ldm_lite.text.prompt import MOST_DEPTH
+
+MOST_TEXT = 10**7  # characters of a prompt's texts over all steps
+_PIECES = re.compile(r"(?P<text>(?:[^\\\[\]():|]|\\.)+)|(?P<mark>[\[\]():|])")
+_WHEN = re.compile(r"\s*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*")
+_AND = re.compile(r"\bAND\b")
+_WEIGHT = re.compile(r":\s*([-+]?(?:\d+\.?|\d*\.\d+))$")
+
+
+class Part(NamedTuple):
+    """A prompt of a composition, and its weight."""
+
+    text: str
+    weight: float
+
+
+class Until(NamedTuple):
+    """A text that is used up to a call of the network, counted from 0, included."""
+
+    last: int
+    text: str | None  # None: no prompt
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How a prompt counts: the network's calls of a whole run, and those of the run before it, for hires fix."""
+
+    total: int
+    before: int | None = None
+
+
+@dataclass(frozen=True)
+class _Change:
+    before: "_Text"
+    after: "_Text"
+    when: str
+
+
+@dataclass(frozen=True)
+class _Turns:
+    options: list["_Text"]
+
+
+_Text = list[str | _Change | _Turns]
+
+
+def split(prompt: str) -> list[Part]:
+    """Split a prompt at its ANDs; each part may end in its weight, `a cat :0.8`, which is 1 without."""
+    parts = []
+    for text in _AND.split(prompt):
+        match = _WEIGHT.search(text.rstrip())
+        parts.append(
+            Part(text.rstrip(), 1.0) if match is None else Part(text[: match.start()].rstrip(), float(match[1]))
+        )
+    return parts
+
+
+def schedule(prompt: str, calls: Calls) -> list[Until]:
+    """Return the texts of a prompt in the order of their use; the last is used until the end.
+
+    Whole numbers count calls, others shares of all of them.  In a run after another one, whole numbers count on from
+    that, and 1.5 is half of this one.  Raises ValueError for brackets deeper than MOST_DEPTH, and for too much text.
+    """
+    parsed = _parse(prompt)
+    if parsed is None:
+        return [Until(calls.total, prompt)]
+    ends = {calls.total}
+    for part in _inner(parsed):
+        if isinstance(part, _Turns):
+            ends.update(range(1, calls.total + 1))
+        elif (when := _call(part.when, calls)) >= 1:
+            ends.add(when)
+    if len(ends) * len(prompt) > MOST_TEXT:
+        raise ValueError(f"got a prompt of {len(prompt)} characters that changes {len(ends)} times: shorten it")
+    return [Until(end, _at(parsed, end, calls)) for end in sorted(ends)]
+
+
+def _call(when: str, calls: Calls) -> int:
+    """The call after which a text changes."""
+    share = "." in when
+    value = float(when) - (0 if calls.before is None else 1 if share else calls.before)
+    return int(min(calls.total, max(-1.0, value * calls.total if share else value)))
+
+
+def _at(text: _Text, call: int, calls: Calls) -> str:
+    """The text of a call, counted from 1."""
+    made = []
+    for part in text:
+        if isinstance(part, str):
+            made.append(part)
+        elif isinstance(part, _Turns):
+            made.append(_at(part.options[(call - 1) % len(part.options)], call, calls))
+        else:
+            made.append(_at(part.before if call <= _call(part.when, calls) else part.after, call, calls))
+    return "".join(made)
+
+
+def _inner(text: _Text) -> Iterator[_Change | _Turns]:
+    """Every change and alternation of a text, also those inside others."""
+    for part in text:
+        if isinstance(part, str):
+            continue
+        yield part
+        for each in part.options if isinstance(part, _Turns) else (part.before, part.after):
+            yield from _inner(each)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class _Open(NamedTuple):
+    """A bracket that is not closed yet: what is between its separators, and these."""
+
+    bracket: str
+    fields: list[_Text]
+    marks: list[str]
+
+    def literal(self) -> _Text:
+        """What was read of it as ordinary text."""
+        marked = zip(self.marks, self.fields[1:], strict=True)
+        return [self.bracket, *self.fields[0], *(part for mark, field in marked for part in (mark, *field))]
+
+
+def _parse(prompt: str) -> _Text | None:
+    """Parse a prompt, or return None if all of it is ordinary text."""
+    done: _Text = []
+    opened: list[_Open] = []
+    end = 0
+    for match in _PIECES.finditer(prompt):
+        if match.start() != end:
+            return None  # a backslash before nothing, or before the end of a line
+        end, mark = match.end(), match["mark"]
+        if mark in ("[", "("):
+            if len(opened) >= MOST_DEPTH:
+                raise ValueError(f"got a prompt with more than {MOST_DEPTH} brackets open at a time: close some")
+            opened.append(_Open(mark, [[]], []))
+        elif opened and mark in (":", "|"):
+            opened[-1].marks.append(mark)
+            opened[-1].fields.append([])
+        elif opened and mark in ("]", ")"):
+            closed = _closed(opened[-1], mark)
+            if closed is not None:
+                opened.pop()
+            elif (closed := _unclosed(opened)) is not None:  # brackets around an ordinary one are ordinary ones too
+                opened.clear()
+                closed.append(mark)
+            else:
+                return None
+            (opened[-1].fields[-1] if opened else done).extend(closed)
+        elif mark == "|":
+            return None
+        else:
+            (opened[-1].fields[-1] if opened else done).append(match[0])
+    rest = _unclosed(opened)
+    return None if rest is None or end != len(prompt) else done + rest
+
+
+def _unclosed(opened: list[_Open]) -> _Text | None:
+    """Open brackets as ordinary text, or None if there is a | among them, which makes all of the prompt ordinary."""
+    return None if any("|" in each.marks for each in opened) else [part for each in opened for part in each.literal()]
+
+
+def _closed(bracket: _Open, mark: str) -> _Text | None:
+    """What a bracket means that `mark` closes; None if it is ordinary text."""
+    fields, marks = bracket.fields, "".join(bracket.marks)
+    if bracket.bracket + mark not in ("[]", "()"):
+        return None
+    if marks == "" or (mark == ")" and marks == ":"):
+        return [*bracket.literal(), mark]
+    if mark == "]" and set(marks) == {"|"}:
+        return [_Turns(fields)]
+    last = fields[-1]
+    if mark == ")" or marks not in (":", "::") or len(last) != 1 or not isinstance(last[0], str):
+        return None
+    when = _WHEN.fullmatch(last[0])
+    return None if when is None else [_Change(fields[0] if marks == "::" else [], fields[-2], when[1])]

@@ -1,0 +1,38 @@
+"""Prompts that change over the steps, alternate, or have parts: as AUTOMATIC1111's web UI reads them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ldm_lite.text.prompt import parse
+from ldm_lite.text.schedule import Calls, schedule, split
+
+GOLDENS = json.loads((Path(__file__).parent.parent / "data" / "prompts.json").read_text())
+
+
+@pytest.mark.parametrize("start", range(0, len(GOLDENS), 100))
+def test_prompts_are_read_as_in_the_web_ui(start: int) -> None:
+    """Parts, texts over the steps and attention, of well-formed and malformed prompts."""
+    for prompt, steps, hires, parts, schedules, attention in GOLDENS[start : start + 100]:
+        assert [list(part) for part in split(prompt)] == parts, prompt
+        calls = Calls(steps) if hires is None else Calls(hires, before=steps)
+        for (text, _), wanted in zip(parts, schedules, strict=True):
+            assert [list(each) for each in schedule(text, calls)] == wanted, (text, calls)
+        if "BREAK" in prompt:  # tests/text/test_prompt.py
+            continue
+        pieces = [piece for piece in parse(prompt) if piece[0]] or [("", 1.0)]
+        assert pieces == ([tuple(piece) for piece in attention if piece[0]] or [("", 1.0)]), prompt
+
+
+def test_numbers_beyond_all_steps_and_far_beyond() -> None:
+    """The web UI fails at a number that is infinite."""
+    assert schedule("[a:b:1e999]", Calls(10)) == [(10, "a")]
+    assert schedule("[a:b:-1e999]", Calls(10)) == [(10, "b")]
+
+
+@pytest.mark.parametrize("prompt", ["[" * 101, "(" * 101 + "a" + ")" * 101, "[a|b]" + "word " * 10_000])
+def test_prompts_that_take_too_much_are_refused(prompt: str) -> None:
+    with pytest.raises(ValueError, match="got a prompt") as caught:
+        schedule(prompt, Calls(1000))
+    assert "\n" not in str(caught.value)
