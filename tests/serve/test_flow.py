@@ -40,7 +40,7 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Engine
     begun: dict[str, Any] = {"steps": 4, "strength": 0.5}
     tickets = [engine.submit("txt2img", Txt2imgOptions(**each, **SIZE)) for each in texts]
     tickets += [engine.submit("img2img", Img2imgOptions(**each, init_img=(red,), **begun)) for each in texts]
-    masked = {"init_img": (red,), "mask": (hole,)}
+    masked: dict[str, Any] = {"init_img": (red,), "mask": (hole,)}
     tickets += [engine.submit("inpaint", InpaintOptions(**each, **masked, **begun)) for each in texts]
     engine.start()
     wanted = [pipe.txt2img(**each, **SIZE, output="tensor") for each in texts]
