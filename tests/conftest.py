@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import random_checkpoint
 import toy
+import toy_flow
 
 import ldm_lite
 from ldm_lite.pipeline import Pipeline
@@ -69,6 +70,12 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "small.safetensors"
     random_checkpoint.write(path, random_checkpoint.SMALL)
     return path
+
+
+@pytest.fixture(scope="session", params=["flux_dev", "sd35_medium"])
+def flow_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FLUX.1 dev, then Stable Diffusion 3.5 medium, in miniature with random weights."""
+    return toy_flow.write(tmp_path_factory.mktemp("flow"), request.param)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,6 @@ from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.setup import check_model
-from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.family import SkipLayers
 from ldm_lite.zoo.networks import build
 
@@ -49,12 +48,8 @@ NAMES = (*SOME, "flux_fill", "flux_control")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of each family, all in one, an image and a mask."""
     folder = tmp_path_factory.mktemp("flow")
-    shutil.copy(DATA / "small_spiece.model", folder / "spiece.model")
     for name in NAMES:
-        family = toy_flow.small(name)
-        toy_flow.save(
-            folder / f"{name}.safetensors", toy_flow.all_in_one(family, toy_flow.weights(family)), describe(family)
-        )
+        toy_flow.write(folder, name)
     grey = np.add.outer(np.arange(32), np.arange(48)).astype(np.uint8)
     Image.fromarray(np.stack([grey, 2 * grey, 255 - grey], axis=-1)).save(folder / "image.png")
     mask = Image.new("L", (48, 32))
