@@ -18,14 +18,16 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.adaptive import each_image
-from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, SkipWeights
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.noise import Draw
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
+from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.unet import TextCache, UNet
 from ldm_lite.runtime.patching import runs_as_written
+from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.zoo.networks import Autoencoder
 
@@ -77,6 +79,7 @@ class Extras(NamedTuple):
     mask: InpaintMask | None = None
     control: StepControl | None = None
     refiner: RefinerSwitch | None = None
+    shortcuts: Shortcuts | None = None
 
 
 NO_EXTRAS = Extras()
@@ -140,9 +143,9 @@ def stream(
         yield from each_image(lambda *parts: stream(model, *parts), x, branches, plan, (draw, extras))
         return
     device, dtype = model.device, model.dtype
-    stages = [_Stage(model, branches, 0, device)]
+    stages = [_Stage(model, branches, 0, extras.shortcuts)]
     if extras.refiner is not None:
-        stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, device))
+        stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, None))
     mask = None if extras.mask is None else extras.mask.to(device)
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
@@ -162,10 +165,10 @@ def stream(
                 phase.close()
                 phase.enter_context(now.model.phase("unet"))
                 stage = now
-                stage.read_text()
-            network, conditioning = stage.inputs(step, extras.control if stage is stages[0] else None)
+            network, conditioning = stage.inputs(i, step, extras.control if stage is stages[0] else None)
             guidance = stage.guidance(step)
-            run = stage.model.step if guidance.combine is None else denoise_step
+            plain = guidance.combine is None and not isinstance(network, ShortenedUNet)
+            run = stage.model.step if plain else denoise_step
             before = registers[0]
             registers = run(network, registers, row, fresh, conditioning, guidance, dtype)
             if mask is not None and mask.noise is not None:
@@ -191,45 +194,46 @@ def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
 class _Stage:
     """A model that runs some of the steps, with its inputs on the device."""
 
-    def __init__(self, model: Model, branches: Branches, first_step: int, device: torch.device) -> None:
-        self.model, self.branches, self.first_step, self.device = model, branches, first_step, device
-        self.conditioning = self._all = _stacked(branches.conditionings, device, model.dtype)
-        self._others: Conditioning | None = None  # without a first branch that only counts in some steps
-        if isinstance(branches.weights, SkipWeights):
-            self._others = _stacked(branches.conditionings[1:], device, model.dtype)
-        self._cache: TextCache | None = None
+    def __init__(self, model: Model, branches: Branches, first_step: int, shortcuts: Shortcuts | None) -> None:
+        self.model, self.branches, self.first_step = model, branches, first_step
+        self._inputs: dict[tuple[int, ...], tuple[Conditioning, TextCache | None]] = {}  # by the branches that run
         self._guidance: tuple[object, Guidance] | None = None
+        self._combine = branches.combine.begin() if isinstance(branches.combine, Projection) else branches.combine
+        self._shortened = None if shortcuts is None else ShortenedUNet(model.unet, shortcuts)
 
-    def read_text(self) -> None:
-        """Compute the keys and values of the text once for all steps, within the UNet's phase.
+    def _text(self, context: Tensor | None) -> TextCache | None:
+        """Return the keys and values of the text for all steps, computed within the UNet's phase.
 
-        Skipped under autocast, and if part of the network was replaced or hooked: such code may need the text, or
-        may load the weights.
+        None under autocast, and if part of the network was replaced or hooked: such code may need the text, or may
+        load the weights.
         """
         unet: Any = self.model.unet
         as_written = getattr(type(unet), "forward", None) is UNet.forward and runs_as_written(unet)
-        autocast = torch.is_autocast_enabled(self.device.type)
-        if self.conditioning.context is not None and as_written and not autocast:
-            self._cache = unet.text_cache(self.conditioning.context)
+        autocast = torch.is_autocast_enabled(self.model.device.type)
+        return unet.text_cache(context) if context is not None and as_written and not autocast else None
 
-    def inputs(self, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
-        """Return the network that runs a step, and its conditioning."""
+    def inputs(self, call: int, step: int, control: StepControl | None) -> tuple[Network, Conditioning]:
+        """Return the network that runs a model call of a step, and its conditioning."""
+        used = self.branches.used_at(step)
+        if used not in self._inputs:
+            stacked = _stacked([self.branches.conditionings[k] for k in used], self.model.device, self.model.dtype)
+            self._inputs[used] = stacked, self._text(stacked.context)
+        conditioning, cache = self._inputs[used]
         network: Network = self.model.unet
-        if self._others is not None:
-            self.conditioning = self._others if self.branches.weights_at(step)[0] == 0 else self._all
-        conditioning = self.conditioning
         if control is not None:
             network, conditioning = control(step, conditioning)
         own = network.unet if isinstance(network, ControlledUNet) else network  # other wrappers may take no cache
-        if own is self.model.unet and conditioning.context is self.conditioning.context:
-            conditioning = conditioning._replace(cache=self._cache)
+        if own is self.model.unet:
+            if conditioning.context is self._inputs[used][0].context:
+                conditioning = conditioning._replace(cache=cache)
+            if self._shortened is not None:
+                network = self._shortened.at(call, step, network)
         return network, conditioning
 
     def guidance(self, step: int) -> Guidance:
         """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
-        weights = self.branches.weights_at(step)
-        if self._others is not None and weights[0] == 0:
-            weights = weights[1:]
+        every = self.branches.weights_at(step)
+        weights = tuple(every[k] for k in self.branches.used_at(step))
         if self._guidance is None or self._guidance[0] != weights:
             percentile, limit = self.branches.threshold or (None, None)
             made = Guidance(
@@ -237,13 +241,13 @@ class _Stage:
                 rescale=self._tensor(self.branches.rescale or None),
                 percentile=self._tensor(percentile),
                 limit=self._tensor(limit),
-                combine=self.branches.combine,
+                combine=self._combine if len(weights) > 1 else None,
             )
             self._guidance = weights, made
         return self._guidance[1]
 
     def _tensor(self, value: float | Sequence[float] | None) -> Tensor | None:
-        return None if value is None else torch.tensor(value, dtype=torch.float32, device=self.device)
+        return None if value is None else torch.tensor(value, dtype=torch.float32, device=self.model.device)
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:
