@@ -155,8 +155,10 @@ def make_plan(
     """Make the plan of a sampler by any of its names; eta, churn and spacing default to the sampler's own.
 
     spacing is a key of SPACINGS or a function of your own; ":quantised" after its name rounds timesteps.  With `last`,
-    only that many final steps run; a multistep sampler starts them without a history.  Raises ValueError for an unknown name or spacing, steps outside
-    1..1000, last outside 1..steps, and an eta or churn that the sampler does not take.
+    only that many final steps run; a multistep sampler starts them without a history.
+
+    Raises ValueError for an unknown name or spacing, steps outside 1..1000, last outside 1..steps, and an eta or churn
+    that the sampler does not take.
     """
     key, named_spacing = resolve(name)
     parameters = _parameters(key, SAMPLERS[key])
