@@ -52,7 +52,8 @@ class Case:
 
     def options(self, steps: int) -> Txt2imgOptions:
         """Return the options of its tricks for a number of steps."""
-        return Txt2imgOptions(**{name: steps // 2 if each == "{half}" else each for name, each in self.tricks.items()})
+        given: dict[str, Any] = {name: steps // 2 if each == "{half}" else each for name, each in self.tricks.items()}
+        return Txt2imgOptions(**given)
 
 
 TRICKS = (

@@ -233,6 +233,7 @@ def test_each_program_has_its_own_brownian_motions(program: str, pipe: Pipeline)
     assert abs(float(first.std()) - 1) < 0.15
 
 
+@pytest.mark.slow
 def test_other_programs_and_the_option_draw_from_a_tree(pipe: Pipeline) -> None:
     run = {"sampler": "dpmpp_2m_sde", "steps": 3, "seed": 7, "output": "numpy"}
     plain, tree = pipe.txt2img("a", **run)[0], pipe.txt2img("a", brownian=True, **run)[0]
