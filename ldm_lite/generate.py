@@ -19,14 +19,16 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.adaptive import each_image
-from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance, SkipWeights
+from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.noise import Draw
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
+from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import runs_as_written
+from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.zoo.networks import Autoencoder
 
@@ -80,6 +82,7 @@ class Extras(NamedTuple):
     mask: InpaintMask | None = None
     control: StepControl | None = None
     refiner: RefinerSwitch | None = None
+    shortcuts: Shortcuts | None = None
 
 
 NO_EXTRAS = Extras()
@@ -143,9 +146,9 @@ def stream(
         yield from each_image(lambda *parts: stream(model, *parts), x, branches, plan, (draw, extras))
         return
     device, dtype = model.device, model.dtype
-    stages = [_Stage(model, branches, 0, device)]
+    stages = [_Stage(model, branches, 0, extras.shortcuts)]
     if extras.refiner is not None:
-        stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, device))
+        stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, None))
     mask = None if extras.mask is None else extras.mask.to(device)
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
@@ -168,7 +171,8 @@ def stream(
                 stage.read_text()
             network, conditioning = stage.inputs(step, i, extras.control if stage is stages[0] else None)
             guidance = stage.guidance(step)
-            run = stage.model.step if guidance.combine is None else denoise_step
+            plain = guidance.combine is None and not isinstance(network, ShortenedUNet)
+            run = stage.model.step if plain else denoise_step
             before = registers[0]
             registers = run(network, registers, row, fresh, conditioning, guidance, dtype)
             if mask is not None and mask.noise is not None:
@@ -194,12 +198,14 @@ def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
 class _Stage:
     """A model that runs some of the steps, with its inputs on the device."""
 
-    def __init__(self, model: Model, branches: Branches, first_step: int, device: torch.device) -> None:
-        self.model, self.branches, self.first_step, self.device = model, branches, first_step, device
-        # On the device, with the text's keys and values, by the conditionings and how many of their first are left out.
-        self._ready: OrderedDict[tuple[int, int], Conditioning] = OrderedDict()
+    def __init__(self, model: Model, branches: Branches, first_step: int, shortcuts: Shortcuts | None) -> None:
+        self.model, self.branches, self.first_step, self.device = model, branches, first_step, model.device
+        # On the device, with the text's keys and values, by the conditionings and which of them run.
+        self._ready: OrderedDict[tuple[int, tuple[int, ...]], Conditioning] = OrderedDict()
         self._caches_text = False
         self._guidance: tuple[object, Guidance] | None = None
+        self._combine = branches.combine.begin() if isinstance(branches.combine, Projection) else branches.combine
+        self._shortened = None if shortcuts is None else ShortenedUNet(model.unet, shortcuts)
 
     def read_text(self) -> None:
         """Have the keys and values of the text computed once for all steps, within the UNet's phase.
@@ -214,23 +220,22 @@ class _Stage:
     def inputs(self, step: int, call: int, control: StepControl | None) -> tuple[Network, Conditioning]:
         """Return the network that runs a call of a step, and its conditioning."""
         network: Network = self.model.unet
-        ready = self._conditioning(self.branches.at(call), self._left_out(step))
+        ready = self._conditioning(self.branches.at(call), self.branches.used_at(step))
         conditioning = ready._replace(cache=None)
         if control is not None:
             network, conditioning = control(step, conditioning)
         own = network.unet if isinstance(network, ControlledUNet) else network  # other wrappers may take no cache
-        if own is self.model.unet and conditioning.context is ready.context:
-            conditioning = conditioning._replace(cache=ready.cache)
+        if own is self.model.unet:
+            if conditioning.context is ready.context:
+                conditioning = conditioning._replace(cache=ready.cache)
+            if self._shortened is not None:
+                network = self._shortened.at(call, step, network)
         return network, conditioning
 
-    def _left_out(self, step: int) -> int:
-        """How many of the first branches do not count in a step: the one that skips layers."""
-        return int(isinstance(self.branches.weights, SkipWeights) and self.branches.weights_at(step)[0] == 0)
-
-    def _conditioning(self, conditionings: Sequence[Conditioning], left_out: int) -> Conditioning:
-        key = id(conditionings), left_out
+    def _conditioning(self, conditionings: Sequence[Conditioning], used: tuple[int, ...]) -> Conditioning:
+        key = id(conditionings), used
         if key not in self._ready:
-            made = _stacked(conditionings[left_out:], self.device, self.model.dtype)
+            made = _stacked([conditionings[k] for k in used], self.device, self.model.dtype)
             unet: Any = self.model.unet
             caches = made.context is not None and self._caches_text
             self._ready[key] = made._replace(cache=unet.text_cache(made.context)) if caches else made
@@ -241,7 +246,8 @@ class _Stage:
 
     def guidance(self, step: int) -> Guidance:
         """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
-        weights = self.branches.weights_at(step)[self._left_out(step) :]
+        every = self.branches.weights_at(step)
+        weights = tuple(every[k] for k in self.branches.used_at(step))
         if self._guidance is None or self._guidance[0] != weights:
             percentile, limit = self.branches.threshold or (None, None)
             made = Guidance(
@@ -249,13 +255,13 @@ class _Stage:
                 rescale=self._tensor(self.branches.rescale or None),
                 percentile=self._tensor(percentile),
                 limit=self._tensor(limit),
-                combine=self.branches.combine,
+                combine=self._combine if len(weights) > 1 else None,
             )
             self._guidance = weights, made
         return self._guidance[1]
 
     def _tensor(self, value: float | Sequence[float] | None) -> Tensor | None:
-        return None if value is None else torch.tensor(value, dtype=torch.float32, device=self.device)
+        return None if value is None else torch.tensor(value, dtype=torch.float32, device=self.model.device)
 
 
 def _sent(noise: Tensor, device: torch.device) -> Tensor:

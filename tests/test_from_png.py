@@ -15,6 +15,7 @@ import ldm_lite
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import ImageOptions, Txt2imgOptions
+from ldm_lite.cli.trick_options import TrickOptions
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.from_png import with_picture
 from ldm_lite.text.parameters import parameters, parse_parameters, read_parameters
@@ -139,6 +140,7 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "skip_layer_scale",
         *("hires", "hires_steps", "hires_sampler"),  # tests/test_hires.py
         "seamless",  # tests/test_seamless.py
+        *(each.name for each in dataclasses.fields(TrickOptions)),  # in test_tricks.py and test_noise.py
     }
     for name, value in {**ELSEWHERE, "preprocess": "canny,none", "skip_layer_scale": 1.5}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)

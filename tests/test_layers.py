@@ -25,7 +25,10 @@ LAYERS = [
 # Within a layer.
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
-PRINTING = {"tasks.command", "tasks.compare", "tasks.export", "train.__main__", "train.averages", "batch.__main__"}
+PRINTING = {
+    *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "train.__main__", "train.averages"),
+    "batch.__main__",
+}
 COMMANDS = {
     "txt2img",
     "img2img",

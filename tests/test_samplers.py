@@ -1,5 +1,6 @@
 """The comparison of samplers, on the bundled model."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -55,3 +56,31 @@ def test_the_chart(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([*arguments, "--device", "cpu"]) == 2
     assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]) == 1
+
+
+@pytest.mark.slow
+def test_quality_over_cost_is_kept_and_not_run_again(
+    small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    kept = tmp_path / "q.json"
+    arguments = ["--compare", "--ckpt", os.fspath(small_path), "--device", "cpu", "--reference", "8", "--seed", "1"]
+    arguments += ["--results", os.fspath(kept), "--out", os.fspath(tmp_path / "q.png")]
+    assert command.main([*arguments, "--steps", "4"]) == 0
+    points = json.loads(kept.read_text())["points"]
+    plain, half, deep, gate = (points[f"{name}/4"] for name in ("ddim", "interval -0.6", "DeepCache 3", "T-GATE half"))
+    assert (plain["calls"], plain["sd1"]) == (8, 8)
+    assert half["calls"] == 4 + 2  # two steps of four are guided
+    assert 4 < deep["sd1"] < 5.5  # calls 0 and 3 are whole: 4, and two short ones
+    assert 4 < gate["sd1"] < 6
+    assert points["heun/4"]["error"] > 0
+    assert {each["name"] for each in points.values()} >= {"unipc", "AYS", "APG", "FreeU", "schedule cosine"}
+    # a run that was stopped goes on: what is there stays, what is missing is made again the same
+    removed = dict(points)
+    del removed["AYS/4"]
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"points": removed}))
+    assert command.main([*arguments, "--steps", "4"]) == 0
+    assert json.loads(kept.read_text())["points"] == points
+    capsys.readouterr()
+    assert command.main([*arguments[:-4], "--results", os.fspath(kept), "--steps", "4", "--seed", "2"]) == 2
+    assert "holds the results of another comparison" in capsys.readouterr().err

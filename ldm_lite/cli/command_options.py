@@ -66,6 +66,10 @@ class CompareOptions(CheckedOptions):
     scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
     seed: int = option(42, "seed of the noise", within=SEEDS)
     out: str = option("samplers.png", "name of the chart", common=True)
+    compare: bool = option(
+        False, "quality over cost, of samplers and of the tricks that save evaluations, as one chart", common=True
+    )
+    results: str = option("quality.json", "with --compare: where results are kept; what it holds is not run again")
     debug: bool = option(False, "show the traceback of an error")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, argument, option, pair
+from ldm_lite.cli.trick_options import TrickOptions
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
@@ -143,7 +144,7 @@ class HiresOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions):
+class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOptions):
     """What to make.  None = the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script

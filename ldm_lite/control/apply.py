@@ -1,7 +1,7 @@
 """Apply controls: choose the network and the conditioning of each step of a plan."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +28,14 @@ class ActiveControls:
     """
 
     def __init__(
-        self, model: Model, controls: Sequence[LoadedControl], plan: Plan, size: tuple[int, int], num_branches: int = 2
+        self,
+        model: Model,
+        controls: Sequence[LoadedControl],
+        plan: Plan,
+        size: tuple[int, int],
+        num_branches: Callable[[int], int] = lambda step: 2,
     ) -> None:
-        """size is (width, height) in pixels; num_branches are those of the guidance.
+        """size is (width, height) in pixels; num_branches(step) are those of the guidance that run in a step.
 
         Raises ValueError for sizes and UNets that an adapter does not fit.
         """
@@ -58,7 +63,7 @@ class ActiveControls:
         """Return the network for a step, counted from 0, on all branches of guidance, and its conditioning."""
         tokens = [tokens for control, tokens in self._styles if self._acts(control, step)]
         if tokens and conditioning.context is not None:
-            longer = styled(conditioning.context, torch.cat(tokens, dim=1), self._num_branches)
+            longer = styled(conditioning.context, torch.cat(tokens, dim=1), self._num_branches(step))
             conditioning = conditioning._replace(context=longer)
         if not any(self._acts(control, step) for control, _ in (*self._nets, *self._adapters)):
             return self._unet, conditioning
@@ -66,6 +71,8 @@ class ActiveControls:
         for control, one in self._nets:
             if not self._acts(control, step):
                 one = one._replace(scales=torch.zeros_like(one.scales))
+            if control.guess or control.pool:
+                one = one._replace(share=self._num_branches(step))
             inputs.append(one if self._compiled or self._acts(control, step) else None)
         features: Features | None = None
         for control, own in self._adapters:
@@ -85,8 +92,7 @@ class ActiveControls:
         num = len(network.zero_convs) + 1
         guess = guess_scales(num) if control.guess else [1.0] * num
         scales = torch.tensor([control.weight * scale for scale in guess], device=pixels.device)
-        share = self._num_branches if control.guess or control.pool else 1
-        return ControlInput(network.embed_hint(pixels), scales, share=share, pool=control.pool)
+        return ControlInput(network.embed_hint(pixels), scales, share=1, pool=control.pool)
 
 
 @torch.no_grad()

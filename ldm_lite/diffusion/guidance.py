@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.projected import Projected, Projection
 
 
 class Conditioning(NamedTuple):
@@ -61,15 +62,16 @@ class Branches:
     """The conditionings that the network runs on at every step, and how its outputs are mixed.
 
     The last branch has all of the conditioning.  Outputs are mixed by `weights`, which add up to 1 (or a function of
-    the step, counted from 0), or by `combine`, a function of the outputs of two branches.  Other conditionings of the
-    same shapes may take over from some calls of the network on.
+    the step, counted from 0), or by `combine`, a function of the outputs of two branches, or APG.  A branch of weight
+    0 does not run, unless it is the last.  Other conditionings of the same shapes may take over from some calls of the
+    network on.
     """
 
     conditionings: tuple[Conditioning, ...]
     weights: tuple[float, ...] | Callable[[int], tuple[float, ...]]
     rescale: float = 0.0  # as in rescaled(), in [0,1]
     threshold: tuple[float, float] | None = None  # percentile and limit, as in dynamic_threshold()
-    combine: Combine | None = None
+    combine: Combine | Projection | None = None
     later: tuple[tuple[int, tuple[Conditioning, ...]], ...] = ()  # (call, counted from 0, conditionings), in order
 
     def weights_at(self, step: int) -> tuple[float, ...]:
@@ -93,6 +95,15 @@ class Branches:
                 made[id(each)] = tuple(map(function, each))
         later = tuple((first, made[id(each)]) for first, each in self.later)
         return replace(self, conditionings=made[id(self.conditionings)], later=later)
+
+    def used_at(self, step: int) -> tuple[int, ...]:
+        """Return which branches run in a step."""
+        weights = self.weights_at(step)
+        return tuple(k for k, weight in enumerate(weights) if weight != 0 or k == len(weights) - 1)
+
+    def count_at(self, step: int) -> int:
+        """Return how many branches run in a step."""
+        return len(self.used_at(step))
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def classifier_free(
         raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
     needed = [each for each in inspect.signature(guidance).parameters.values() if each.default is each.empty]
     if len(needed) >= 2:
-        return Branches((uncond, cond), (0.0, 1.0), combine=guidance)
+        return Branches((uncond, cond), (0.5, 0.5), combine=guidance)  # both run; the function mixes them
     return Branches((uncond, cond), Scheduled(guidance))
 
 
@@ -230,7 +241,7 @@ class Guidance(NamedTuple):
     rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
     percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
     limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: never clamp to more
-    combine: Combine | None = None  # in place of weights; steps that have one are not compiled
+    combine: Combine | Projected | None = None  # in place of weights; steps that have one are not compiled
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
@@ -240,7 +251,10 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
     """
     if guidance.weights is not None:
         outs = out.view(len(guidance.weights), *x.shape)  # (K, B, C, h, w)
-        out = mixed(outs, guidance.weights) if guidance.combine is None else _combined(guidance.combine, outs)
+        if isinstance(guidance.combine, Projected):
+            out = guidance.combine(outs, guidance.weights[-1], x, to_x0)
+        else:
+            out = mixed(outs, guidance.weights) if guidance.combine is None else _combined(guidance.combine, outs)
         if guidance.rescale is not None:
             out = rescaled(out, outs[-1], guidance.rescale)
     if guidance.percentile is None:

@@ -154,9 +154,11 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a sampler by any of its names; eta, churn and spacing default to the sampler's own.
 
-    spacing is a key of SPACINGS or a function of your own.  With `last`, only that many final steps run; a multistep
-    sampler starts them without a history.  Raises ValueError for an unknown name or spacing, steps outside
-    1..1000, last outside 1..steps, and an eta or churn that the sampler does not take.
+    spacing is a key of SPACINGS or a function of your own; ":quantised" after its name rounds timesteps.  With `last`,
+    only that many final steps run; a multistep sampler starts them without a history.
+
+    Raises ValueError for an unknown name or spacing, steps outside 1..1000, last outside 1..steps, and an eta or churn
+    that the sampler does not take.
     """
     key, named_spacing = resolve(name)
     parameters = _parameters(key, SAMPLERS[key])
@@ -167,6 +169,9 @@ def make_plan(
         general = schedule.is_flow or spacing in ("leading", "linspace")
         if named_spacing is None and schedule.spacing is not None and general:
             spacing = schedule.spacing
+    quantised = isinstance(spacing, str) and ":quantised" in spacing
+    if isinstance(spacing, str):
+        spacing = spacing.replace(":quantised", "")
     arguments: dict[str, object] = {"spacing": spacing}
     if last is not None:
         arguments["spacing"] = functools.partial(_last_levels, spacing, last)
@@ -180,7 +185,8 @@ def make_plan(
         elif value != 0:
             able = ", ".join(each for each in SAMPLERS if has(each, option))
             raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or take one of {able}")
-    return SAMPLERS[key](schedule, steps, **arguments)
+    plan = SAMPLERS[key](schedule, steps, **arguments)
+    return plan.at_whole_timesteps(schedule) if quantised else plan
 
 
 def _last_levels(spacing: str | Spacing, last: int, schedule: Schedule, steps: int) -> list[Level]:

@@ -13,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ldm_lite.diffusion.brownian import BrownianNoise
+from ldm_lite.diffusion.plan import Plan
+
 Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w) float32, on any device
 Shape = tuple[int, int, int]  # (C,h,w)
 
@@ -101,6 +104,7 @@ class NoiseSource:
     program: str = "own"  # a key of PROGRAMS
     delta: int = 0  # added to the seeds after the first noise: AUTOMATIC1111's "eta noise seed delta"
     strength: float = 0.0  # of the variation seeds, 0 to 1
+    brownian: bool = False  # the noise of later calls is a Brownian motion's, of the seeds alone
 
     def settings(self, variation: int) -> dict[str, object]:
         """Return the settings of an image's text, by AUTOMATIC1111's names."""
@@ -123,6 +127,21 @@ class NoiseSource:
             initial = lambda: slerp(source(), kind(variations, shape)(), self.strength)  # noqa: E731
         later = kind([seed + self.delta for seed in seeds], shape) if self.delta else source
         return _Sequence(initial, later)
+
+    def later(self, draw: Draw, seeds: Sequence[int], shape: Shape, plan: Plan | None) -> Draw:
+        """Return the function that draws the noise of a plan's calls: `draw`, unless it is a Brownian motion's."""
+        if not self.brownian or plan is None:
+            return draw
+        if self.program == "comfy":  # one motion for the batch
+            whole = BrownianNoise([seeds[0]], lambda seed: _normal(seed, (len(seeds), *shape)), plan)
+            return lambda: whole()[0]
+        if self.program == "a1111":
+            return BrownianNoise(seeds, lambda seed: CudaNoise([seed], shape)()[0], plan)
+        return BrownianNoise(seeds, lambda seed: _normal(seed, shape), plan)
+
+
+def _normal(seed: int, size: tuple[int, ...]) -> Tensor:
+    return torch.randn(size, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float, device="cpu")
 
 
 class _Sequence:

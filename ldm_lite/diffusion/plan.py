@@ -53,6 +53,17 @@ class Plan:
         ratio = np.divide(self.level[:, 1], after, out=np.ones_like(after), where=self.draws)
         return replace(self, stretch=np.log(ratio))
 
+    def at_whole_timesteps(self, schedule: Schedule) -> "Plan":
+        """Return this plan for a network that is told the trained timestep whose log sigma is nearest.
+
+        k-diffusion's `quantize`, A1111's "quantization in K samplers".  Raises ValueError for a rectified flow.
+        """
+        if schedule.is_flow or self.adaptive is not None:
+            raise ValueError("`:quantised` is for schedules with 1000 timesteps and samplers with fixed steps")
+        a, s = self.level.T
+        logs = np.log(s / np.maximum(a, 2.0**-24))
+        return replace(self, t=abs(np.log(schedule.sigmas) - logs[:, None]).argmin(axis=1).astype(np.float64))
+
     @property
     def num_steps(self) -> int:
         """The number of steps; len(plan.t) is the number of model calls."""

@@ -117,6 +117,8 @@ def to_webui(key: str, spacing: str) -> tuple[str, dict[str, str]] | None:
     base, *given = spacing.split(":")
     discard, numbers = "discard" in given, dict(each.split("=", 1) for each in given if "=" in each)
     keys = {setting: name for name, (setting, _) in SETTINGS.items()}
+    if "quantised" in given:  # which its texts do not tell
+        return None
     for name, offered in OFFERED.items():
         if offered.key != key or (offered.discards and not discard):
             continue

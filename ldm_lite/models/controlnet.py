@@ -9,7 +9,7 @@ Shape letters: B batch, C channels, h w latent size, T text tokens, D context ch
 Source: Zhang et al. 2023, sec. 3; cldm.py of the original repository.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ldm_lite.models.ops import channels_last
 from ldm_lite.models.shapes import Shapes, size
-from ldm_lite.models.unet import Encoder, TextCache, UNet, UNetSpec
+from ldm_lite.models.unet import Encoder, TextCache, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
 HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
@@ -94,7 +94,7 @@ class ControlInputs(NamedTuple):
 class ControlledUNet(nn.Module):
     """A UNet and its ControlNets, as one network."""
 
-    def __init__(self, unet: UNet, nets: Sequence[ControlNet]) -> None:
+    def __init__(self, unet: nn.Module, nets: Iterable[nn.Module]) -> None:
         super().__init__()
         self.unet = unet
         self.nets = nn.ModuleList(nets)

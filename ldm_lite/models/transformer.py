@@ -17,7 +17,18 @@ from torch.nn import functional as F
 from ldm_lite.models.ops import GEGLU, AttentionFn, Conv1x1, attention, merge_heads, split_heads
 
 KeysValues = tuple[Tensor, Tensor]  # of the text, (B,T,C) each
-BlockCache = tuple[KeysValues | None, KeysValues | None]  # of attn1 and attn2; None = the layer computes its own
+
+
+class Recorded:
+    """An entry for attn2 that keeps the layer's result, which can be an entry itself: T-GATE, runtime/shortened.py."""
+
+    def __init__(self, keys_values: KeysValues | None) -> None:
+        self.keys_values = keys_values
+        self.out: Tensor | None = None  # (B,N,C)
+
+
+CrossCache = KeysValues | Recorded | Tensor | None
+BlockCache = tuple[KeysValues | None, CrossCache]  # of attn1 and attn2; None = the layer computes its own
 TransformerCache = tuple[BlockCache | None, ...]  # one entry for each block
 
 
@@ -143,8 +154,16 @@ class BasicTransformerBlock(nn.Module):
     def forward(self, x: Tensor, context: Tensor, cache: BlockCache = (None, None)) -> Tensor:
         normed = self.norm1(x)
         x = x + call_cached(self.attn1, normed, context if self.cross_only else normed, cache[0])
-        x = x + call_cached(self.attn2, self.norm2(x), context, cache[1])
+        x = x + self._crossed(x, context, cache[1])
         return x + self.ff(self.norm3(x))
+
+    def _crossed(self, x: Tensor, context: Tensor, cache: CrossCache) -> Tensor:
+        if isinstance(cache, Tensor):
+            return cache
+        if not isinstance(cache, Recorded):
+            return call_cached(self.attn2, self.norm2(x), context, cache)
+        cache.out = call_cached(self.attn2, self.norm2(x), context, cache.keys_values)
+        return cache.out
 
 
 class SpatialTransformer(nn.Module):

@@ -347,10 +347,10 @@ class UNet(Encoder):
         # down, keeping the skips
         skips = []
         for i, block in enumerate(self.input_blocks):
-            x = _plus(block(x, emb, context, None, cache), add[i])
+            x = plus(block(x, emb, context, None, cache), add[i])
             skips.append(x if control is None else x + control[i])
 
-        x = _plus(self.middle_block(x, emb, context, None, cache), add[-1])
+        x = plus(self.middle_block(x, emb, context, None, cache), add[-1])
         x = x if control is None else x + control[-1]
 
         # up, to the size of the next skip
@@ -361,5 +361,6 @@ class UNet(Encoder):
         return self.out(x)
 
 
-def _plus(x: Tensor, feature: Tensor | None) -> Tensor:
+def plus(x: Tensor, feature: Tensor | None) -> Tensor:
+    """Add a feature, if there is one."""
     return x if feature is None else x + feature

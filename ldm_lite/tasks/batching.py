@@ -198,7 +198,7 @@ class Runner:
             job = dataclasses.replace(job, plan=image.start[0], start=image.start[1])
         if job.depth is not None:
             image = dataclasses.replace(image, concat=_depth_channels(job.depth, model, image.latent_shape))
-        initial, controls = InitialLatents(job, image, self._generator), None
+        initial, controls, shortcuts = InitialLatents(job, image, self._generator), None, job.tricks.shortcuts
         plan = None if job.plan is None else dataclasses.replace(job.plan, initial=1.0)  # draw() scales the noise
         for place, batch in enumerate(batches):
             rows = batch.rows
@@ -206,14 +206,14 @@ class Runner:
                 self._text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image.latent_shape)
             branches = _branches(job, model, image, self._text.encode(rows, image.latent_shape), len(rows))
             if controls is None:
-                controls = _controls(job, image, len(branches.conditionings))
+                controls = _controls(job, image, branches.count_at)
             switch = None
             if job.refiner is not None and self._refining is not None:
                 refiner, step = job.refiner
                 refined = _branches(job, refiner, image, self._refining.encode(rows, image.latent_shape), len(rows))
                 switch = RefinerSwitch(refiner, refined, step)
             latents, mask, draw = initial.draw(batch)
-            yield Ready(batch, model, plan, latents, branches, draw, Extras(mask, controls, switch))
+            yield Ready(batch, model, plan, latents, branches, draw, Extras(mask, controls, switch, shortcuts))
 
 
 def batches_of(job: Job, number: int, given: ImageInputs | Later, existing: Existing | None) -> Iterator[Batch]:
@@ -270,6 +270,7 @@ class InitialLatents:
             else:
                 noise = draw()
                 init = self._image_latents(len(seeds), draw)
+            draw = self.job.noise_source.later(draw, seeds, self.image.latent_shape, self.job.plan)
         else:
             draw = SharedNoise(self.generator, len(seeds), self.image.latent_shape)
             noise = draw() if self._code is None else self._code[: len(seeds)]
@@ -316,7 +317,7 @@ def _depth_channels(depth: Image.Image, model: Model, latent_shape: tuple[int, i
     return generate.encode(model, to_pixels(to_rgb(depth).resize((factor * w, factor * h)))[None])[0]
 
 
-def _controls(job: Job, image: ImageInputs, num_branches: int) -> ActiveControls | None:
+def _controls(job: Job, image: ImageInputs, num_branches: Callable[[int], int]) -> ActiveControls | None:
     """Prepare the controls for images of this size."""
     if not job.controls or job.plan is None:
         return None
@@ -350,7 +351,8 @@ def _branches_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: i
                 raise ValueError("three-way guidance takes a number: leave the `guidance` function out")
             if parts != (1.0,):
                 raise ValueError(f"{model.family.title} takes a prompt of one part: leave out AND, and the weight")
-            return instructed(conds[0], uncond, concat, job.guidance, job.image_scale)
+            branches = instructed(conds[0], uncond, concat, job.guidance, job.image_scale)
+            return job.tricks.guide(branches, job.plan)
         conds = tuple(cond._replace(concat=concat) for cond in conds)
         uncond = None if uncond is None else uncond._replace(concat=concat)
     if parts == (1.0,):
@@ -361,6 +363,7 @@ def _branches_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: i
         )
     else:
         branches = composed(conds, parts, uncond, job.guidance)
+    branches = job.tricks.guide(branches, job.plan)
     if job.skip is not None and model is job.model and job.plan is not None:
         skip = torch.tensor([block in job.skip.layers for block in range(model.family.unet.depth)])
         steps = job.plan.num_steps

@@ -23,6 +23,7 @@ from ldm_lite.diffusion.guidance import Branches
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
 from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.schedule import SPACINGS
+from ldm_lite.tasks import quality
 
 log = logging.getLogger("ldm_lite")
 
@@ -111,6 +112,9 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
 
 def run(options: CompareOptions, load: LoadOptions) -> None:
     """Load, compare, print the table, save the chart."""
+    if options.compare:
+        quality.run(options, load)
+        return
     for name in options.spacings.split(","):
         if name not in SPACINGS:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")

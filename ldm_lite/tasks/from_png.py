@@ -51,8 +51,6 @@ def with_picture(options: Txt2imgOptions, model: Model | None = None) -> Txt2img
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     about = ["its " + ", ".join(each[:60] for each in left[:40]) + " are not heeded"] if left else []
-    if not ours and is_brownian(values.get("sampler", "")):
-        about.append("A1111 draws this sampler's noise from a Brownian tree: the image differs")
     if about:
         log.warning("%s: %s", name, "; ".join(about))
     if model is not None and (theirs := text.settings.get("Model")) not in (None, model.name):
@@ -80,6 +78,8 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
         heeded |= {"Sampler", "Schedule type", DISCARD, *SETTINGS}
     if not explicit & {"noise", "compat"}:
         values["noise"] = _program(settings, ours)
+        if not ours and is_brownian(values.get("sampler", "")):
+            values["brownian"] = True
         heeded.add("RNG")
     if "Size" in settings:
         values["width"], values["height"] = _sides(settings["Size"])
@@ -165,7 +165,9 @@ def _converted(key: str, name: str, text: str) -> Any:
     kinds = kinds or (typing.get_type_hints(Txt2imgOptions)[name],)
     try:
         value: Any = "xy" if (name, text) == ("seamless", "True") else text
-        if int in kinds:
+        if bool in kinds:
+            value = text == "True"
+        elif int in kinds:
             value = int(text) if re.fullmatch(r"-?[0-9]{1,20}", text) else number("")
         elif float in kinds:
             value = number(text)

@@ -27,14 +27,16 @@ from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.names import resolve as resolve_sampler
-from ldm_lite.diffusion.noise import PROGRAMS, NoiseSource, is_brownian
+from ldm_lite.diffusion.noise import NoiseSource
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import open_depth, read_image, to_array, to_image, to_rgb
 from ldm_lite.runtime.precision import short_name
+from ldm_lite.tasks.noise import noise_source_of, source_of
 from ldm_lite.tasks.original import check_original
 from ldm_lite.tasks.settings import calls_of, check_hires, sampler_of, settings_of, skip_of
+from ldm_lite.tasks.tricks import Tricks, tricks_of
 from ldm_lite.text.parameters import parameters
 from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
@@ -112,6 +114,7 @@ class Job:
     refiner: tuple[Model, int] | None  # takes over from this step
     depth: Image.Image | None
     skip: SkipLayers | None  # skip-layer guidance
+    tricks: Tricks  # what saves evaluations
     compat: bool  # noise in the original script's order, and its 8 bits
     settings: Mapping[str, object]  # for the PNG's text
 
@@ -145,6 +148,7 @@ def check(options: Txt2imgOptions) -> None:
         raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
     if options.sampler is not None:
         resolve_sampler(options.sampler)
+    tricks_of(options)
     check_original(options)
 
 
@@ -282,7 +286,7 @@ def resolve(
         calls=calls_of(model, options, plan),
         seeds=seeds,
         noise=options.noise if isinstance(options.noise, Tensor) else None,
-        noise_source=_noise_source(model, options, plan),
+        noise_source=source_of(model, options, plan),
         batch_size=options.images_at_a_time,
         repeats=options.repeats,
         plan=plan,
@@ -295,6 +299,7 @@ def resolve(
         refiner=refiner,
         depth=None if options.depth is None else _depth(options.depth, model.family.task),
         skip=skip_of(model, options),
+        tricks=tricks_of(options, model),
         compat=options.compat,
         settings=settings_of(model, options, plan, refiner, image_scale),
     )
@@ -323,32 +328,6 @@ def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
     if options.compat:
         raise ValueError("`compat` has one seed for all images: give one number")
     return Seeds(seeds[0], seeds, options.fixed_code, variation)
-
-
-def _noise_source(model: Model, options: Txt2imgOptions, plan: Plan | None) -> NoiseSource:
-    source = noise_source_of(options)
-    if source.program in ("a1111", "comfy") and options.plan is None and plan is not None and plan.draws.any():
-        sampler = resolve_sampler(sampler_of(model, options))[0]
-        if is_brownian(sampler):
-            log.warning("%s: other programs draw its noise from a Brownian tree, so only the first is theirs", sampler)
-    return source
-
-
-def noise_source_of(options: Txt2imgOptions) -> NoiseSource:
-    """Return where the noise comes from.  Raises ValueError or TypeError for options that do not go together."""
-    program = options.noise if isinstance(options.noise, str) else "own"
-    if program not in PROGRAMS:
-        raise ValueError(f"got `noise` {program!r}, wanted one of {', '.join(PROGRAMS)}")
-    if options.noise is not None and not isinstance(options.noise, (str, Tensor)):
-        raise TypeError(f"got {type(options.noise).__name__} as `noise`, wanted a tensor (N,C,h,w) or a program's name")
-    if (options.variation_strength == 0) != (options.variation_seed is None):
-        raise ValueError("`variation_seed` and `variation_strength` belong together: give both, or neither")
-    variations = options.variation_seed is not None or options.ensd != 0
-    if options.compat and (program != "own" or variations):
-        raise ValueError("`compat` has the original script's noise: leave other noise out, or `compat`")
-    if variations and program not in ("own", "a1111"):
-        raise ValueError(f"{program} has no variation seeds and no ENSD: take `noise=a1111`, or leave them out")
-    return NoiseSource(program, options.ensd, options.variation_strength)
 
 
 def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: int) -> tuple[Model, int] | None:

@@ -48,8 +48,8 @@ def join(batches: Sequence[Ready]) -> Ready:
 
 
 def _can_join(batch: Ready) -> bool:
-    branches, (mask, control, refiner) = batch.branches, batch.extras
-    plain = control is None and refiner is None and branches.combine is None and not callable(branches.weights)
+    branches, (mask, *others) = batch.branches, batch.extras
+    plain = all(each is None for each in others) and branches.combine is None and not callable(branches.weights)
     plain = plain and not branches.later  # texts that change
     return plain and batch.plan is not None and batch.plan.adaptive is None and (mask is None or mask.noise is not None)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.trick_options import TrickOptions
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.zoo.networks import OPEN_CLIP_H
 
@@ -64,7 +65,8 @@ def check_original(options: Txt2imgOptions) -> None:
     """Raises ValueError for options that the original script lacks, if `compat` is set."""
     if not options.compat:
         return
-    for name in ("spacing", "churn", "exact_steps"):
+    tricks = (each.name for each in dataclasses.fields(TrickOptions))
+    for name in ("spacing", "churn", "exact_steps", *tricks):
         if getattr(options, name, None):
             raise ValueError(f"the original script has no `{name}`: leave it out, or `compat`")
     sampler, spacing = resolve("ddim" if options.sampler is None else options.sampler)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ldm_lite.diffusion.names import ALIASES, LABELS, OURS, has, label, make_plan, resolve
+from ldm_lite.diffusion.names import ALIASES, LABELS, OURS, has, label, make_plan, resolve, written
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Schedule, linear_betas
 
@@ -126,3 +126,15 @@ def test_eta_0_is_allowed_everywhere() -> None:
         assert not make_plan(name, SD, 10, eta=0.0).draws.any()
     for stochastic, deterministic in (("euler_a", "euler"), ("dpm2_a", "dpm2"), ("dpmpp_2m_sde", "dpmpp_2m")):
         assert np.allclose(make_plan(stochastic, SD, 10, eta=0.0).mix, make_plan(deterministic, SD, 10).mix)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_sde"])
+def test_quantised_timesteps_are_the_nearest_in_log_sigma(sampler: str) -> None:
+    plain, whole = (make_plan(sampler, SD, 12, spacing=f"karras{setting}") for setting in ("", ":quantised"))
+    sigmas = np.sqrt((1 - SD.alpha_bar) / SD.alpha_bar)  # k-diffusion's CompVisDenoiser(quantize=True)
+    for (a, s), t, rounded in zip(plain.level, plain.t, whole.t, strict=True):
+        assert rounded == np.argmin(np.abs(np.log(s / a) - np.log(sigmas)))
+        assert abs(rounded - t) <= 0.75
+    assert np.array_equal(plain.mix, whole.mix)
+    assert not np.array_equal(plain.t, whole.t)
+    assert written(sampler, "karras:quantised")["Schedule type"] == "karras:quantised"

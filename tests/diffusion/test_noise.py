@@ -1,14 +1,20 @@
 """Whose noise a seed means: the numbers of other programs, the order they draw them in, variation seeds."""
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import plan_runner
 import pytest
 import torch
+import toy
 
 import ldm_lite
-from ldm_lite.diffusion.noise import CudaNoise, NoiseSource, cuda_normal, slerp
+from ldm_lite.diffusion.brownian import BrownianTree
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import CudaNoise, Draw, NoiseSource, cuda_normal, slerp
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.schedule import at_sigmas
 from ldm_lite.pipeline import Pipeline
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "noise.npz")
@@ -148,7 +154,107 @@ def test_inpainting_refuses_the_noise_of_programs_that_draw_more(pipe: Pipeline)
         pipe.inpaint("a", image, mask, noise="diffusers")
 
 
-def test_brownian_noise_of_other_programs_is_named(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
-    pipe.txt2img("a", steps=2, sampler="dpmpp_2m_sde", noise="a1111")
-    (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert line == "dpmpp_2m_sde: other programs draw its noise from a Brownian tree, so only the first is theirs"
+TRICKS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
+SEEDS = [5, 123456789012]  # of make_trick_goldens.py
+
+
+def cpu_normal(seed: int) -> torch.Tensor:
+    return torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_brownian_tree_equals_torchsde() -> None:
+    sigmas = [float(sigma) for sigma in TRICKS["sigmas"]]
+    trees = [BrownianTree(sigmas[-2], sigmas[0], seed, cpu_normal) for seed in SEEDS]
+    for k, i in enumerate((0, 3, 6)):
+        ours = -torch.stack([tree(sigmas[i + 1], sigmas[i]) for tree in trees]) / (sigmas[i] - sigmas[i + 1]) ** 0.5
+        np.testing.assert_allclose(ours.numpy(), TRICKS["increments"][k], rtol=1e-6, atol=1e-6)
+    # queries in another order, of parts and of wholes, are of the same motion
+    tree = BrownianTree(sigmas[-2], sigmas[0], 5, cpu_normal)
+    whole, parts = tree(0.5, 9.0), tree(0.5, 3.0) + tree(3.0, 9.0)
+    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-5)
+    assert torch.equal(whole, BrownianTree(sigmas[-2], sigmas[0], 5, cpu_normal)(0.5, 9.0))
+    assert not tree(20.0, 30.0).any()
+
+
+def curved(pipe: Pipeline, sampler: str, levels: np.ndarray, draw: Callable[[Plan], Draw]) -> np.ndarray:
+    """What a sampler makes of x0 = tanh(y / (1 + sigma^2)), from the goldens' noise."""
+    schedule = pipe.schedule
+    plan = make_plan(sampler, schedule, len(levels) - 1, spacing=lambda *_: at_sigmas(schedule, levels[:-1]))
+    noises = draw(plan)
+    calls = iter(plan.level)
+
+    def model(x: np.ndarray, t: float) -> np.ndarray:  # predicts eps
+        a, s = next(calls)
+        return (x - a * np.tanh(x / a / (1 + (s / a) ** 2))) / s
+
+    drawn = (noises().double().numpy() for _ in range(len(plan.t)))
+    start = toy.normal(4, 2, 4, 8, 8).double().numpy() * plan.initial
+    return plan_runner.run(plan, model, start, drawn)[-1]
+
+
+@pytest.mark.parametrize("sampler", ["dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"])
+def test_samplers_with_a_brownian_tree_equal_k_diffusion(sampler: str, pipe: Pipeline) -> None:
+    source = NoiseSource(brownian=True)
+    made = curved(pipe, sampler, TRICKS["sigmas"].astype(float), lambda plan: source.later(None, SEEDS, SHAPE, plan))
+    # both start at 14.6: ours from a variance-preserving latent of unit variance
+    assert toy.relative_error(made, TRICKS[sampler]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"])
+def test_more_steps_come_nearer_with_a_brownian_tree_only(sampler: str, pipe: Pipeline) -> None:
+    def at(steps: int, source: NoiseSource) -> np.ndarray:
+        levels = np.append(np.geomspace(14.6, 0.03, steps), 0)
+        own = source.draws(SEEDS, [0, 0], SHAPE)
+        return curved(pipe, sampler, levels, lambda plan: source.later(own, SEEDS, SHAPE, plan))
+
+    for brownian in (True, False):
+        runs = [at(steps, NoiseSource(brownian=brownian)) for steps in (8, 32, 128)]
+        errors = [np.linalg.norm(run - runs[-1]) for run in runs[:-1]]
+        assert (errors[0] > 1.5 * errors[1]) == brownian
+
+
+@pytest.mark.parametrize("program", ["own", "a1111", "comfy"])
+def test_each_program_has_its_own_brownian_motions(program: str, pipe: Pipeline) -> None:
+    plan = make_plan("dpmpp_2m_sde", pipe.schedule, 3, spacing="karras")
+    draw = NoiseSource(program, delta=31337, brownian=True).later(None, SEEDS, SHAPE, plan)
+    first = draw()
+    high, low = (float(np.float32(s / a)) for a, s in plan.level[:2])
+    least = float(np.float32(plan.level[-1, 1] / plan.level[-1, 0]))
+    if program == "comfy":  # one for the batch, of the first seed
+        whole = lambda seed: torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+        wanted = BrownianTree(least, high, SEEDS[0], whole)(low, high)
+    else:
+        normal = (
+            cpu_normal if program == "own" else lambda seed: torch.from_numpy(cuda_normal(seed, 0, 256)).view(SHAPE)
+        )
+        wanted = torch.stack([BrownianTree(least, high, seed, normal)(low, high) for seed in SEEDS])
+    torch.testing.assert_close(first, -wanted / (high - low) ** 0.5)
+    assert abs(float(first.std()) - 1) < 0.15
+
+
+@pytest.mark.slow
+def test_other_programs_and_the_option_draw_from_a_tree(pipe: Pipeline) -> None:
+    run = {"sampler": "dpmpp_2m_sde", "steps": 3, "seed": 7, "output": "numpy"}
+    plain, tree = pipe.txt2img("a", **run)[0], pipe.txt2img("a", brownian=True, **run)[0]
+    assert not np.array_equal(plain, tree)
+    batch = pipe.txt2img("a", brownian=True, batch_size=2, **(run | {"seed": 6}))
+    assert np.abs(batch[1].astype(int) - tree).max() <= 1
+    (text,) = pipe.txt2img("a", brownian=True, **(run | {"output": "result"}))
+    assert "Brownian tree: True" in text.parameters
+    again = pipe.txt2img(from_png=text.image, output="numpy")[0]
+    assert np.array_equal(again, tree)
+    theirs = pipe.txt2img("a", noise="a1111", **run)[0]
+    assert not np.array_equal(theirs, pipe.txt2img("a", noise="a1111", **(run | {"sampler": "dpmpp_2m"}))[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": "euler_a"}, "`brownian` is for dpmpp_sde, dpmpp_2m_sde, .* not euler_a"),
+        ({"sampler": "dpmpp_sde", "noise": "diffusers"}, "diffusers draws no noise from a Brownian tree"),
+    ],
+)
+def test_a_tree_where_there_is_none_is_refused(options: dict[str, str], message: str, pipe: Pipeline) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipe.txt2img("a", steps=2, brownian=True, **options)

@@ -1,0 +1,231 @@
+"""Quality over cost: how far samplers and tricks are from the converged image, against the work of the network.
+
+Cost is counted in calls of the whole network on one branch of guidance, by the multiplications that a run does: a step
+with guidance costs 2, one of DeepCache's short calls a share.
+"""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.cli.command_options import CompareOptions, Txt2imgOptions
+from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
+from ldm_lite.cli.output import Saver
+from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.diffusion.guidance import Branches
+from ldm_lite.diffusion.names import SAMPLERS, make_plan
+from ldm_lite.diffusion.noise import SeededNoise
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+from ldm_lite.tasks.tricks import tricks_of
+from ldm_lite.zoo.networks import SD1_UNET
+
+log = logging.getLogger("ldm_lite")
+
+BASE = "dpmpp_2m"  # the sampler that tricks are tried with
+
+
+@dataclass(frozen=True)
+class Case:
+    """A curve of the chart."""
+
+    name: str
+    sampler: str = BASE
+    spacing: str | None = None  # None: that of the command
+    tricks: Mapping[str, Any] = field(default_factory=dict)  # options; {half} is half of the steps
+
+    def options(self, steps: int) -> Txt2imgOptions:
+        """Return the options of its tricks for a number of steps."""
+        given: dict[str, Any] = {name: steps // 2 if each == "{half}" else each for name, each in self.tricks.items()}
+        return Txt2imgOptions(**given)
+
+
+TRICKS = (
+    Case("AYS", spacing="ays"),
+    Case("interval -0.6", tricks={"guidance_interval": "-0.6"}),
+    Case("interval -0.4", tricks={"guidance_interval": "-0.4"}),
+    Case("interval sigma 0.3-5", tricks={"guidance_interval": "sigma=0.3-5"}),
+    Case("schedule cosine", tricks={"guidance_schedule": "cosine"}),
+    Case("APG", tricks={"apg": "parallel=0"}),
+    Case("DeepCache 2", tricks={"deep_cache": "2:1"}),
+    Case("DeepCache 3", tricks={"deep_cache": "3:1"}),
+    Case("T-GATE half", tricks={"gate_step": "{half}"}),
+    Case("FreeU", tricks={"freeu": "1.1,1.1,0.9,0.9"}),
+    Case("interval -0.6, DeepCache 2", tricks={"guidance_interval": "-0.6", "deep_cache": "2:1"}),
+    Case("unipc, interval -0.6", sampler="unipc", tricks={"guidance_interval": "-0.6"}),
+)
+
+
+def cases(model: Model) -> list[Case]:
+    """Return the curves: samplers that add no noise, then tricks."""
+    plans = {name: make_plan(name, model.schedule, 20) for name in SAMPLERS if name != "ddim_cfgpp"}
+    plain = [name for name, plan in plans.items() if not plan.draws.any() and plan.adaptive is None]
+    return [*(Case(name, name) for name in plain), *TRICKS]
+
+
+def plan_for(model: Model, case: Case, steps: int, spacing: str) -> Plan:
+    """Return the plan of a case."""
+    return make_plan(case.sampler, model.schedule, steps, spacing=case.spacing or spacing)
+
+
+def latents(model: Model, case: Case, plan: Plan, branches: Branches, noise: Tensor) -> Tensor:
+    """Run a case from unit noise (B,C,h,w) and return the last latents."""
+    tricks = tricks_of(case.options(plan.num_steps), model)
+    start = noise / plan.initial * plan.level[0, 1]  # the noise of the first level, whatever the sampler starts from
+    extras = generate.Extras(shortcuts=tricks.shortcuts)
+    return generate.denoise(model, start, tricks.guide(branches, plan), plan, extras=extras)
+
+
+class Cost:
+    """The multiplications of a run of a UNet, in calls of the whole network on one branch."""
+
+    def __init__(self, spec: UNetSpec, side: int) -> None:
+        with on_meta():
+            self._unet = UNet(spec)
+        self._x = torch.empty(1, spec.in_channels, side, side, device="meta")
+        self._context = None if spec.context_dim is None else torch.empty(1, 77, spec.context_dim, device="meta")
+        self._text = None if self._context is None else self._unet.text_cache(self._context)
+        self._kinds: dict[object, int] = {}
+        self._one = self._flops(ShortenedUNet(self._unet, Shortcuts()), 0, 0)
+
+    def of(self, plan: Plan, branches: Branches, shortcuts: Shortcuts | None) -> float:
+        """Return the cost of a plan's calls for one image."""
+        used = dataclasses.replace(shortcuts or Shortcuts(), free=None)
+        run, total = ShortenedUNet(self._unet, used), 0
+        for call, step in enumerate(plan.step):
+            gate = 0 if used.gate is None else int(step) - used.gate + 1
+            kind = used.every, used.branch, call % used.every > 0, max(-1, min(1, gate)) if used.gate else None
+            if kind not in self._kinds:
+                for before in range(call - call % used.every, call):  # the call that fills what a short one reads
+                    self._flops(run, before, 0)
+                if used.gate is not None and step >= used.gate:
+                    self._flops(run, 0, used.gate - 1)
+                self._kinds[kind] = self._flops(run, call, int(step))
+            total += self._kinds[kind] * branches.count_at(int(step))
+        return total / self._one
+
+    @torch.no_grad()
+    def _flops(self, run: ShortenedUNet, call: int, step: int) -> int:
+        run.at(call, step, self._unet)
+        with FlopCounterMode(display=False) as counter:
+            run(self._x, torch.zeros(1, device="meta"), self._context, cache=self._text)
+        return int(counter.get_total_flops())
+
+
+def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]:
+    """Return all points, in the file too: those that it holds are not run again.
+
+    Raises ValueError for a file of another comparison.
+    """
+    if not isinstance(model.family.unet, UNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
+        raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
+    side = model.family.resolution
+    scale = model.family.scale if options.scale is None else options.scale
+    about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
+    about |= {"model": model.name, "scale": scale}
+    kept = read(path, about)
+    noise = SeededNoise([options.seed], model.latent_shape(side, side))()
+    branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
+    costs = {"calls": Cost(model.family.unet, noise.shape[-1]), "sd1": Cost(SD1_UNET, 64)}
+    truth: Tensor | None = None
+    for case in cases(model):
+        for steps in numbers(options.steps, "`steps`"):
+            key = f"{case.name}/{steps}"
+            if "error" in kept["points"].get(key, {}):
+                continue
+            if truth is None:
+                long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
+                truth = latents(model, Case("reference", "heun"), long, branches, noise).double()
+            plan = plan_for(model, case, steps, options.spacing)
+            tricks = tricks_of(case.options(plan.num_steps))
+            made = latents(model, case, plan, branches, noise).double()
+            point = {
+                name: cost.of(plan, tricks.guide(branches, plan), tricks.shortcuts) for name, cost in costs.items()
+            }
+            point |= {"steps": steps, "error": float((made - truth).norm() / truth.norm())}
+            kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
+            write(path, kept)
+    return kept
+
+
+def read(path: Path, about: Mapping[str, object]) -> dict[str, Any]:
+    """Return a file's points, or none for a new one.  Raises ValueError for those of another comparison."""
+    if not path.exists():
+        return {**about, "points": {}}
+    try:
+        kept = json.loads(path.read_text("utf-8"))
+        same = {name: kept[name] for name in about} == about and isinstance(kept["points"], dict)
+    except (ValueError, KeyError, TypeError):
+        same = False
+    if not same:
+        raise ValueError(f"{path} holds the results of another comparison: give another name with `results`")
+    return dict(kept)
+
+
+def write(path: Path, kept: Mapping[str, Any]) -> None:
+    """Write the points, whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    os.replace(new, path)
+
+
+def table(points: Sequence[Mapping[str, Any]]) -> str:
+    """Format the points as text, a line each."""
+    lines = [f"{'':28}{'steps':>6}{'cost':>8}{'at SD1':>8}{'error':>10}"]
+    for each in points:
+        costs = f"{each['calls']:8.1f}{each['sd1']:8.1f}"
+        lines.append(f"{each['name']:28}{each['steps']:6}{costs}{each['error']:10.1e}")
+    return "\n".join(lines)
+
+
+def chart(kept: Mapping[str, Any]) -> Image.Image:
+    """Draw the error over the cost: samplers on the left, tricks on the right.  Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    points, tricks = list(kept["points"].values()), {case.name for case in TRICKS}
+    names = list(dict.fromkeys(each["name"] for each in points))
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axes, shown, title in (
+        (left, [name for name in names if name not in tricks], f"{kept['model']}, {kept['spacing']} spacing"),
+        (right, [BASE, *(name for name in names if name in tricks)], f"tricks, with {BASE} unless named"),
+    ):
+        for i, name in enumerate(shown):
+            mine = sorted((each["calls"], each["error"]) for each in points if each["name"] == name)
+            if mine:
+                axes.loglog(*zip(*mine, strict=True), marker=".", linestyle="-" if i < 10 else "--", label=name)
+        axes.set(xlabel="cost: calls of the network on one branch of guidance", title=title)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    left.set(ylabel="relative error to the converged latents")
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return Image.open(file, formats=["PNG"]).convert("RGB")
+
+
+def run(options: CompareOptions, load: LoadOptions) -> None:
+    """Load, measure, print the table, save the chart."""
+    numbers(options.steps, "`steps`")
+    saver, model = Saver(SaveOptions(out=options.out), "samplers"), load_model(load, Model)
+    kept = measure(model, options, Path(options.results))
+    print(table(list(kept["points"].values())))
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no chart without matplotlib: pip install matplotlib")
+        return
+    print(saver.sample(chart(kept), options.prompt))

@@ -1,0 +1,106 @@
+"""From options to what saves evaluations of the network: guidance in some steps, shortcuts in the UNet."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.diffusion.guidance import Branches, Scheduled
+from ldm_lite.diffusion.guidance_steps import Interval, scheduled, within
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.projected import Projection
+from ldm_lite.diffusion.schedule import number
+from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+
+
+@dataclass(frozen=True)
+class Tricks:
+    """What the options ask for; nothing if all is None."""
+
+    interval: Interval | None = None
+    schedule: str | None = None
+    projection: Projection | None = None
+    gate: int | None = None
+    shortcuts: Shortcuts | None = None
+
+    def guide(self, branches: Branches, plan: Plan | None) -> Branches:
+        """Return branches that are guided as the options say, in the steps of a plan.
+
+        Raises ValueError without guidance, and for guidance that has no single scale.
+        """
+        asked = [self.interval, self.schedule, self.projection, self.gate]
+        if plan is None or all(each is None for each in asked):
+            return branches
+        if len(branches.conditionings) == 1 and self.gate is None:
+            raise ValueError(
+                "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
+                "`scale` other than 1, and a checkpoint that is not distilled"
+            )
+        plain = len(branches.conditionings) == 2 and branches.combine is None
+        if (self.schedule, self.projection) != (None, None) and not (plain and isinstance(branches.weights, tuple)):
+            raise ValueError("`guidance_schedule` and `apg` take `scale` alone: leave other guidance out")
+        if self.schedule is not None:
+            assert isinstance(branches.weights, tuple)
+            scale = scheduled(self.schedule, branches.weights[-1], plan.num_steps)
+            branches = dataclasses.replace(branches, weights=Scheduled(scale))
+        if self.projection is not None:
+            if plan.adaptive is not None:
+                raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
+            branches = dataclasses.replace(branches, combine=self.projection)
+        if self.interval is not None:
+            branches = within(branches, self.interval.steps(plan))
+        if self.gate is not None:
+            branches = within(branches, tuple(step < self.gate for step in range(plan.num_steps)))
+        return branches
+
+
+def tricks_of(options: Txt2imgOptions, model: Model | None = None) -> Tricks:
+    """Return the tricks of the options.  Raises ValueError for wrong ones, and for those the model cannot do."""
+    if options.guidance_schedule is not None:
+        scheduled(options.guidance_schedule, 1.0, 1)
+    every, branch = _whole(options.deep_cache)
+    free = None if options.freeu is None else _four(options.freeu)
+    shortcuts = Shortcuts(every, branch, options.gate_step, free)
+    if model is not None and shortcuts != Shortcuts():
+        ShortenedUNet(model.unet, shortcuts)  # raises ValueError for one that it does not fit
+    return Tricks(
+        None if options.guidance_interval is None else Interval.read(options.guidance_interval),
+        options.guidance_schedule,
+        None if options.apg is None else _projection(options.apg),
+        options.gate_step,
+        None if shortcuts == Shortcuts() else shortcuts,
+    )
+
+
+def _projection(text: str) -> Projection:
+    known = {each.name for each in dataclasses.fields(Projection)}
+    settings: dict[str, float] = {}
+    for part in text.split(":"):
+        name, _, value = part.partition("=")
+        try:
+            settings[name] = number(value)
+        except ValueError:
+            settings[""] = math.nan
+    if not set(settings) <= known or settings.get("threshold", 0) < 0 or abs(settings.get("momentum", 0)) >= 1:
+        raise ValueError(
+            f"got `apg` {text!r:.60}, wanted parallel=0, perhaps with :threshold=NUMBER, 0 or more, and "
+            ":momentum=NUMBER between -1 and 1"
+        )
+    return Projection(**settings)
+
+
+def _whole(text: str | None) -> tuple[int, int]:
+    every, _, branch = ("1" if text is None else text).partition(":")
+    branch = branch or "0"
+    if not (every.isdecimal() and branch.isdecimal() and 1 <= int(every) <= 1000):
+        raise ValueError(f"got `deep_cache` {text!r:.60}, wanted N, 1 to 1000, or N:BRANCH, for instance 3 or 3:1")
+    return int(every), int(branch)
+
+
+def _four(text: str) -> tuple[float, float, float, float]:
+    try:
+        b1, b2, s1, s2 = (number(each) for each in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"got `freeu` {text!r:.60}, wanted four numbers B1,B2,S1,S2: 1.5,1.6,0.9,0.2") from error
+    return b1, b2, s1, s2

@@ -1,0 +1,68 @@
+"""The options that save evaluations, through the tasks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ldm_lite
+from ldm_lite.pipeline import Pipeline
+
+RUN = {"sampler": "ddim", "steps": 5, "seed": 3, "scale": 4.0, "output": "numpy"}
+
+
+@pytest.fixture(scope="module")
+def pipe(small_path: Path) -> Pipeline:
+    return ldm_lite.load(small_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("guidance_interval", "0.2-0.6", "Guidance interval: 0.2-0.6"),
+        ("guidance_schedule", "cosine", "Guidance schedule: cosine"),
+        ("apg", "parallel=0:threshold=5:momentum=-0.5", "APG: parallel=0:threshold=5:momentum=-0.5"),
+        ("deep_cache", "2:1", "DeepCache: 2:1"),
+        ("gate_step", 2, "Gate step: 2"),
+        ("freeu", "1.2,1.4,0.9,0.2", 'FreeU: "1.2,1.4,0.9,0.2"'),
+    ],
+)
+def test_each_changes_the_image_and_its_text_makes_it_again(
+    name: str, value: str | int, text: str, pipe: Pipeline
+) -> None:
+    (made,) = pipe.txt2img("a", **(RUN | {"output": "result", name: value}))
+    assert text in made.parameters
+    assert not np.array_equal(made.array, pipe.txt2img("a", **RUN)[0])
+    assert np.array_equal(pipe.txt2img(from_png=made.image, output="numpy")[0], made.array)
+
+
+def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
+    tricks = {"guidance_interval": "-0.8", "deep_cache": "2", "gate_step": 3, "freeu": "1.1,1.1,0.9,0.9"}
+    one = pipe.txt2img("a", **RUN, **tricks)[0]
+    two = pipe.txt2img("a", batch_size=2, **(RUN | {"seed": 2}), **tricks)[1]
+    assert np.abs(one.astype(int) - two).max() <= 1
+    image = pipe.img2img("a", one, strength=0.6, **(RUN | tricks))[0]
+    assert image.shape == one.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guidance_interval": "3"}, "got `guidance_interval` '3', wanted START-END"),
+        ({"guidance_interval": "0-0.5", "scale": 1.0}, "there is none: take a `scale` other than 1"),
+        ({"guidance_schedule": "up"}, "got `guidance_schedule` 'up', wanted one of linear"),
+        ({"apg": "0"}, "got `apg` '0', wanted parallel=0"),
+        ({"apg": "parallel=0:momentum=1"}, "got `apg`"),
+        ({"apg": "parallel=0", "sampler": "dpm_adaptive"}, "DPM adaptive tries steps again"),
+        ({"apg": "parallel=0", "guidance": lambda cond, uncond: cond}, "take `scale` alone"),
+        ({"deep_cache": "0"}, "got `deep_cache` '0', wanted N, 1 to 1000"),
+        ({"deep_cache": "2:9"}, "got branch 9, wanted 0 to 2"),
+        ({"freeu": "1,2"}, "got `freeu` '1,2', wanted four numbers"),
+        ({"gate_step": 0}, "got `gate_step` 0, wanted 1 to 999"),
+        ({"deep_cache": "2", "sampler": "dpm_adaptive"}, "DPM adaptive has no fixed steps"),
+        ({"deep_cache": "2", "compat": True}, "the original script has no `deep_cache`"),
+    ],
+)
+def test_wrong_options_are_one_line(options: dict[str, object], message: str, pipe: Pipeline) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipe.txt2img("a", **(RUN | options))
