@@ -21,7 +21,7 @@ from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.adaptive import each_image
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.noise import Draw
-from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, h_to_x0, to_kept
 from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
@@ -179,7 +179,7 @@ def stream(
                 after = plan.level[i + 1] if i + 1 < len(plan.level) else (1.0, 0.0)
                 registers = _with_latents(registers, mask.blend(registers[0], after, mask.noise))
             if plan.mix[i, 2, -2] == 1:  # the row remembers its prediction
-                seen = (before, registers[2], _h_to_x0(plan, i))
+                seen = (before, registers[2], h_to_x0(plan, i))
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield DenoisingState(step + 1, plan.num_steps, registers[0], seen[1], seen[0], seen[2], mask)
 
@@ -187,12 +187,6 @@ def stream(
 def _with_latents(registers: Tensor, latents: Tensor) -> Tensor:
     """Return registers (R,B,C,h,w) with other latents; not in place, since they may be a CUDA graph's output."""
     return torch.cat([latents[None], registers[1:]])
-
-
-def _h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
-    """Return (p, q) with x0 = p x + q H, for the prediction H that a row remembers."""
-    (p, q), (p0, q0) = plan.to_prediction[row], plan.to_x0[row]
-    return float(p0 - q0 * p / q), float(q0 / q)
 
 
 class _Stage:

@@ -121,3 +121,9 @@ class Rows:
         if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_prediction).all()):
             raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
         return plan
+
+
+def h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
+    """Return (p, q) with x0 = p x + q H, for the prediction H that a row remembers."""
+    (p, q), (p0, q0) = plan.to_prediction[row], plan.to_x0[row]
+    return float(p0 - q0 * p / q), float(q0 / q)

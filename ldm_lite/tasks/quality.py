@@ -23,9 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.cli.command_options import CompareOptions, Txt2imgOptions
+from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.diffusion.guidance import Branches
 from ldm_lite.diffusion.names import SAMPLERS, make_plan

@@ -64,7 +64,9 @@ class LearnedOptions(CheckedOptions):
     )
     lora_text: bool = option(False, "a LoRA for the text encoders too")
     lora_kind: str = option("lora", "kind of the LoRA", choices=("lora", "dora", "loha", "lokr"))
-    lokr_factor: int = option(-1, "size of LoKr's first factor (default: as near to a square as possible)")
+    lokr_factor: int = option(
+        -1, "size of LoKr's first factor (default: as near to a square as possible)", within=(-1, 2**16)
+    )
     token: str | None = option(None, "textual inversion: the name in captions that is learned")
     init_word: str = option("image", "textual inversion: the word that it begins as")
     vectors: int = option(1, "textual inversion: number of vectors", within=(1, 75))

@@ -202,7 +202,7 @@ def test_an_option_that_a_message_names_exists() -> None:
     groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
     groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions)
     names = {each.name for group in groups for each in dataclasses.fields(group)}
-    names |= {"draw", "output", "C", "f", "config"}  # of Python alone, and of the original scripts alone
+    names |= {"draw", "output", "C", "f", "config", "step"}  # of Python, the original scripts, train.averages alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
         for text in messages(ast.parse(file.read_text())):
