@@ -3,6 +3,7 @@
 A key is the name of a module and one of PARTS.  read_changes() checks the parts of a module and makes its changes.
 Shape letters: r rank, k kernel size.
 Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, norms.py and full.py; PEFT tuners/lora/layer.py.
+Other kinds of LyCORIS are in lycoris.py.
 """
 
 import math
@@ -15,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ldm_lite.checkpoint import lycoris
 from ldm_lite.models.shapes import Shapes
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
@@ -25,6 +27,11 @@ PARTS = (
     (r"\.(?:lora_B(?:\.\w+)?|lora_up)\.bias$", "up_b"),
     (r"\.lora_embedding_(A|B)(?:\.\w+)?$", r"table_\1"),
     (r"(?:_lora|\.lora|\.lora_linear_layer)\.(down|up)\.weight$", r"\1"),  # diffusers before PEFT
+    (r"\.(hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2))$", r"\1"),  # LyCORIS: LoHa, LoKr
+    (r"\.(oft_blocks|rescale|on_input|dora_scale)$", r"\1"),
+    (r"\.([ab][12]|bm)\.weight$", r"glora_\1"),
+    (r"^(?:lora|lycoris)_[^.]+\.weight$", "ia3"),
+    (r"\.lora_magnitude_vector(?:\.\w+)*$", "magnitude"),  # PEFT: DoRA
     (r"\.(alpha)$", r"\1"),
     (r"\.(?:diff|w_norm)$", "diff"),  # LyCORIS: full differences and norms
     (r"\.(?:diff_b|b_norm)$", "diff_b"),
@@ -36,20 +43,16 @@ PARTS = (
 # Inside a module's name: not a part of it.
 WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
 NOT_SUPPORTED = {
-    r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
-    r"\.hada_": "LoHa",
-    r"\.lokr_": "LoKr",
-    r"\.oft_|\.boft_": "OFT",
-    r"\.[ab][12]\.weight$": "GLoRA",
-    r"\.(ia3_l|on_input)\b": "IA3",
+    r"\.oft_(R|diag)\b|\.boft_[Rs]\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's",
+    r"\.ia3_l\b": "PEFT's IA3",
     r"\.lora_E\b|\.ranknum\b": "AdaLoRA",
-    r"\bvera_(lambda|A|B)\b": "VeRA",
+    r"\bvera_(lambda_[bd]|A|B)\b": "VeRA",
     r"\.trainable_tokens_": "trained tokens",
     r"\.bias_(indices|values|size)$": "a sparse bias",
     r"\.reshape_weight$": "weights of another shape (reshape_weight)",
     r"^lora_controlnet$": "a Control-LoRA",
 }
-SUPPORTED = "LoRA, full differences, norms and biases are"
+SUPPORTED = "LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, full differences, norms and biases are"
 # A key that names a module: what it would change must not be left out.
 OF_A_MODULE = (
     r"^(lora|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model|conditioner"
@@ -62,7 +65,7 @@ class Change(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter; sizes of 1 at its end may be missing or in excess."""
+        """The shape of the parameter, as `fits` compares it."""
         ...
 
     def change(self, parameter: Tensor) -> Tensor:
@@ -178,9 +181,17 @@ def read_changes(parts: Mapping[str, str], shapes: Shapes, read: Callable[[str],
     changes: dict[str, Change] = {}
     if "table_A" in tensors:  # of an embedding, whose weight PEFT transposes
         tensors |= {"up": tensors["table_A"].T, "down": tensors["table_B"].T}
+
+    def own_alpha(rank: int) -> float:
+        return float(tensors["alpha"]) or float(rank) if "alpha" in tensors else alpha(rank)
+
+    if (other := lycoris.make(tensors, own_alpha)) is not None:
+        if "up" in tensors:
+            raise ValueError("changes its weight twice: the file is damaged")
+        changes["weight"] = other
     if "up" in tensors:
         rank = len(tensors["down"])
-        own = float(tensors["alpha"]) or float(rank) if "alpha" in tensors else alpha(rank)
+        own = own_alpha(rank)
         changes["weight"] = LoraWeights(tensors["up"], tensors["down"], tensors.get("mid"), own)
         if "up_b" in tensors:
             changes["bias"] = Difference(tensors["up_b"], own / rank)
@@ -189,19 +200,35 @@ def read_changes(parts: Mapping[str, str], shapes: Shapes, read: Callable[[str],
             if parameter in changes:
                 raise ValueError(f"changes its {parameter} twice: the file is damaged")
             changes[parameter] = kind(tensors[part])
+    if tensors.keys() & {"dora_scale", "magnitude"}:
+        if not isinstance(changes.get("weight"), LoraWeights | lycoris.LoHa | lycoris.LoKr):
+            raise ValueError("has the lengths of DoRA without a LoRA, LoHa or LoKr: the file is damaged")
+        changes["weight"] = lycoris.DoRA.around(changes["weight"], tensors)
     return changes
+
+
+def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
+    """Whether a change of a shape is one of a parameter's.
+
+    -1 is any size.  Sizes of 1 at the end may be missing or in excess, since files of linears may have those of a 1x1
+    convolution and the reverse, and a kernel may be part of the second size.
+    """
+    wanted, plain = (tuple(each[:2] if set(each[2:]) <= {1} else each) for each in (change, shape))
+    if -1 in wanted:
+        return all(a in (-1, b) for a, b in zip(wanted, plain, strict=False))
+    return wanted in (plain, (*plain[:1], math.prod(plain[1:])))
 
 
 def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if the parts of a module do not fit together."""
     for part, shape in at.items():
-        if part != "alpha" and (not shape or 0 in shape):
+        if part not in ("alpha", "on_input") and (not shape or 0 in shape):
             size = " x ".join(map(str, shape)) or "a single number"
             raise ValueError(f"its part {part} is {size}, wanted a tensor: the file is damaged")
     if math.prod(at.get("alpha", ())) != 1:
         raise ValueError(f"its alpha has {math.prod(at['alpha'])} elements, wanted one: the file is damaged")
     of_pair = [pair for pair in (("up", "down"), ("table_A", "table_B")) if pair[0] in at or pair[1] in at]
-    if not of_pair and not at.keys() & {part for part, _, _ in WHOLE}:
+    if not of_pair and not at.keys() & ({part for part, _, _ in WHOLE} | lycoris.PARTS):
         raise ValueError("lacks its up and down weights: the file is damaged")
     if (lacking := {"mid", "up_b"} & at.keys()) and "up" not in at:
         raise ValueError(f"has the part {min(lacking)} without an up weight: the file is damaged")
@@ -220,7 +247,13 @@ def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
 
 def _numbers(part: str, tensor: Tensor) -> Tensor:
     """Return a tensor.  Raises ValueError if it holds no real numbers, or ones that are not finite."""
-    whole = part == "alpha" and tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    whole = part in ("alpha", "on_input") and tensor.dtype in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    )
     if not whole and not tensor.is_floating_point():
         raise ValueError(f"its part {part} is {str(tensor.dtype).removeprefix('torch.')}, wanted floating point")
     if not torch.isfinite(tensor.float()).all():

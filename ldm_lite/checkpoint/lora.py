@@ -320,10 +320,12 @@ def _matched(
             target = places[place].get(parameter)
             if target is None:
                 missing.append(f"the {parameter} of {name}")
-            elif _plain(target.shape) != _plain(change.shape):
+            elif not adapters.fits(change.shape, target.shape):
+                theirs, ours = (
+                    " x ".join("any" if n < 0 else str(n) for n in shape) for shape in (change.shape, target.shape)
+                )
                 raise ValueError(
-                    f"{lora.name}: is for another model: its {place[1]}.{parameter} is "
-                    f"{' x '.join(map(str, change.shape))}, here it is {' x '.join(map(str, target.shape))}"
+                    f"{lora.name}: is for another model: its {place[1]}.{parameter} is {theirs}, here it is {ours}"
                 )
             else:
                 found.append((target, change))
@@ -336,9 +338,4 @@ def _matched(
 
 def _fits(changes: Changes, target: Mapping[str, Target]) -> bool:
     """Whether all changes have the shapes of a module."""
-    return all(name in target and _plain(target[name].shape) == _plain(each.shape) for name, each in changes.items())
-
-
-def _plain(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape without the kernel of a 1x1 convolution, which files of linears have, and the reverse."""
-    return tuple(shape[:2] if set(shape[2:]) <= {1} else shape)
+    return all(name in target and adapters.fits(each.shape, target[name].shape) for name, each in changes.items())

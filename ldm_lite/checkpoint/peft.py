@@ -24,7 +24,10 @@ WITHOUT_EFFECT = (
     *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-HEEDED = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "bias")
+HEEDED = (
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "bias"),
+    "use_dora",  # the lengths in the file tell it
+)
 # Initial values that leave the base model's weights as they are.
 INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -64,8 +67,6 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     kind, init, bias = about.get("peft_type", "LORA"), about.get("init_lora_weights"), about.get("bias", "none")
     if kind != "LORA":
         raise ValueError(f"{where}: its peft_type is {kind!r}, which is not supported: only LORA is")
-    if about.get("use_dora"):
-        raise ValueError(f"{where}: its use_dora is True, but DoRA is not supported")
     if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
         raise ValueError(
             f"{where}: its init_lora_weights is {init!r}, which changes the base model too: convert the LoRA with "

@@ -291,8 +291,9 @@ def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path
             r"none of its 1 modules is in this model \(has xlora_unet_",
         ),
         ({f"{name}.lora_up.weight": torch.ones(2, 2)}, "lacks its up or down weight: the file is damaged"),
-        ({f"{name}.hada_w1_a": torch.ones(2, 2)}, "holds LoHa, which is not supported"),
-        (wide | {f"{name}.dora_scale": torch.ones(2)}, "holds DoRA, which is not supported"),
+        ({f"{name}.hada_w1_a": torch.ones(2, 2)}, "lacks its part hada_w1_b: the file is damaged"),
+        (wide | {f"{name}.dora_scale": torch.ones(2)}, r"its parts do not fit together \(2 lengths\)"),
+        ({f"{name}.vera_lambda_b": torch.ones(2)}, "holds VeRA, which is not supported"),
     ):
         with pytest.raises(ValueError, match=message):
             merge_lora(networks(small), [(write(tmp_path / "a.safetensors", tensors), 1.0)])

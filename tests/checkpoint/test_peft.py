@@ -182,7 +182,6 @@ def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCa
         ("{", r"adapter_config\.json: is not valid JSON"),
         ([1], "holds list, wanted an object with r and lora_alpha"),
         ({"peft_type": "IA3"}, "its peft_type is 'IA3', which is not supported"),
-        ({"use_dora": True}, "DoRA is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "its init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"init_lora_weights": "loftq"}, "which changes the base model too"),
         ({"target_parameters": ["a.b"]}, "its target_parameters is .*, which is not supported"),

@@ -1,0 +1,262 @@
+"""Kinds of change of a weight besides LoRA: LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
+
+Each is made from its parts in a file, as float32 matrices, and tells the shape of the weight that it changes, as far
+as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.
+
+Shape letters: r rank, n in * k * k (in for a linear), b size of a block.
+Source: LyCORIS modules/loha.py, lokr.py, glora.py, diag_oft.py, boft.py, ia3.py, functional/general.py; PEFT
+tuners/lora/dora.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Parts = Mapping[str, Tensor]
+
+
+def _low_rank(up: Tensor, down: Tensor, core: Tensor | None) -> Tensor:
+    """up (out,r) @ down (r,n): (out,n); with a core (r,r,k,k) up is (r,out), down (r,in), the result (out,in,k,k)."""
+    if core is None:
+        return up.float() @ down.float()
+    return torch.einsum("ij...,ip,jr->pr...", core.float(), up.float(), down.float())
+
+
+def _low_rank_shape(up: Tensor, down: Tensor, core: Tensor | None) -> tuple[int, ...]:
+    fits = up.ndim == down.ndim == 2 and (
+        up.shape[1] == len(down) if core is None else core.ndim == 4 and core.shape[:2] == (len(up), len(down))
+    )
+    if not fits:
+        raise ValueError(f"its parts do not fit together ({_sizes(up, down, core)}): the file is damaged")
+    return (len(up), down.shape[1]) if core is None else (up.shape[1], down.shape[1], *core.shape[2:])
+
+
+def _sizes(*parts: Tensor | None) -> str:
+    return ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
+
+
+@dataclass(frozen=True)
+class LoHa:
+    """Adds alpha / r * (w1_a w1_b) * (w2_a w2_b), element by element.  Hyeon-Woo et al. 2022, eq. 2."""
+
+    first: tuple[Tensor, Tensor, Tensor | None]  # w1_a (out,r), w1_b (r,n), and t1 (r,r,k,k) or None
+    second: tuple[Tensor, Tensor, Tensor | None]
+    scale: float
+
+    @staticmethod
+    def of(parts: Parts, alpha: Callable[[int], float]) -> "LoHa":
+        """Make it from a file's parts."""
+        first, second = ((parts[f"hada_w{i}_a"], parts[f"hada_w{i}_b"], parts.get(f"hada_t{i}")) for i in (1, 2))
+        if _low_rank_shape(*first) != _low_rank_shape(*second):
+            raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
+        rank = len(first[1])
+        return LoHa(first, second, alpha(rank) / rank)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, (out,n) or (out,in,k,k)."""
+        return _low_rank_shape(*self.first)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change, which does not depend on the parameter."""
+        return self.scale * _low_rank(*self.first) * _low_rank(*self.second)
+
+
+@dataclass(frozen=True)
+class LoKr:
+    """Adds alpha / r * kron(w1, w2), of which either may be a product of low rank.  Yeh et al. 2024, sec. 3."""
+
+    first: Tensor  # (a,c)
+    second: Tensor  # (b,d), (b,d*k*k) or (b,d,k,k)
+    scale: float
+
+    @staticmethod
+    def of(parts: Parts, alpha: Callable[[int], float]) -> "LoKr":
+        """Make it from a file's parts."""
+        factors, rank = [], 0
+        for name, core in (("lokr_w1", None), ("lokr_w2", parts.get("lokr_t2"))):
+            if name in parts:
+                factors.append(parts[name].float())
+                continue
+            up, down = parts[f"{name}_a"], parts[f"{name}_b"]
+            _low_rank_shape(up, down, core)
+            factors.append(_low_rank(up, down, core))
+            rank = rank or len(down)
+        first, second = factors
+        if first.ndim != 2 or second.ndim not in (2, 4):
+            raise ValueError(f"its parts do not fit together ({_sizes(first, second)}): the file is damaged")
+        return LoKr(first, second, alpha(rank) / rank if rank else 1.0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, (out,n) or (out,in,k,k)."""
+        (a, c), (b, d, *kernel) = self.first.shape, self.second.shape
+        return (a * b, c * d, *kernel)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change, which does not depend on the parameter."""
+        first = self.first.reshape(*self.first.shape, *[1] * (self.second.ndim - 2))
+        return self.scale * torch.kron(first, self.second.contiguous())
+
+
+@dataclass(frozen=True)
+class GLoRA:
+    """Adds alpha / r * (W a1 a2 + b1 b2).  Chavan et al. 2023."""
+
+    inside: tuple[Tensor, Tensor]  # a1 (in,r), a2 (r,in)
+    beside: tuple[Tensor, Tensor, Tensor | None]  # b1 (out,r), b2 (r,n), and bm (r,r,k,k) or None
+    scale: float
+
+    @staticmethod
+    def of(parts: Parts, alpha: Callable[[int], float]) -> "GLoRA":
+        """Make it from a file's parts."""
+        a1, a2, b1, b2 = (parts[f"glora_{name}"].flatten(1) for name in ("a1", "a2", "b1", "b2"))
+        if (core := parts.get("glora_bm")) is not None:
+            b1 = b1.T  # as LoHa's
+        _low_rank_shape(b1, b2, core)
+        if _low_rank_shape(a1, a2, None) != (a2.shape[1], a2.shape[1]):
+            raise ValueError(f"its parts do not fit together ({_sizes(a1, a2)}): the file is damaged")
+        return GLoRA((a1, a2), (b1, b2, core), alpha(len(a2)) / len(a2))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, (out,n) or (out,in,k,k)."""
+        return _low_rank_shape(*self.beside)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a weight."""
+        a1, a2 = (each.float().to(parameter.device) for each in self.inside)
+        inside = torch.einsum("oi...,ij,jl->ol...", parameter, a1, a2)
+        return self.scale * (inside + _low_rank(*self.beside).reshape(parameter.shape).to(parameter.device))
+
+
+@dataclass(frozen=True)
+class OFT:
+    """Rotates blocks of rows of a weight: OFT, Qiu et al. 2023, or in stages of a butterfly: BOFT, Liu et al. 2024."""
+
+    blocks: Tensor  # (out/b,b,b), or (stages,out/b,b,b)
+    rescale: Tensor | None  # (out,) or with sizes of 1: factors of the rows
+    limit: float  # of the norm of all blocks, 0 = none
+
+    @staticmethod
+    def of(parts: Parts, alpha: Callable[[int], float]) -> "OFT":
+        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows."""
+        blocks, rescale = parts["oft_blocks"], parts.get("rescale")
+        size = blocks.shape[-1]
+        rows = blocks.shape[-3] * size if blocks.ndim in (3, 4) and blocks.shape[-2] == size else 0
+        stages = blocks.ndim == 3 or (size % 2 == 0 and rows % 2 ** len(blocks) == 0)
+        if not rows or not stages or (rescale is not None and rescale.numel() != rows):
+            raise ValueError(f"its parts do not fit together ({_sizes(blocks, rescale)}): the file is damaged")
+        return OFT(blocks, rescale, float(parts["alpha"]) * rows if "alpha" in parts else 0.0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows of the weight."""
+        return (self.blocks.shape[-3] * self.blocks.shape[-1], -1)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a weight."""
+        blocks = self.blocks.float().to(parameter.device)
+        skew, eye = blocks - blocks.transpose(-1, -2), torch.eye(blocks.shape[-1], device=blocks.device)
+        if 0 < self.limit < (norm := skew.norm() + 1e-8):
+            skew = skew * self.limit / norm
+        rotations = (eye + skew) @ torch.linalg.inv(eye - skew)  # Cayley's
+        rows = parameter.flatten(1)
+        if rotations.ndim == 3:
+            rows = (rotations.transpose(1, 2) @ rows.view(*rotations.shape[:2], -1)).flatten(0, 1)
+        else:
+            for stage, each in enumerate(rotations):
+                half, width = 2**stage * blocks.shape[-1] // 2, rows.shape[1]  # rows this far apart meet in a block
+                rows = each @ rows.view(-1, 2, half, width).transpose(1, 2).reshape(*each.shape[:2], width)
+                rows = rows.view(-1, half, 2, width).transpose(1, 2).reshape(-1, width)
+        if self.rescale is not None:
+            rows = rows * self.rescale.float().to(rows.device).reshape(-1, 1)
+        return rows.view_as(parameter) - parameter
+
+
+@dataclass(frozen=True)
+class IA3:
+    """Scales the rows or the columns of a weight by 1 + s.  Liu et al. 2022, sec. 3.3."""
+
+    scales: Tensor  # (out,) or (in,)
+    columns: bool
+
+    @staticmethod
+    def of(parts: Parts, alpha: Callable[[int], float]) -> "IA3":
+        """Make it from a file's parts."""
+        return IA3(parts["ia3"].flatten(), bool(parts["on_input"]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows or columns of the weight."""
+        return (-1, len(self.scales)) if self.columns else (len(self.scales), -1)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a weight."""
+        scales = self.scales.float().to(parameter.device)
+        ones = [1] * (parameter.ndim - 2)
+        return parameter * (scales.view(1, -1, *ones) if self.columns else scales.view(-1, 1, *ones))
+
+
+@dataclass(frozen=True)
+class DoRA:
+    """Gives each row (or column) of the changed weight a length of its own: m (W + dW) / |W + dW|.  Liu et al. 2024."""
+
+    inner: Any  # the change dW: LoRA's, LoHa's or LoKr's
+    lengths: Tensor  # (out,1,...), (1,in,...), or PEFT's (out,) and (1,out,1,1)
+    of_columns: bool
+
+    @staticmethod
+    def around(inner: Any, parts: Parts) -> "DoRA":
+        """Make it from a change and a file's parts."""
+        lengths = parts["magnitude"] if "magnitude" in parts else parts["dora_scale"]
+        of_columns = "magnitude" not in parts and lengths.ndim > 1 and len(lengths) == 1 < lengths.shape[1]
+        wanted = inner.shape[1 if of_columns else 0]  # columns may be times the positions of a kernel
+        if wanted % lengths.numel() or (not of_columns and wanted != lengths.numel()):
+            raise ValueError(f"its parts do not fit together ({_sizes(lengths)} lengths): the file is damaged")
+        return DoRA(inner, lengths.flatten(), of_columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return tuple(self.inner.shape)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a weight."""
+        total = parameter + self.inner.change(parameter).reshape(parameter.shape).to(parameter.device)
+        axis = 1 if self.of_columns else 0
+        norms = total.transpose(0, axis).flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
+        factors = self.lengths.float().to(norms.device) / norms
+        return total * factors.view([-1 if i == axis else 1 for i in range(total.ndim)]) - parameter
+
+
+# By the part that tells the kind: all parts that it must have, and those that it may have.
+KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+    "hada_w1_a": (LoHa, ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), ("hada_t1", "hada_t2")),
+    "lokr_w": (LoKr, (), ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")),
+    "glora_a1": (GLoRA, ("glora_a1", "glora_a2", "glora_b1", "glora_b2"), ("glora_bm",)),
+    "oft_blocks": (OFT, ("oft_blocks",), ("rescale",)),
+    "on_input": (IA3, ("on_input", "ia3"), ()),
+}
+PARTS = frozenset(part for _, need, may in KINDS.values() for part in (*need, *may))
+
+
+def make(parts: Parts, alpha: Callable[[int], float]) -> Any:
+    """Return the change of these kinds that the parts of a module make, None if it is of another kind.
+
+    Raises ValueError if parts are missing, do not fit together, or belong to two kinds.
+    """
+    found = [(kind, need, may) for kind, need, may in KINDS.values() if parts.keys() & {*need, *may}]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"changes its weight twice ({', '.join(sorted(parts.keys() & PARTS))}): the file is damaged")
+    kind, need, _ = found[0]
+    if kind is LoKr:
+        need = tuple(n for name in ("lokr_w1", "lokr_w2") if name not in parts for n in (f"{name}_a", f"{name}_b"))
+    if lacking := [part for part in need if part not in parts]:
+        raise ValueError(f"lacks its part {lacking[0]}: the file is damaged")
+    return kind.of(parts, alpha)
