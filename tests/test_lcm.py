@@ -114,13 +114,15 @@ def test_the_command_takes_the_unet_beside_a_checkpoint(
     assert pictures["negative"].tobytes() == pictures["plain"].tobytes() != pictures["scale"].tobytes()
 
 
-def test_it_is_not_trained(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
+def test_it_is_not_trained_whole(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     Image.new("RGB", (64, 64)).save(tmp_path / "data" / "a.png")
     (tmp_path / "data" / "a.txt").write_text("a")
     options = TrainOptions(data=str(tmp_path / "data"), out=str(tmp_path / "run"), steps=1)
     files = {name: str(folder / f"{name}.safetensors") for name in ("vae", "text_encoder")}
-    with pytest.raises(ValueError, match="small LCM: is distilled: train the model it was distilled from"):
+    with pytest.raises(
+        ValueError, match="small LCM: is distilled: train a LoRA of it, or the model it was distilled from"
+    ):
         train(options, LoadOptions(ckpt=str(folder / "unet.safetensors"), device="cpu", **files))
 
 

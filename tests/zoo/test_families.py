@@ -583,9 +583,9 @@ def test_unsupported_options_are_one_line(load: Load, files: Callable[[str], Pat
     data.mkdir()
     Image.new("RGB", (64, 64)).save(data / "a.png")
     (data / "a.txt").write_text("a")
-    for name in ("sd2", "sdxl_base"):
+    for name in ("sd2_depth", "sdxl_refiner"):
         options = TrainOptions(data=str(data), out=str(tmp_path / "run"), steps=1)
-        with pytest.raises(ValueError, match="one CLIP-L text encoder can be trained here"):
+        with pytest.raises(ValueError, match="only text-to-image models with CLIP text encoders can be trained"):
             train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
     assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
 
