@@ -1,11 +1,13 @@
 """X/Y plots: axes from text, cells, and the labelled picture."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from ldm_lite import txt2img
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.tasks import xy
 from ldm_lite.tasks.xy import Axis, cells, changed, draw, read_axis
@@ -165,3 +167,48 @@ def test_a_picture_that_would_be_too_large_is_made_smaller(monkeypatch: pytest.M
     monkeypatch.setattr(xy, "MOST_PIXELS", 2000)
     whole = 2 * 48 + xy.GAP  # of two rows
     assert draw(colours(4), Axis("steps", (1, 2)), Axis("seed", (1, 2))).height < whole
+
+
+# ---- on the command line --------------------------------------------------------------------------------------------
+
+
+APPLE = ["a red apple", "--steps", "2", "--device", "cpu"]
+
+
+def test_a_plot_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--x", "scale=1,3", "--y", "replace=red,green", "--z", "seed=1,2", "--outdir", str(tmp_path)]
+    assert txt2img.main([*APPLE, *flags]) == 0
+    assert len(list((tmp_path / "samples").glob("*.png"))) == 8
+    plots = sorted(tmp_path.glob("grid-*.png"))
+    assert len(plots) == 2
+    text = parse_parameters(Image.open(plots[1]).info["parameters"])
+    wanted = {"Script": "X/Y/Z plot", "X Type": "scale", "X Values": "1, 3", "Y Type": "replace", "Z Values": "2"}
+    assert text.settings.items() >= wanted.items()
+    assert text.settings["Seed"] == "2"
+    # a cell is the image that its options make alone
+    alone = ["a green apple", *APPLE[1:], "--scale", "3", "--seed", "2", "--out", str(tmp_path / "alone.png")]
+    assert txt2img.main(alone) == 0
+    cell, plot = Image.open(tmp_path / "alone.png").convert("RGB"), Image.open(plots[1]).convert("RGB")
+    corner = plot.crop((plot.width - cell.width, plot.height - cell.height, plot.width, plot.height))
+    assert np.array_equal(np.asarray(corner), np.asarray(cell))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--x", "scale"], "got --x 'scale', wanted OPTION=VALUES"),
+        (["--x", "scale=1,2", "--y", "scale=3"], "two axes are --scale"),
+        (["--x", "stepz=1"], "wanted an option"),
+        (["--x", "scale=1", "--n_iter", "2"], "leave out --n-iter"),
+        (["--x", "replace=pear,apple"], "does not have 'pear'"),
+        (["--x", "seed=1-100", "--y", "steps=1-100"], "wanted at most 400"),
+        (["--x", "seed=1-100", "--z", "steps=1-100"], "wanted at most 400"),
+    ],
+)
+def test_mistakes_of_plots_are_one_line(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert txt2img.main([*APPLE, *flags, "--outdir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error
+    assert not list(tmp_path.rglob("*.png"))

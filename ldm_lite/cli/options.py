@@ -244,6 +244,13 @@ class SaveOptions(CheckedOptions):
     skip_existing: bool = option(
         False, "continue a job: skip the images that the folder holds, by prompt, seed, settings, weights and inputs"
     )
+    x: str | None = option(
+        None,
+        "plot: values of an option from left to right, such as scale=5,7.5,10 or steps=10-30 (+10)",
+        metavar="OPTION=VALUES",
+    )
+    y: str | None = option(None, "values of another option from top to bottom", metavar="OPTION=VALUES")
+    z: str | None = option(None, "values of a third option: a plot for each", metavar="OPTION=VALUES")
     n_rows: int = option(0, "images in a row of the grid (default: the batch size)", within=(0, MOST))
     preview: str | None = option(
         None,

@@ -4,8 +4,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -20,6 +20,7 @@ from ldm_lite.cli.progress import Progress, memory
 from ldm_lite.cli.version import __version__
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import grid, to_pil
+from ldm_lite.tasks import xy
 from ldm_lite.tasks.batching import Inputs, results
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.existing import Existing
@@ -82,6 +83,8 @@ def make(
     for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
         if original.get(name, value) != value:
             raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
+    if axes := xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"}):
+        return _plot(axes, prepare, options, count, model, saver)
     with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
@@ -99,6 +102,38 @@ def make(
         columns = save.n_rows or options.images_at_a_time
         print(saver.grid(grid(in_grid, columns=columns), text), flush=True)
     log.info("%d image%s in %.1f s; %s", made, "s" * (made != 1), time.perf_counter() - start, memory())
+
+
+def _plot(
+    axes: Mapping[str, xy.Axis],
+    prepare: Callable[[Model, Any], tuple[Job, Inputs]],
+    options: Any,
+    count: int,
+    model: Model,
+    saver: Saver,
+) -> None:
+    """Save the images of an X/Y plot, and the plot; one for each value of Z."""
+    if count != 1 or options.compat or saver.options.skip_existing:
+        raise ValueError(
+            "a plot has one image a cell, and makes all of them: leave out `n_iter`, `batch_size`, `from_file`, "
+            "`compat` and `skip_existing`"
+        )
+    x, y, z = (axes.get(letter) for letter in "xyz")
+    places, progress = xy.cells(x, y) if x or y else [{}], Progress()
+    sheets = [{}] if z is None else [{z.option: value} for value in z.values]
+    if len(places) * len(sheets) > xy.MOST_CELLS:
+        raise ValueError(f"got a plot of {len(places) * len(sheets)} images, wanted at most {xy.MOST_CELLS}")
+    every = [[xy.changed(options, sheet | cell, *axes.values()) for cell in places] for sheet in sheets]
+    for sheet, jobs in zip(sheets, every, strict=True):
+        images = []
+        for each in jobs:
+            made = next(iter(results(*prepare(model, each), Steps(progress))))
+            made.image.info["parameters"] = made.parameters
+            images.append(made.image)
+            if not saver.options.skip_save:
+                print(saver.sample(made.image, made.parameters), flush=True)
+        plot = xy.draw(images, x, y, None if z is None else replace(z, values=tuple(sheet.values())))
+        print(saver.grid(plot, plot.info["parameters"]), flush=True)
 
 
 def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:

@@ -1,4 +1,4 @@
-"""X/Y plots: the same job with other values of one or two options, as one labelled picture."""
+"""X/Y/Z plots: a job with other values of one or two options as a labelled picture, for each value of a third."""
 
 import csv
 import math
@@ -95,6 +95,25 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
     return [int(each) if whole else each for each in found]
 
 
+def read_axes(kind: type[Txt2imgOptions], texts: Mapping[str, str | None]) -> dict[str, Axis]:
+    """Read axes from texts by letter, "scale=5,7.5"; None is no axis.
+
+    Raises ValueError as read_axis does, for a text without "=", and for two axes of one option.
+    """
+    found: dict[str, Axis] = {}
+    for letter, text in texts.items():
+        if text is None:
+            continue
+        option, equals, values = text.partition("=")
+        if not equals:
+            raise ValueError(f"got `{letter}` {text[:60]!r}, wanted OPTION=VALUES, such as scale=5,7.5,10")
+        axis = read_axis(kind, option, values)
+        if axis.option in {other.option for other in found.values()}:
+            raise ValueError(f"two axes are `{axis.option}`: choose another option for one of them")
+        found[letter] = axis
+    return found
+
+
 def cells(x: Axis | None, y: Axis | None) -> list[dict[str, Any]]:
     """The values of each cell by option, row by row from the top left.
 
@@ -132,11 +151,11 @@ def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None
 # ---- the picture ----------------------------------------------------------------------------------------------------
 
 
-def draw(images: Sequence[Image.Image], x: Axis | None, y: Axis | None) -> Image.Image:
+def draw(images: Sequence[Image.Image], x: Axis | None, y: Axis | None, z: Axis | None = None) -> Image.Image:
     """Put the images of all cells into one picture, with labels above the columns and left of the rows.
 
     Smaller images stand in the middle of their cells.  All of them are made smaller if the picture would have more than
-    MOST_PIXELS.  Its text ("parameters") is the first image's, with both axes.
+    MOST_PIXELS.  A value of z is written above all.  The text ("parameters") is the first image's, with all axes.
     """
     columns = 1 if x is None else len(x.values)
     rows = -(-len(images) // columns)
@@ -148,24 +167,30 @@ def draw(images: Sequence[Image.Image], x: Axis | None, y: Axis | None) -> Image
     beside = [_wrapped(font, label, max(96, width // 2)) for label in y.labels] if y is not None else []
     top = max((_size(font, text)[1] + 2 * GAP for text in above), default=0)
     left = max((_size(font, text)[0] + 2 * GAP for text in beside), default=0)
+    title = "" if z is None else _wrapped(font, z.labels[0], max(96, left + columns * (width + GAP) - GAP))
+    head = _size(font, title)[1] + 2 * GAP if title else 0
+    top += head
     sheet = Image.new("RGB", (left + columns * (width + GAP) - GAP, top + rows * (height + GAP) - GAP), PAPER)
     pen = ImageDraw.Draw(sheet)
     for i, image in enumerate(images):
         small = image.resize((max(1, int(image.width * ratio)), max(1, int(image.height * ratio))))
         at = left + i % columns * (width + GAP), top + i // columns * (height + GAP)
         sheet.paste(small, (at[0] + (width - small.width) // 2, at[1] + (height - small.height) // 2))
+    pen.multiline_text((sheet.width / 2, head / 2), title, INK, font, "mm", align="center")
     for i, text in enumerate(above):
-        pen.multiline_text((left + i * (width + GAP) + width / 2, top / 2), text, INK, font, "mm", align="center")
+        pen.multiline_text(
+            (left + i * (width + GAP) + width / 2, (head + top) / 2), text, INK, font, "mm", align="center"
+        )
     for i, text in enumerate(beside):
         pen.multiline_text((left / 2, top + i * (height + GAP) + height / 2), text, INK, font, "mm", align="center")
-    sheet.info["parameters"] = _text(images[0].info.get("parameters"), x, y)
+    sheet.info["parameters"] = _text(images[0].info.get("parameters"), {"X": x, "Y": y, "Z": z})
     return sheet
 
 
-def _text(first: str | None, x: Axis | None, y: Axis | None) -> str:
+def _text(first: str | None, axes_by_letter: Mapping[str, Axis | None]) -> str:
     """The text of a plot, with the axes under A1111's keys."""
     axes: dict[str, object] = {"Script": "X/Y/Z plot"}
-    for letter, axis in (("X", x), ("Y", y)):
+    for letter, axis in axes_by_letter.items():
         if axis is not None:
             axes |= {f"{letter} Type": axis.option, f"{letter} Values": ", ".join(_short(v) for v in axis.values)}
     if first is None:
