@@ -63,6 +63,10 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f'{name.split(".")[0]} is missing: pip install "ldm_lite[evaluate]"') from error
+    except RuntimeError as error:  # of torchvision, which it imports
+        raise ValueError(
+            f"{name.split('.')[0]} does not run here ({error}): install the torchvision that belongs to this torch"
+        ) from error
 
 
 def _distances(options: EvaluateOptions) -> dict[str, float]:
