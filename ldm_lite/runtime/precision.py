@@ -5,8 +5,11 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from ldm_lite.runtime.cpu import bfloat16
+
 log = logging.getLogger("ldm_lite")
 
+AUTO = "auto"  # a name of pick_dtype
 DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -40,14 +43,17 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return a dtype; None is float16 on CUDA and float32 elsewhere.  Raises ValueError for an unknown name.
 
+    "auto" is the same, but on a CPU that does not emulate bfloat16 it measures which of it and float32 is faster.
     On a CPU it logs that bfloat16 would be faster, or warns that it is emulated.
     """
-    if name is None:
-        if device.type == "cpu" and _cpu_has("amx_tile"):
-            log.info('this CPU multiplies in bfloat16: `dtype="bf16"` is faster than fp32, and less exact')
+    if name == AUTO and device.type == "cpu" and not emulates_bf16():
+        return torch.bfloat16 if bfloat16.pays() else torch.float32
+    if name is None and device.type == "cpu" and _cpu_has("amx_tile"):
+        log.info('this CPU multiplies in bfloat16: `dtype="auto"` takes it if it is faster than fp32; it is less exact')
+    if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32
     if isinstance(name, str) and name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: wanted one of {', '.join(DTYPES)}")
+        raise ValueError(f"unknown dtype {name!r}: wanted one of {', '.join((AUTO, *DTYPES))}")
     dtype = DTYPES[name] if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"got dtype {name!r}, wanted one of {', '.join(DTYPES)}")

@@ -1,6 +1,7 @@
 """How loaded networks are set up."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.runtime import attention, fused_norm, setup, timed_layers
 from ldm_lite.runtime.attention import layers, vanilla
+from ldm_lite.runtime.cpu import bfloat16
 from ldm_lite.runtime.cpu.attention import timed
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
@@ -72,7 +74,7 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    for has_units, auto, asked in ((True, '`dtype="bf16"` is faster', ""), (False, "", "bf16 is emulated")):
+    for has_units, auto, asked in ((True, '`dtype="auto"` takes it', ""), (False, "", "bf16 is emulated")):
         monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
         for unit in ("amx_tile", "avx512_bf16"):
             monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has_units=has_units: has_units)
@@ -86,6 +88,44 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
                 assert pick_dtype(name, cpu) is dtype
             assert said in caplog.text
             assert bool(said) == bool(caplog.records)
+
+
+def test_auto_takes_what_was_measured_to_be_faster(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, asked = torch.device("cpu"), list[str]()
+    monkeypatch.setattr(bfloat16, "WIDTH", 64)
+    monkeypatch.setattr(bfloat16, "SIDE", 8)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    for has_units, faster, limit, dtype in (
+        (False, "bf16", 1.0, torch.float32),  # emulated: nothing is measured
+        (True, "bf16", 1.0, torch.bfloat16),
+        (True, "fp32", 1.0, torch.float32),
+        (True, "bf16", 1e-6, torch.float32),  # faster, and not exact enough
+    ):
+        for unit in ("amx_tile", "avx512_bf16"):
+            monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has_units=has_units: has_units)
+        monkeypatch.setattr(bfloat16, "MAX_ERROR", limit)
+        monkeypatch.setattr(bfloat16, "fastest", lambda what, *_, faster=faster: asked.append(what) or faster)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "ldm_lite"):
+            assert pick_dtypes("auto,vae=fp32", cpu, ("unet", "vae")) == {"unet": dtype, "vae": torch.float32}
+        assert ("bf16 is" in caplog.text) is has_units
+    assert len(asked) == 3
+
+
+def test_the_blocks_that_auto_measures_compute_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """Really timed, whichever is faster here; the error is bfloat16's, and the process's random numbers stay."""
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "ldm_lite"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bfloat16, "WIDTH", 64)
+        patch.setattr(bfloat16, "SIDE", 8)
+        chosen = bfloat16.pays()
+    found = re.search(r"dtype auto: (fp32|bf16); .* and (\S+) from fp32", caplog.text)
+    assert found is not None
+    assert found[1] == ("bf16" if chosen else "fp32")
+    assert 1e-4 < float(found[2]) < 2e-2
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
