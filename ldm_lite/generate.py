@@ -240,18 +240,20 @@ class _Stage:
 
     def guidance(self, step: int) -> Guidance:
         """Return the guidance of a step, reusing the previous step's tensors if nothing changes."""
-        every = self.branches.weights_at(step)
-        weights = tuple(every[k] for k in self.branches.used_at(step))
-        if self._guidance is None or self._guidance[0] != weights:
+        every, used = self.branches.weights_at(step), self.branches.used_at(step)
+        weights = tuple(every[k] for k in used)
+        if self._guidance is None or self._guidance[0] != (weights, used):
             percentile, limit = self.branches.threshold or (None, None)
+            several, maps = len(used) > 1, self.branches.maps
             made = Guidance(
-                weights=self._tensor(weights if len(weights) > 1 else None),
+                weights=self._tensor(weights if several else None),
                 rescale=self._tensor(self.branches.rescale or None),
                 percentile=self._tensor(percentile),
                 limit=self._tensor(limit),
-                combine=self._combine if len(weights) > 1 else None,
+                combine=self._combine if several else None,
+                maps=maps[list(used)].to(self.device) if several and maps is not None else None,
             )
-            self._guidance = weights, made
+            self._guidance = (weights, used), made
         return self._guidance[1]
 
     def _tensor(self, value: float | Sequence[float] | None) -> Tensor | None:
@@ -299,9 +301,8 @@ def _check_all(
                 f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
                 f"{refiner.model.family.prediction}: the second cannot continue a run of the first"
             )
-    wanted = [
-        to_kept(model.schedule.prediction, "x0", Level(t, *level)) for t, level in zip(plan.t, plan.level, strict=True)
-    ]
+    levels = (Level(t, *level) for t, level in zip(plan.t, plan.level, strict=True))
+    wanted = [to_kept(model.schedule.prediction, "x0", level) for level in levels]
     if not np.allclose(plan.to_x0, wanted, equal_nan=True):
         raise ValueError(
             f"this plan is for another network: {model.name} predicts {model.schedule.prediction}; "
@@ -320,8 +321,7 @@ def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
             f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
             f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
         )
-    channels = spec.in_channels - given
-    if noise.ndim != 4 or noise.shape[1] != channels:
+    if noise.ndim != 4 or noise.shape[1] != (channels := spec.in_channels - given):
         raise ValueError(f"got noise of shape {tuple(noise.shape)}, wanted (B, {channels}, h, w)")
     context, y = conditioning.context, conditioning.y
     got = "none" if context is None else f"one of shape {tuple(context.shape)}"

@@ -102,6 +102,7 @@ class Rows:
         self._check_pixels(options)
         chunks = count_chunks(self.model, (prompt, negative), options.prompt_syntax)
         constant = all(is_constant(text, options.prompt_syntax) for text in (prompt, negative))
+        constant = constant and options.regions is None
         return Item(number, name, prompt or "", negative, seed, files, options, chunks, constant)
 
     def files(self, row: Row) -> list[str]:

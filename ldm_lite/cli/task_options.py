@@ -170,6 +170,13 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
         "plain, or a1111: (more), [less], (this much:1.3), [from:to:0.5], [a|b], a AND b:0.5, BREAK, any length",
         png="Prompt syntax",
     )
+    regions: str | None = option(
+        None,
+        "where the parts of a prompt are, which AND joins, one box each: left,top,right,bottom from 0 to 1, or all; "
+        "for instance 'all; 0.1,0.2,0.5,0.8'",
+        metavar="BOX; BOX",
+        png="Regions",
+    )
     dynamic: str | None = option(
         None,
         "prompts are templates, {red|blue} car and __colour__: random draws each image's by its seed, all makes every "

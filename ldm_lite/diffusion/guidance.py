@@ -4,6 +4,7 @@ Guidance runs the network on several conditionings (the branches) at once and mi
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -73,6 +74,8 @@ class Branches:
     threshold: tuple[float, float] | None = None  # percentile and limit, as in dynamic_threshold()
     combine: Combine | Projection | None = None
     later: tuple[tuple[int, tuple[Conditioning, ...]], ...] = ()  # (call, counted from 0, conditionings), in order
+    unguided: tuple[float, ...] | None = None  # weights in steps without guidance; None: the last branch alone
+    maps: Tensor | None = None  # (K,1,h,w) for K branches: their weights are multiplied by it at each position
 
     def weights_at(self, step: int) -> tuple[float, ...]:
         """Return the weights of a step, counted from 0."""
@@ -119,7 +122,7 @@ class Scheduled:
 
 
 def _weights(scale: float, parts: tuple[float, ...]) -> tuple[float, ...]:
-    return 1 - scale * sum(parts), *(scale * part for part in parts)
+    return 1 - scale * math.fsum(parts), *(scale * part for part in parts)
 
 
 def classifier_free(
@@ -160,11 +163,30 @@ def composed(
     if uncond is None:
         raise ValueError("a prompt with AND, or with a weight at its end, needs a model with classifier-free guidance")
     if not callable(guidance):
-        return Branches((uncond, *conds), _weights(guidance, parts))
+        return Branches((uncond, *conds), _weights(guidance, parts), unguided=_weights(1.0, parts))
     branches = classifier_free(conds[0], uncond, guidance)
     if not isinstance(branches.weights, Scheduled):
         raise ValueError("a prompt with AND takes a `scale`, or a `guidance` function of the step")
-    return Branches((uncond, *conds), Scheduled(branches.weights.scale, parts))
+    return Branches((uncond, *conds), Scheduled(branches.weights.scale, parts), unguided=_weights(1.0, parts))
+
+
+def regional(
+    conds: Sequence[Conditioning],
+    shares: Tensor,
+    uncond: Conditioning | None,
+    guidance: float | Callable[..., Any],
+) -> Branches:
+    """uncond + scale * (cond - uncond), where cond is the sum of each of P conditionings times its share (P,1,h,w).
+
+    shares add up to 1 at each position.  No uncond means no guidance.  Raises ValueError as composed does.
+    """
+    count = len(conds)
+    if count == 1:
+        return classifier_free(conds[0], uncond, guidance)
+    if uncond is None:
+        return Branches(tuple(conds), (1.0,) * count, unguided=(1.0,) * count, maps=shares)
+    branches = composed(conds, (1 / count,) * count, uncond, guidance)
+    return replace(branches, maps=torch.cat([torch.ones_like(shares[:1]), count * shares]))
 
 
 def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
@@ -242,6 +264,7 @@ class Guidance(NamedTuple):
     percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
     limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: never clamp to more
     combine: Combine | Projected | None = None  # in place of weights; steps that have one are not compiled
+    maps: Tensor | None = None  # (K,1,h,w): factors of the weights at each position
 
 
 def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
@@ -254,7 +277,8 @@ def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
         if isinstance(guidance.combine, Projected):
             out = guidance.combine(outs, guidance.weights[-1], x, to_x0)
         else:
-            out = mixed(outs, guidance.weights) if guidance.combine is None else _combined(guidance.combine, outs)
+            combine, maps = guidance.combine, guidance.maps
+            out = mixed(outs, guidance.weights, maps) if combine is None else _combined(combine, outs)
         if guidance.rescale is not None:
             out = rescaled(out, outs[-1], guidance.rescale)
     if guidance.percentile is None:
@@ -273,13 +297,17 @@ def _combined(combine: Combine, outs: Tensor) -> Tensor:
     return out
 
 
-def mixed(outs: Tensor, weights: Tensor) -> Tensor:
+def mixed(outs: Tensor, weights: Tensor, maps: Tensor | None = None) -> Tensor:
     """Return the weighted sum (B,C,h,w) of the branches' outputs (K,B,C,h,w), by differences from the first.
 
-    For two branches this equals the original scripts' uncond + scale * (cond - uncond) to the last bit.
+    maps (K,1,h,w) are factors of the weights at each position.  For two branches without them this equals the original
+    scripts' uncond + scale * (cond - uncond) to the last bit.
     """
     differences = outs[1:] - outs[:1]
-    return outs[0] + (weights[1:, None, None, None, None] * differences).sum(dim=0)
+    factors = weights[1:, None, None, None, None]
+    if maps is not None:
+        factors = factors * maps[1:, None]
+    return outs[0] + (factors * differences).sum(dim=0)
 
 
 def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:

@@ -17,20 +17,21 @@ Weights = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Within:
-    """Weights of branches in some of the steps; in the others the last branch runs alone."""
+    """Weights of branches in some of the steps, and those without guidance in the others."""
 
     others: Weights | Callable[[int], Weights]
     active: tuple[bool, ...]  # one for each step
+    unguided: Weights | None  # None: the last branch alone
 
     def __call__(self, step: int) -> Weights:
         """The weights of a step, counted from 0."""
         weights = self.others(step) if callable(self.others) else self.others
-        return weights if self.active[step] else (*(0.0 for _ in weights[1:]), 1.0)
+        return weights if self.active[step] else self.unguided or (*(0.0 for _ in weights[1:]), 1.0)
 
 
 def within(branches: Branches, active: tuple[bool, ...]) -> Branches:
     """Return branches whose guidance acts only in some of the steps, one bool for each."""
-    return replace(branches, weights=Within(branches.weights, active))
+    return replace(branches, weights=Within(branches.weights, active, branches.unguided))
 
 
 @dataclass(frozen=True)

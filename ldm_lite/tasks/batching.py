@@ -17,8 +17,9 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import guided
+from ldm_lite.conditioning.regions import shares
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.diffusion.guidance import Branches, composed, instructed, skipping
+from ldm_lite.diffusion.guidance import Branches, composed, instructed, regional, skipping
 from ldm_lite.diffusion.noise import Draw, SharedNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
@@ -359,8 +360,13 @@ def _branches_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: i
         branches = guided(model, conds[0], uncond, job.guidance)
     elif job.rescale or job.skip is not None:
         raise ValueError(
-            "a prompt with AND, or with a weight at its end, takes no `guidance_rescale` and skips no layers"
+            "a prompt with AND, or with a weight at its end, takes no `guidance_rescale` and skips no layers: leave "
+            "out the first, and give `skip_layer_scale=0` for a model that skips some"
         )
+    elif job.regions is not None:
+        if model.family.distilled:  # it reads the scale
+            conds = tuple(guided(model, cond, None, job.guidance).conditionings[0] for cond in conds)
+        branches = regional(conds, shares(job.regions, parts, image.latent_shape[1:]), uncond, job.guidance)
     else:
         branches = composed(conds, parts, uncond, job.guidance)
     branches = job.tricks.guide(branches, job.plan)

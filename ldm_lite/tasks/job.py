@@ -22,6 +22,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
 from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statistics
 from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
+from ldm_lite.conditioning.regions import Box, read_regions
 from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
@@ -98,6 +99,7 @@ class Job:
     cond: Conditioning | None  # ready conditioning in place of the prompts
     uncond: Conditioning | None
     text: PromptOptions
+    regions: tuple[Box, ...] | None  # of the parts of each prompt
     calls: Calls  # how prompts that change count the network's calls
     seeds: Seeds
     noise: Tensor | None  # the user's own initial noise (N,C,h,w)
@@ -149,6 +151,8 @@ def check(options: Txt2imgOptions) -> None:
     if options.sampler is not None:
         resolve_sampler(options.sampler)
     tricks_of(options)
+    if options.regions is not None:
+        read_regions(options.regions)
     check_original(options)
 
 
@@ -283,6 +287,7 @@ def resolve(
         cond=as_conditioning(options.cond),
         uncond=as_conditioning(options.uncond),
         text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
+        regions=None if options.regions is None else read_regions(options.regions),
         calls=calls_of(model, options, plan),
         seeds=seeds,
         noise=options.noise if isinstance(options.noise, Tensor) else None,

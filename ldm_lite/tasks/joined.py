@@ -50,7 +50,7 @@ def join(batches: Sequence[Ready]) -> Ready:
 def _can_join(batch: Ready) -> bool:
     branches, (mask, *others) = batch.branches, batch.extras
     plain = all(each is None for each in others) and branches.combine is None and not callable(branches.weights)
-    plain = plain and not branches.later  # texts that change
+    plain = plain and not branches.later and branches.maps is None  # texts that change, or have regions
     return plain and batch.plan is not None and batch.plan.adaptive is None and (mask is None or mask.noise is not None)
 
 

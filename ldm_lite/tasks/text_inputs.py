@@ -30,7 +30,11 @@ class Texts:
 
 def weights_of(job: Job, row: int) -> tuple[float, ...]:
     """Return the weights of the parts of a prompt: 1.0 for one that is not of several."""
-    return (1.0,) if job.cond is not None else tuple(part.weight for part in _parts(job.prompts[row], job.text.syntax))
+    return (1.0,) if job.cond is not None else tuple(part.weight for part in _parts_of(job, job.prompts[row]))
+
+
+def _parts_of(job: Job, prompt: str) -> list[Part]:
+    return _parts(prompt, "a1111" if job.regions is not None else job.text.syntax)
 
 
 def is_constant(prompt: str | None, syntax: str) -> bool:
@@ -54,6 +58,12 @@ class PromptEncoder:
         self.model, self.job = model, job
         self.own = model is job.model  # the user's conditioning is for the job's model, not for its refiner
         distilled = model.family.distilled
+        counts = {len(weights_of(job, row)) for row in range(len(job.prompts))}
+        if job.regions is not None and (others := counts - {len(job.regions)}):
+            raise ValueError(
+                f"got {len(job.regions)} `regions` for a prompt of {min(others)} parts, wanted one for each; AND "
+                "joins parts"
+            )
         composed = any(weights_of(job, row) != (1.0,) for row in range(len(job.prompts)))
         unguided = job.guidance == 1 and job.image_scale in (None, 1) and not composed
         self.guided = not distilled and not unguided
@@ -62,7 +72,7 @@ class PromptEncoder:
         self._schedules: dict[str | None, list[Until]] = {}
         texts = set[str | None]()
         if job.cond is None or not self.own:
-            texts = {part.text for prompt in set(job.prompts) for part in _parts(prompt, job.text.syntax)}
+            texts = {part.text for prompt in set(job.prompts) for part in _parts_of(job, prompt)}
         if self.guided and (job.uncond is None or not self.own):
             texts.add(job.negative_prompt)
         # All prompts of a job are padded to its longest, so that no image depends on its batch.
@@ -76,7 +86,7 @@ class PromptEncoder:
         job, count = self.job, len(self.job.prompts)
         cond = job.cond.rows(rows, count) if job.cond is not None and self.own else None
         uncond = job.uncond.rows(rows, count) if job.uncond is not None and self.own and self.guided else None
-        parts = [] if cond is not None else [_parts(job.prompts[row], job.text.syntax) for row in rows]
+        parts = [] if cond is not None else [_parts_of(job, job.prompts[row]) for row in rows]
         columns = [[self._until(part.text) for part in column] for column in zip(*parts, strict=True)]
         negative = [self._until(job.negative_prompt)] * len(rows) if self.guided and uncond is None else []
         changes = {until.last + 1 for column in (*columns, negative) for image in column for until in image[:-1]}
