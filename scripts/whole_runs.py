@@ -46,7 +46,8 @@ def prepare(folder: Path, pixels: int) -> None:
 
     with gzip.open(Path(ldm_lite.__file__).parent / "text" / "clip_merges.txt.gz", "rt", encoding="utf-8") as file:
         merges = [line for line in file.read().split("\n") if line and not line.startswith("#")]
-    letters = transformers.models.gpt2.tokenization_gpt2.bytes_to_unicode().values()
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [*map(chr, printable), *(chr(256 + number) for number in range(256 - len(printable)))]
     words = [*letters, *(letter + "</w>" for letter in letters), *("".join(merge.split()) for merge in merges)]
     words += ["<|startoftext|>", "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
