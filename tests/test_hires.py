@@ -112,6 +112,24 @@ def test_a_batch_and_a_sampler_of_its_own(pipe: Pipeline) -> None:
         torch.testing.assert_close(together[i].pixels, alone.pixels, atol=1e-3, rtol=0)
 
 
+def test_prompts_of_its_own(pipe: Pipeline, tmp_path: Path) -> None:
+    """The second pass reads them alone: it is that of a job with these prompts, from the first pass's latents."""
+    given = {**FIRST, "hires": 2.0, "hires_steps": 3, "hires_strength": 0.5}
+    own = {"hires_prompt": "a cat", "hires_negative_prompt": "bad", "negative_prompt": "worse"}
+    states: list[Any] = []
+    [made] = txt2img(pipe, Options("a dog, a house", **given | own), on_step=states.append)
+    enlarged = F.interpolate(states[3].latents, size=tuple(states[-1].latents.shape[2:]), mode="bilinear")
+    torch.testing.assert_close(states[-1].latents, by_hand(pipe, enlarged, 3, 0.5), atol=1e-4, rtol=1e-4)
+    assert made.prompt == "a dog, a house"
+    assert "Hires prompt: a cat, Hires negative prompt: bad" in made.parameters
+    made.image.save(tmp_path / "a.png", pnginfo=png_text(made.parameters))
+    [again] = txt2img(pipe, Options(from_png=tmp_path / "a.png"))
+    assert torch.equal(again.pixels, made.pixels)
+    ready = encode_prompts(pipe, ["a cat"])
+    with pytest.raises(ValueError, match="got `cond`, which is for both passes, and `hires_prompt`"):
+        list(txt2img(pipe, Options(cond=ready, **given, hires_prompt="a dog")))
+
+
 def test_prompts_count_on_in_the_second_pass(pipe: Pipeline) -> None:
     """[a:b:1.5] changes in the middle of it, [a:b:0.5] before it."""
     given = {**FIRST, "prompt_syntax": "a1111", "hires": 2.0, "hires_steps": 4}

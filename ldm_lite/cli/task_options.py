@@ -141,6 +141,10 @@ class HiresOptions(CheckedOptions):
     hires_sampler: str | None = option(
         None, "sampler of the enlarged image (default: the first's)", png="Hires sampler"
     )
+    hires_prompt: str | None = option(None, "prompt of the enlarged image (default: the first's)", png="Hires prompt")
+    hires_negative_prompt: str | None = option(
+        None, "negative prompt of the enlarged image (default: the first's)", png="Hires negative prompt"
+    )
 
 
 @dataclass(frozen=True)

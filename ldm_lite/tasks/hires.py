@@ -63,7 +63,18 @@ def second_pass(model: Model, options: Txt2imgOptions, job: Job, shape: tuple[in
     name = given.hires_upscaler if given.hires_esrgan is None else Path(os.fspath(given.hires_esrgan)).stem
     settings = {"Size": f"{shape[2] * factor}x{shape[1] * factor}", "Denoising strength": strength}
     settings |= {"Hires upscaler": name}
-    return Second(dataclasses.replace(job, plan=plan, start=start, calls=calls), enlarge, settings)
+    texts: dict[str, Any] = {}
+    if given.hires_prompt is not None:
+        if job.cond is not None:
+            raise ValueError("got `cond`, which is for both passes, and `hires_prompt`: leave one of them out")
+        texts["prompts"] = [given.hires_prompt] * len(job.prompts)
+    if given.hires_negative_prompt is not None:
+        if job.uncond is not None:
+            raise ValueError(
+                "got `uncond`, which is for both passes, and `hires_negative_prompt`: leave one of them out"
+            )
+        texts["negative_prompt"] = given.hires_negative_prompt
+    return Second(dataclasses.replace(job, plan=plan, start=start, calls=calls, **texts), enlarge, settings)
 
 
 def _in_latents(name: str, shape: tuple[int, int, int], latents: Tensor) -> Tensor:
