@@ -139,6 +139,8 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "variation_strength",
         "skip_layer_scale",
         *("hires", "hires_steps", "hires_sampler"),  # tests/test_hires.py
+        *("hires_prompt", "hires_negative_prompt"),
+        "regions",  # tests/test_regions.py
         "seamless",  # tests/test_seamless.py
         *(each.name for each in dataclasses.fields(TrickOptions)),  # in test_tricks.py and test_noise.py
     }
