@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint import lora
+from ldm_lite.checkpoint.merging import MergedLora
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import (
@@ -206,11 +207,11 @@ class Pipeline(Model):
             raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
         return generate.encode(self, torch.stack(pixels))[0]
 
-    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> lora.MergedLora:
+    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> MergedLora:
         """Merge a LoRA into the weights: `with pipe.lora(FILE, 0.8): ...`; of a file, PEFT's folder or open_lora.
 
         The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
-        all threads.
+        all threads.  Quantised weights stay so: the LoRA is added to them for each forward.
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
         if names := ", ".join(repr(each.name) for each in opened.embeddings):

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.lora import Lora
-from ldm_lite.checkpoint.reader import Component
+from ldm_lite.checkpoint.reader import Checkpoint, Component
 from ldm_lite.models.flux import FluxSpec
+from ldm_lite.runtime.blocks import Blocks
 from ldm_lite.zoo.families import FAMILIES, Family
 
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
@@ -34,7 +36,12 @@ def widened(family: Family, unet: Component, loras: Sequence[Lora]) -> tuple[Fam
         return F.pad(value.float(), (0, more)) if name == key else value
 
     shapes = {**checkpoint.shapes, key: (spec.width, 2 * more)}
-    return control, replace(unet, checkpoint=replace(checkpoint, shapes=shapes, read=read))
+    blocks = partial(_blocks, checkpoint, key)
+    return control, replace(unet, checkpoint=replace(checkpoint, shapes=shapes, read=read, blocks=blocks))
+
+
+def _blocks(checkpoint: Checkpoint, wide: str, key: str) -> Blocks | None:
+    return None if key == wide else checkpoint.blocks(key)
 
 
 def _columns(lora: Lora, name: str) -> int:

@@ -27,6 +27,11 @@ MOST_ITEMS = 2**20  # of an array: a vocabulary
 MOST_DIMENSIONS = 8
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
 TEXT, ARRAY = 8, 9
+NOT_READ = {  # ids of ggml's other formats
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
+    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{40: "NVFP4", 41: "Q1_0"},
+}
 SHAPE = "comfy.gguf.orig_shape."  # key of the shape that a tensor had before it was flattened
 # llama.cpp's names of T5's encoder -> transformers'.
 T5 = (
@@ -66,6 +71,8 @@ def open_gguf(path: Path) -> GGUF:
         with open_file(path) as file:
             metadata, entries = _table(file)
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    except NotImplementedError as error:
+        raise ValueError(f"{path}: {error}") from error
     except (ValueError, struct.error, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is a truncated or damaged GGUF file ({error}): download it again") from error
     if "token_embd.weight" in entries and "enc.output_norm.weight" in entries:
@@ -111,7 +118,10 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
     for key, sides, kind, offset in table:
         form = next((name for name, form in FORMATS.items() if form.id == kind), None)
         if form is None:
-            raise ValueError(f"{key} has the unknown format {kind}, wanted one of {', '.join(FORMATS)}")
+            name = NOT_READ.get(kind, kind)
+            raise NotImplementedError(
+                f"{key} has the format {name}, which is not read: take a file in {', '.join(FORMATS)}"
+            )
         if key in entries:
             raise ValueError(f"two tensors {key}")
         entries[key] = _entry(key, form, sides, pairs.get(SHAPE + key), data + offset)

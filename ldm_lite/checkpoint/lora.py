@@ -1,9 +1,10 @@
 """LoRA files: read, merged into the weights of networks in place, and removed again bit for bit.
 
 A merged network runs with changed weights (adapters.py), written into the memory of the old ones, so that compiled code
-and captured graphs stay valid.  Modules are found by building every spelling that files use (kohya, LyCORIS, PEFT,
-ComfyUI, older diffusers; names of diffusers or of the original) from our own names: names with dots replaced by
-underscores cannot be split again.
+and captured graphs stay valid.  Quantised weights stay as they are: what a LoRA adds to them is computed for each
+forward, from its own small matrices (merging.py).  Modules are found by building every spelling that files use (kohya,
+LyCORIS, PEFT, ComfyUI, older diffusers; names of diffusers or of the original) from our own names: names with dots
+replaced by underscores cannot be split again.
 
 Source: kohya-ss/sd-scripts networks/lora.py for names and formulas of kohya's files.
 """
@@ -15,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ldm_lite.checkpoint import adapters, peft
 from ldm_lite.checkpoint.adapters import Change, Changes, Value
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
+from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
 from ldm_lite.checkpoint.transformer_keys import flux_modules, sd3_modules
@@ -34,7 +35,6 @@ from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.quantization import Quantized
 
 log = logging.getLogger("ldm_lite")
 
@@ -60,29 +60,6 @@ PREFIXES = {
 OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # which is the second or the third encoder
 
 
-class Target(NamedTuple):
-    """The weight or bias of a module: rows of a parameter, which may be the transposed weight."""
-
-    parameter: nn.Parameter
-    rows: slice = slice(None)
-    transposed: bool = False
-    swapped: bool = False  # a file's first half is the second one here
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the weight or bias, on any device."""
-        rest = torch.Size((len(range(*self.rows.indices(len(self.parameter)))), *self.parameter.shape[1:]))
-        return rest[::-1] if self.transposed else rest
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the weight or bias as a view of the parameter's value."""
-        return whole.T if self.transposed else whole[self.rows]
-
-    def swap(self, value: Tensor) -> Tensor:
-        """Return a value as the file has it, from ours or the reverse."""
-        return value.roll(len(value) // 2, dims=0) if self.swapped else value
-
-
 def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
     """Return the "weight" and "bias" of a network's modules, by name; OpenCLIP's q, k and v share parameters."""
     found: dict[str, dict[str, Target]] = {}
@@ -97,6 +74,9 @@ def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
                 found.setdefault(f"{module}.{part}_proj", {})[last.removeprefix("in_proj_")] = Target(parameter, rows)
         elif key in ("positional_embedding", "text_projection"):
             found[key] = {"weight": Target(parameter, transposed=key == "text_projection")}
+    for name, layer in network.named_modules():
+        if isinstance(layer, BlockLinear):
+            found.setdefault(name, {})["weight"] = Target(layer)
     return found | _parts(network, found)
 
 
@@ -227,26 +207,6 @@ def parse(text: str) -> tuple[str, float]:
 # ---- merging --------------------------------------------------------------------------------------------------------
 
 
-class MergedLora:
-    """LoRAs that are merged into networks; as a context manager it removes them at the end of the block."""
-
-    def __init__(self, offloader: Offloader, before: Sequence[tuple[nn.Parameter, Quantized]]) -> None:
-        """before holds the changed parameters, each with its earlier value from offloader.save."""
-        self._offloader, self._before = offloader, before
-
-    def remove(self) -> None:
-        """Restore the earlier weights bit for bit.  Several LoRAs on one network must be removed in reverse order."""
-        for parameter, before in self._before:
-            self._offloader.write(parameter, before)
-        self._before = []
-
-    def __enter__(self) -> "MergedLora":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
 def merge_lora(
     networks: Mapping[str, nn.Module],
     loras: Sequence[tuple[Lora, float]],
@@ -256,41 +216,44 @@ def merge_lora(
 ) -> MergedLora:
     """Merge LoRAs, each with its weight, into networks by role; the sums are computed in float32.
 
-    offloader is the networks' offloader, if they have one: quantised weights are quantised again.  removable keeps a
-    copy of every changed weight on the CPU.  Raises ValueError, with nothing changed, if no module of a file is in
-    the networks, or one has another shape.
+    Quantised weights keep their bits: the sums are computed for each forward.  offloader is the networks' offloader,
+    if they have one.  removable keeps a copy of every other changed weight on the CPU.  Raises ValueError, with
+    nothing changed, if no module of a file is in the networks, one has another shape, or code that is compiled
+    already would not see the change.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
-    if any(isinstance(layer, BlockLinear) for network in networks.values() for layer in network.modules()):
-        raise ValueError(
-            "the weights are in blocks of a GGUF file: name the LoRA when that is loaded, with `lora=FILE`"
-        )
     places = {(role, name): found for role, network in networks.items() for name, found in targets(network).items()}
     table: dict[str, list[Place]] = {}
     for role, network in networks.items():
         for module, names in file_names(role, network).items():
             for name in names:
                 table.setdefault(name, []).append((role, module))
-    changes: dict[nn.Parameter, list[tuple[Target, Change, float]]] = {}
+    changes: dict[Weight, list[Applied]] = {}
     for lora, scale in loras:
         for target, change in _matched(lora, table, places):
-            if offloader is None and target.parameter.element_size() == 1:
-                raise ValueError(f"{lora.name}: the weights are quantised: merging needs the offloader of the model")
-            changes.setdefault(target.parameter, []).append((target, change, scale))
+            _check_seen(lora, target.parameter, offloader)
+            strength = 1.0 if isinstance(change, Value) and change.always else scale
+            changes.setdefault(target.parameter, []).append(Applied(target, change, strength))
         count = sum(name in table for name in lora.modules)
         log.info("%s: %d of %d modules merged, at %g", lora.name, count, len(lora.modules), scale)
-    offloader = offloader or Offloader({}, torch.device("cpu"))  # of no networks: reads and writes weights in place
-    before = []
-    for parameter, parts in changes.items():
-        if removable:
-            before.append((parameter, offloader.save(parameter)))
-        total = offloader.read(parameter, parameter.device, torch.float32).clone()
-        for target, change, scale in parts:
-            now = target.of(total)
-            strength = 1.0 if isinstance(change, Value) and change.always else scale
-            now += strength * target.swap(change.change(target.swap(now)).reshape(now.shape)).to(total.device)
-        offloader.write(parameter, total)
-    return MergedLora(offloader, before)
+    merged = MergedLora(
+        offloader or Offloader({}, torch.device("cpu"))
+    )  # of no networks: reads and writes weights in place
+    for weight, parts in changes.items():
+        merged.merge(weight, parts, removable)
+    return merged
+
+
+def _check_seen(lora: Lora, weight: Weight, offloader: Offloader | None) -> None:
+    """Raise ValueError if what a LoRA adds to a quantised weight would have no effect."""
+    if isinstance(weight, BlockLinear):
+        if weight.compiled:
+            raise ValueError(
+                f"{lora.name}: compiled code does not see what is added to weights in blocks of a GGUF file: name the "
+                "LoRA when that is loaded, with `lora=FILE`, or leave out `compile`"
+            )
+    elif offloader is None and weight.element_size() == 1:
+        raise ValueError(f"{lora.name}: the weights are quantised: merging needs the offloader of the model")
 
 
 Place = tuple[str, str]  # the role of a network, and one of its modules

@@ -38,6 +38,7 @@ from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.runtime.blocks import num_parameters
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
@@ -151,15 +152,15 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     # Transformers are trained in bfloat16: some of their values exceed float16.
     default = "bf16" if device.type == "cuda" and not isinstance(family.unet, UNetSpec) else None
     dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
-    networks = _networks(
-        family, components, load_device(options, device), dtypes, in_blocks=not options.lora and options.storage is None
-    )
+    networks = _networks(family, components, load_device(options, device), dtypes, in_blocks=options.storage is None)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
     schedule = _schedule(family, _main(components), metadata, options.zero_snr)
-    if loras:
+    if loras and options.storage is None:
         lora.merge_lora(networks, loras, removable=False)
     step, offloader = prepare(networks, options, device)
-    parameters = sum(p.numel() for network in networks.values() for p in network.parameters())
+    if loras and options.storage is not None:  # kept beside the quantised weights
+        lora.merge_lora(networks, loras, offloader, removable=False)
+    parameters = sum(map(num_parameters, networks.values()))
     description = (
         f"{title}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
         f"parameters, {_words(dtypes)} on {device}, loaded in {time.perf_counter() - start:.1f} s"

@@ -20,6 +20,7 @@ from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.attention import layers
+from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.setup import prepare_like
 
@@ -179,7 +180,10 @@ def _check_heads(unet: UNetSpec, about: Mapping[str, str]) -> None:
 def _add_base(network: nn.Module, model: Model) -> None:
     """Add the UNet's weights, wherever they are stored, to a control that holds differences from them."""
     base = dict(model.unet.named_parameters())
+    in_blocks = {f"{name}.weight": each for name, each in model.unet.named_modules() if isinstance(each, BlockLinear)}
     for key, value in network.state_dict().items():
         if key in base:
             own = base[key].data if model.offloader is None else model.offloader.read(base[key], value.device)
             value.copy_(value.float() + own.float())
+        elif key in in_blocks:
+            value.copy_(value.float() + in_blocks[key].weight.to(value.device, torch.float32))

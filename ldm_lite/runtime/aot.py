@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.models.transformer import CrossAttention
+from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.patching import patch
 from ldm_lite.runtime.precision import short_name
 
@@ -35,6 +36,7 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.package.package import package_aoti
 
+    _check_changes(network)
     compiled: dict[str, Any] = {}
     joined = [(layer, layer.qkv) for layer in network.modules() if isinstance(layer, CrossAttention)]
     for layer, _ in joined:
@@ -70,9 +72,18 @@ def use(network: nn.Module, path: Path) -> None:
 
     Raises ValueError if the file is not such a package, or is for another network, dtype or device.
     """
+    _check_changes(network)
     package = _Package(path)
     package.runners(network)
     patch(network, package)
+
+
+def _check_changes(network: nn.Module) -> None:
+    if any(isinstance(layer, BlockLinear) and layer.changes for layer in network.modules()):
+        raise ValueError(
+            "a LoRA on weights in blocks of a GGUF file is no part of compiled packages: leave out `lora`, or take "
+            "another file than GGUF"
+        )
 
 
 class _Package:

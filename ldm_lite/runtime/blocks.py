@@ -1,5 +1,7 @@
 """Weights in blocks of few bits, as GGUF files store them: kept so in memory, dequantised in a layer's forward.
 
+LoRAs change what was dequantised.
+
 A block holds 32 or 256 values of a row: quantised numbers, and the scales of the block and of its parts.  Rules in
 terms of bytes: lo = byte & 15, hi = byte >> 4, d and m are float16.
 Source: ggml-quants of ggml, by its documentation; the numbers are ComfyUI-GGUF's.
@@ -11,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ldm_lite.runtime.quantization import Change, changed
 
 # ---- formats --------------------------------------------------------------------------------------------------------
 
@@ -185,18 +189,32 @@ class BlockLinear(nn.Module):
     """A linear whose weight stays in blocks: it is dequantised for each forward."""
 
     blocks: Tensor
+    compiled = False  # code that is compiled already would not see further changes
 
     def __init__(self, weight: Blocks, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.format, self.dtype = weight.format, dtype
+        self.changes: list[Change] = []  # made to the weight for each forward
         self.register_buffer("blocks", weight.data)
         self.bias = bias
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight."""
+        return torch.Size((self.out_features, self.in_features))
+
+    @property
     def weight(self) -> Tensor:
-        """The weight (out_features,in_features), in the dtype that the layer was made for."""
-        return Blocks(self.blocks, self.format, (self.out_features, self.in_features)).dequantize(self.dtype)
+        """The weight (out_features,in_features), with its changes, in the dtype that the layer was made for."""
+        wide = torch.float32 if self.changes else self.dtype
+        return changed(Blocks(self.blocks, self.format, self.shape).dequantize(wide), self.changes).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def num_parameters(network: nn.Module) -> int:
+    """Return the number of a network's parameters, those in blocks included."""
+    in_blocks = (layer.shape.numel() for layer in network.modules() if isinstance(layer, BlockLinear))
+    return sum(in_blocks) + sum(parameter.numel() for parameter in network.parameters())

@@ -76,33 +76,28 @@ class Offloader:
         kept = group.kept[weight]
         return dequantize(kept if dtype is None else kept._replace(dtype=dtype), device).to(dtype or kept.dtype)
 
-    def save(self, weight: Tensor) -> Quantized:
-        """Return a copy of a weight on the CPU, exactly as it is kept, for write()."""
+    def kept(self, weight: Tensor) -> Quantized:
+        """Return how a network's weight is kept between computations: in 8 bits, or as it is."""
         group = self._groups.get(weight)
-        values, scale, dtype = group.kept[weight] if group is not None else quantize(weight.data, None)
-        return Quantized(values.to("cpu", copy=True), None if scale is None else scale.to("cpu", copy=True), dtype)
+        return quantize(weight.data, None) if group is None else group.kept[weight]
 
-    def write(self, weight: Tensor, value: Tensor | Quantized) -> None:
-        """Replace the value of a network's weight, in the memory where it is kept.
+    def write(self, weight: Tensor, value: Tensor) -> None:
+        """Replace the value of a weight that is not quantised, in the memory where it is kept.
 
-        A tensor is quantised as the weight is; what save() returned is written bit for bit.  A forward that is running
-        in another thread may see either value.
+        A forward that is running in another thread may see either value.
         """
-        if isinstance(value, Tensor):
-            group = self._groups.get(weight)
-            quantized = group is not None and group.kept[weight].scale is not None
-            value = quantize(value, self.storage if quantized else None)
-        self._put(weight, value.values, value.scale)
-
-    def _put(self, tensor: Tensor, values: Tensor, scale: Tensor | None = None) -> None:
-        group = self._groups.get(tensor)
+        group = self._groups.get(weight)
         if group is None:
-            tensor.data.copy_(values)
+            weight.data.copy_(value)
             return
-        with group.writing(tensor) as kept:
-            self._put(kept.values, values)
-            if kept.scale is not None and scale is not None:
-                self._put(kept.scale, scale)
+        with group.writing(weight) as kept:
+            self.write(kept.values, value)  # which may move too
+
+    @contextlib.contextmanager
+    def changing(self, weight: Tensor) -> Iterator[Quantized]:
+        """Let the block add or remove changes of a quantised weight, which the next forward makes."""
+        with self._groups[weight].writing(weight) as kept:
+            yield kept
 
     def _place(self, role: str, network: nn.Module, storage: str | None) -> None:
         """Decide where each tensor of a network is kept, and register the hooks of its blocks."""
@@ -139,7 +134,7 @@ class Offloader:
             return value.pin_memory() if self.device.type == "cuda" else value
 
         kept = quantize(tensor.data, storage)
-        home = Quantized(place(kept.values), None if kept.scale is None else place(kept.scale), kept.dtype)
+        home = kept._replace(values=place(kept.values), scale=None if kept.scale is None else place(kept.scale))
         if home.values.data_ptr() != tensor.data_ptr():
             self._release(tensor.data)
         return home
@@ -192,7 +187,7 @@ class _Group:
 
     @contextlib.contextmanager
     def writing(self, tensor: Tensor) -> Iterator[Quantized]:
-        """Let the block overwrite what a tensor is restored from; no older copy of it is used afterwards."""
+        """Let the block change what a tensor is restored from; no older copy of it is used afterwards."""
         with self._lock:
             self._discard()
             if self.device.type == "cuda":

@@ -15,6 +15,7 @@ from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention
 from ldm_lite.runtime import aot, fused_norm, timed_layers
 from ldm_lite.runtime import attention as attention_backends
+from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import Step, compiled_step
 from ldm_lite.runtime.cpu import attention as cpu_attention
 from ldm_lite.runtime.cpu import group_norm, products, winograd
@@ -64,6 +65,10 @@ def prepare(
                 layer.attention = cpu_attention.timed
     if options.compiled is not None:
         aot.use(networks["unet"], Path(options.compiled))
+    is_compiled = options.compiled is not None or compile != "off"
+    for module in networks["unet"].modules() if "unet" in networks else ():
+        if isinstance(module, BlockLinear):
+            module.compiled = is_compiled
     settings = {SETTINGS[name]: True for name in chosen & set(SETTINGS)}
     step = compiled_step(compile, networks["unet"], settings=settings) if "unet" in networks else denoise_step
     if options.offload is None and options.storage is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ldm_lite.checkpoint import lora
+from ldm_lite.checkpoint.merging import MergedLora
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli.options import LoadOptions
@@ -33,7 +34,7 @@ class Library:
         for kind, folder in self._folders.items():
             if folder is not None and not Path(folder).is_dir():
                 raise ValueError(f"got `{kind}` {folder!r}, wanted a folder")
-        self._merged: tuple[Loras, lora.MergedLora | None] = ((), None)
+        self._merged: tuple[Loras, MergedLora | None] = ((), None)
         self._model: Model | None = None
         self._preview: Model | None = None
         self.together: Together | None = None

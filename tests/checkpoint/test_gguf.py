@@ -2,7 +2,9 @@
 
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +12,22 @@ import torch
 import toy
 import toy_flow
 from flow_files import SPIECE
+from PIL import Image
+from random_checkpoint import SMALL
 from torch import Tensor, nn
 from toy_flow import all_in_one, save, weights
 
 import ldm_lite
 from ldm_lite.checkpoint.gguf import open_gguf
+from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.checkpoint.reader import open_checkpoint
-from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks
+from ldm_lite.control.control import parse
+from ldm_lite.control.loading import load_controls
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime import aot
+from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks, num_parameters
 from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.networks import build
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "gguf.npz")
 NAMES = sorted({name.partition("/")[0] for name in GOLDEN.files if "/" in name})
@@ -126,20 +136,146 @@ def test_a_transformer_stays_in_blocks(name: str, tmp_path: Path) -> None:
         kept = [layer for layer in linears(pipe.unet) if isinstance(layer, BlockLinear)]
         assert len(kept) == sum(form == "Q8_0" for form, _, _ in tensors.values()) > 10
         assert not any(isinstance(layer, BlockLinear) for layer in linears(pipe.text_encoder))
-    with (
-        pytest.raises(ValueError, match="name the LoRA when that is loaded"),
-        pipe.lora(_lora(tmp_path, family.unet.width)),
-    ):
-        pass
-    for options in ({"storage": "int8"}, {"lora": str(_lora(tmp_path, family.unet.width))}):
-        pipe = ldm_lite.load(rest, unet=path, **about, **options)
-        assert not any(isinstance(layer, BlockLinear) for layer in linears(pipe.unet))
+    pipe = ldm_lite.load(rest, unet=path, **about, storage="int8")
+    assert not any(isinstance(layer, BlockLinear) for layer in linears(pipe.unet))
 
 
-def _lora(folder: Path, width: int) -> Path:
-    key = "context_embedder"  # diffusers' name in both
-    pair = {f"{key}.lora_A.weight": torch.ones(1, 32), f"{key}.lora_B.weight": torch.ones(width, 1)}
-    return save(folder / "lora.safetensors", pair)
+def whole_file(path: Path, source: Path) -> tuple[Path, Path]:
+    """A checkpoint in blocks, as stable-diffusion.cpp writes it, and one with what its values are worth."""
+    checkpoint = open_checkpoint(source)
+    tensors, worth = stored({key: checkpoint.read(key) for key in checkpoint.shapes if "position_ids" not in key})
+    about = checkpoint.metadata
+    return gguf(path.with_suffix(".gguf"), tensors, **about), save(path.with_suffix(".safetensors"), worth, about)
+
+
+def adapters(networks: Mapping[str, nn.Module], kind: str) -> dict[str, Tensor]:
+    """An adapter of every linear of a transformer or UNet, and of a text encoder."""
+    found: dict[str, Tensor] = {}
+    for prefix, network in networks.items():
+        for name, layer in network.named_modules():
+            if not isinstance(layer, nn.Linear):
+                continue
+            out, into = layer.weight.shape
+            draw = partial(toy.normal, len(found))
+            parts = {
+                "lora": {"lora_down.weight": draw(4, into) / into, "lora_up.weight": draw(out, 4)},
+                "full": {"diff": 0.1 * draw(out, into)},
+                "loha": {f"hada_w{i}_{x}": draw(*(out, 2) if x == "a" else (2, into)) / 4 for i in "12" for x in "ab"},
+                "lokr": {"lokr_w1": draw(2, 2), "lokr_w2": 0.1 * draw(out // 2, into // 2)},
+                "oft": {"oft_blocks": 0.1 * draw(out // 8, 8, 8), "alpha": torch.tensor(0.0)},
+            }
+            parts["dora"] = parts["lora"] | {"dora_scale": layer.weight.norm(dim=1, keepdim=True) * 1.1}
+            key = prefix + name.replace(".", "_")
+            found |= {f"{key}.{part}": value for part, value in parts[kind].items()}
+    return found
+
+
+def bytes_of(network: nn.Module) -> int:
+    return sum(value.nbytes for value in network.state_dict().values())
+
+
+def bits(*networks: nn.Module) -> list[Tensor]:
+    return [value.clone() for network in networks for value in network.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].values > 1])
+def test_a_lora_beside_blocks(name: str, tmp_path: Path) -> None:
+    """Only its small matrices are kept, as the file has them; each comes off exactly, in any order."""
+    data, values = (torch.from_numpy(GOLDEN[f"{name}/{what}"]) for what in ("bytes", "values"))
+    layer = BlockLinear(Blocks(data.flatten(), name, tuple(values.shape)), None, torch.float32)
+    network, before, x = nn.ModuleDict({"layer": layer}), data.clone(), toy.normal(1, 2, values.shape[1])
+    up, down = toy.normal(2, len(values), 2).half(), toy.normal(3, 2, values.shape[1]).half()
+    path = save(tmp_path / "a.safetensors", {"layer.lora_A.weight": down, "layer.lora_B.weight": up})
+    first, second = (merge_lora({"unet": network}, [(open_lora(path), weight)]) for weight in (0.7, -3.0))
+    wanted = values + (0.7 - 3.0) * (up.float() @ down.float())
+    torch.testing.assert_close(layer(x), x @ wanted.T, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    beside = [value for each in layer.changes for value in vars(each.change).values() if isinstance(value, Tensor)]
+    assert sum(value.nbytes for value in beside) == 2 * (up.nbytes + down.nbytes)
+    assert num_parameters(network) == values.numel()
+    first.remove()
+    assert not torch.equal(layer.weight, values)
+    second.remove()
+    assert torch.equal(layer.weight, values)
+    assert torch.equal(layer.blocks.view_as(before), before)
+
+
+@pytest.mark.slow
+def test_a_lora_that_compiled_code_would_not_see(tmp_path: Path) -> None:
+    family = toy_flow.small("flux_schnell")
+    source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), describe(family))
+    in_blocks, _ = whole_file(tmp_path / "f", source)
+    path = save(tmp_path / "a.safetensors", adapters({"lora_unet_": build(family.unet)}, "lora"))
+    pipe = ldm_lite.load(in_blocks, lora=[path], compile="step", device="cpu", t5_vocab=SPIECE)
+    with pytest.raises(ValueError, match=r"compiled code does not see .* name the LoRA when that is loaded"):
+        pipe.lora(path)
+    with pytest.raises(ValueError, match="no part of compiled packages: leave out `lora`"):
+        aot.export(pipe.unet, [()], tmp_path / "a.pt2")
+
+
+@pytest.mark.slow
+def test_a_control_of_differences_from_blocks(tmp_path: Path, small_path: Path) -> None:
+    in_blocks, plain = whole_file(tmp_path / "f", small_path)
+    base, wanted = open_checkpoint(plain), toy.control(SMALL.unet)
+    own = {key: f"model.diffusion_model.{key}" for key in wanted}
+    deltas = {key: wanted[key] - base.read(name) if name in base.shapes else wanted[key] for key, name in own.items()}
+    save(tmp_path / "net.safetensors", deltas | {"difference": torch.ones(1)})
+    Image.fromarray(toy.photo()).save(tmp_path / "photo.png")
+    pipe = ldm_lite.load(in_blocks, device="cpu")
+    [control] = load_controls(pipe, parse([f"{tmp_path}/net.safetensors:{tmp_path}/photo.png"]))
+    assert isinstance(control.network, nn.Module)
+    for key, value in control.network.state_dict().items():
+        torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-5)
+
+
+CASES = [("sd1", "lora", "sequential"), ("sd1", "dora", None), ("sd35_medium", "lora", "model")]
+CASES += [("flux_dev", kind, None) for kind in ("full", "lokr", "oft")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind", "offload"), CASES)
+def test_a_lora_is_added_to_blocks(name: str, kind: str, offload: str | None, tmp_path: Path, small_path: Path) -> None:
+    """Two at once, at loading and afterwards: the blocks stay, the result is that of merging, both come off exactly."""
+    about: dict[str, Any] = {"device": "cpu"}
+    if name == "sd1":
+        in_blocks, plain = whole_file(tmp_path / "f", small_path)
+        x, context, _ = toy.unet_inputs(SMALL.unet)
+        inputs: tuple[Tensor, ...] = (x, toy.T, context)
+        more, encoders = {}, {"lora_te_": "text_encoder"}
+    else:
+        family = toy_flow.small(name)
+        source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), describe(family))
+        in_blocks, plain = whole_file(tmp_path / "f", source)
+        about |= {"t5_vocab": SPIECE}
+        inputs, more = toy_flow.inputs(family.unet), toy_flow.more(family.unet)
+        encoders = {"lora_te1_": "text_encoder", "lora_te3_": f"text_encoder_{len(family.text_encoders)}"}
+    merged = ldm_lite.load(plain, **about)
+    for kind_of_file, file in ((kind, "a"), ("lora", "b")):
+        roles = {"lora_unet_": merged.unet} | {prefix: getattr(merged, role) for prefix, role in encoders.items()}
+        save(tmp_path / f"{file}.safetensors", adapters(roles, kind_of_file))
+    ids = torch.tensor([[5, 6, 7, 1]])
+
+    def run(pipe: Pipeline) -> list[Tensor]:
+        with pipe.phase(*pipe.networks):
+            texts = [getattr(pipe, role)(ids) for role in encoders.values()]
+            return [pipe.unet(*inputs, **more), *(t[0] if isinstance(t, tuple) else t for t in texts)]
+
+    loras = [f"{tmp_path}/a.safetensors:0.7", f"{tmp_path}/b.safetensors:-0.3"]
+    wanted = run(ldm_lite.load(plain, lora=loras, **about))
+    early = ldm_lite.load(in_blocks, lora=loras, offload=offload, **about)
+    pipe = ldm_lite.load(in_blocks, offload=offload, **about)
+    networks, before, unchanged = (*pipe.networks.values(),), bits(*pipe.networks.values()), run(pipe)
+    first = pipe.lora(tmp_path / "a.safetensors", 0.7)
+    second = pipe.lora(tmp_path / "b.safetensors", -0.3)
+    for out, other, exact in zip(run(pipe), run(early), wanted, strict=True):
+        assert toy.relative_error(out, exact.double().numpy()) < 1e-5
+        assert torch.equal(out, other)
+    assert sum(map(bytes_of, pipe.networks.values())) == sum(value.nbytes for value in before)
+    second.remove()
+    alone = ldm_lite.load(in_blocks, lora=loras[:1], offload=offload, **about)
+    assert all(map(torch.equal, run(pipe), run(alone)))
+    first.remove()
+    assert all(map(torch.equal, run(pipe), unchanged))
+    assert all(map(torch.equal, bits(*networks), before))
 
 
 def test_t5_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
@@ -183,7 +319,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "nested array": (struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1), "an array of"),
     "unknown value": (struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 99), "unknown type 99"),
     "alignment": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 3), "wanted a power of 2"),
-    "format": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 99, 0), "unknown format 99"),
+    "format": (
+        struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 99, 0),
+        "the format 99, which is not read",
+    ),
+    "known format": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 18, 0), "format IQ3_XXS"),
     "dimensions": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<I", 2**30), "dimensions"),
     "huge": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQQIQ", 2, 2**31, 2**31, 8, 0), "are missing"),
     "huger": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 2**63, 8, 0), "has the shape"),

@@ -69,6 +69,10 @@ def test_the_control_lora_of_black_forest_labs(tmp_path: Path) -> None:
     assert pipe.family.unet == toy_flow.TRANSFORMERS["flux_control"]
     assert (pipe.family.task, pipe.family.scale) == (FAMILIES["flux_control"].task, FAMILIES["flux_control"].scale)
     assert toy.relative_error(output(pipe.unet, "flux_control"), GOLDEN["control_lora"]) < 1e-5
+    quantised = ldm_lite.load(dev, lora=f"{lora}:0.85", device="cpu", t5_vocab=SPIECE, storage="int8")
+    with quantised.phase("unet"):
+        error = toy.relative_error(output(quantised.unet, "flux_control"), GOLDEN["control_lora"])
+    assert 1e-4 < error < 0.02
 
 
 def pairs(network: nn.Module, prefix: str, rank: int = 2) -> dict[str, Tensor]:

@@ -1,0 +1,121 @@
+"""Changes of weights: merged into them in place, or kept beside those that are quantised; undone bit for bit.
+
+A quantised weight keeps its bits.  Its changes stay as a file has them (the small matrices of a LoRA), and are added
+for each forward to what is restored from the bits, in float32.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite.checkpoint.adapters import Change
+from ldm_lite.runtime.blocks import BlockLinear
+from ldm_lite.runtime.offload import Offloader
+
+Weight = nn.Parameter | BlockLinear  # the latter stands for its weight
+
+
+class Target(NamedTuple):
+    """The weight or bias of a module: rows of a parameter, which may be the transposed weight."""
+
+    parameter: Weight
+    rows: slice = slice(None)
+    transposed: bool = False
+    swapped: bool = False  # a file's first half is the second one here
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight or bias, on any device."""
+        rest = torch.Size((len(range(*self.rows.indices(self.parameter.shape[0]))), *self.parameter.shape[1:]))
+        return rest[::-1] if self.transposed else rest
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the weight or bias as a view of the parameter's value."""
+        return whole.T if self.transposed else whole[self.rows]
+
+    def swap(self, value: Tensor) -> Tensor:
+        """Return a value as the file has it, from ours or the reverse."""
+        return value.roll(len(value) // 2, dims=0) if self.swapped else value
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """A change of a part of a weight, and its strength."""
+
+    target: Target
+    change: Change
+    strength: float
+
+    def __call__(self, weight: Tensor) -> None:
+        """Add it to the weight, which is in float32, in place."""
+        now = self.target.of(weight)
+        change = on(self.change, weight.device).change(self.target.swap(now))
+        now += self.strength * self.target.swap(change.reshape(now.shape))
+
+
+class MergedLora:
+    """LoRAs that are merged into networks; as a context manager it removes them at the end of the block."""
+
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
+        self._before: list[tuple[nn.Parameter, Tensor]] = []  # the earlier values
+        self._added: list[tuple[Weight, list[Applied]]] = []  # to quantised weights
+
+    def merge(self, weight: Weight, changes: Sequence[Applied], removable: bool) -> None:
+        """Change a weight."""
+        if isinstance(weight, BlockLinear) or self._offloader.kept(weight).scale is not None:
+            with _changes(weight, self._offloader) as (present, device):
+                own = [replace(each, change=on(each.change, device)) for each in changes]
+                present += own
+            self._added.append((weight, own))
+            return
+        if removable:
+            self._before.append((weight, self._offloader.read(weight, torch.device("cpu")).clone()))
+        total = self._offloader.read(weight, weight.device, torch.float32).clone()
+        for each in changes:
+            each(total)
+        self._offloader.write(weight, total)
+
+    def remove(self) -> None:
+        """Restore the earlier weights bit for bit.
+
+        Several LoRAs on one network must be removed in reverse order: only quantised weights, which a LoRA does not
+        change, allow any.
+        """
+        for parameter, before in self._before:
+            self._offloader.write(parameter, before)
+        for weight, changes in self._added:
+            with _changes(weight, self._offloader) as (present, _):
+                present[:] = [each for each in present if each not in changes]
+        self._before, self._added = [], []
+
+    def __enter__(self) -> "MergedLora":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+@contextlib.contextmanager
+def _changes(weight: Weight, offloader: Offloader) -> Iterator[tuple[list[Any], torch.device]]:
+    """Let the block edit the changes of a quantised weight; yield them, and the device that keeps it."""
+    if isinstance(weight, BlockLinear):
+        yield weight.changes, weight.blocks.device
+    else:
+        with offloader.changing(weight) as kept:
+            yield kept.changes, kept.values.device
+
+
+def on(value: Any, device: torch.device) -> Any:
+    """Return a change, or what it consists of, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(on(each, device) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: on(getattr(value, each.name), device) for each in fields(value)})
+    return value
