@@ -12,6 +12,7 @@ import pytest
 import torch
 import toy
 import toy_flow
+from flow_files import of_diffusers
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from torch import nn
 import ldm_lite
 from ldm_lite import samplers, txt2img
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.reader import load_weights, open_checkpoint, split
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.conditioning.prompts import guided
 from ldm_lite.diffusion.guidance import Conditioning, skipping
@@ -28,7 +30,7 @@ from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.generate import denoise, encode
 from ldm_lite.image import to_pixels
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.img2img import img2img
+from ldm_lite.tasks.img2img import KONTEXT, img2img, kontext_size
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.batches import Batch, Draws
@@ -40,6 +42,7 @@ from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "flow.npz")
+KONTEXT_GOLDEN = np.load(DATA / "kontext.npz")
 SOME = ("flux_dev", "sd35_medium")
 NAMES = (*SOME, "flux_fill", "flux_control")
 
@@ -155,6 +158,36 @@ def test_depth_and_canny_read_the_latents_of_a_picture(pipes: dict[str, Pipeline
     assert toy.relative_error(seen[0][:, 4:], mean.numpy()) < 1e-3
     with pytest.raises(ValueError, match="wants one: `depth=FILE`"):
         pipe.txt2img("a", steps=1)
+
+
+def test_kontext_reads_the_latents_of_the_image_that_it_edits(
+    folder: Path, pipes: dict[str, Pipeline], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which weights do not tell: the metadata do, and a file's name is a hint.  Without an image it is dev."""
+    about: dict[str, Any] = {"device": "cpu", "metadata": {"family": "flux_kontext"}}
+    pipe, seen = ldm_lite.load(folder / "flux_dev.safetensors", **about), []
+    hook = pipe.unet.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    [image] = pipe.img2img("make it red", folder / "image.png", height=32, width=48, steps=2)
+    hook.remove()
+    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
+    assert image.size == (48, 32)
+    assert [tuple(x.shape) for x in seen] == [(1, 8, 4, 6)] * 2
+    assert all(toy.relative_error(x[:, 4:], mean.numpy()) < 1e-3 for x in seen)
+    options = {"height": 32, "width": 48, "steps": 1, "output": "tensor"}
+    assert torch.equal(pipe.txt2img("a", **options)[0], pipes["flux_dev"].txt2img("a", **options)[0])
+    with pytest.raises(ValueError, match=r"inpaint cannot use: take python -m ldm_lite.img2img"):
+        pipe.inpaint("a", folder / "image.png", folder / "mask.png")
+    shutil.copy(folder / "flux_dev.safetensors", folder / "flux1-kontext-dev.safetensors")
+    assert ldm_lite.load(folder / "flux1-kontext-dev.safetensors", device="cpu").family.task == "txt2img"
+    assert "if it is, add `metadata=family=flux_kontext`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [((48, 32), (1248, 832)), ((500, 500), (1024, 1024)), ((9, 90), (672, 1568))]
+)
+def test_kontext_knows_some_sizes(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert kontext_size(size) == wanted
+    assert set(KONTEXT) == set(map(tuple, KONTEXT_GOLDEN["sizes"].tolist()))
 
 
 def test_the_scale_is_what_dev_reads(pipes: dict[str, Pipeline]) -> None:
@@ -306,6 +339,18 @@ def model_of(name: str) -> Model:
     schedule = family.noise.schedule(family.prediction)
     vae: Any = SimpleNamespace(spec=family.vae)
     return Model(name, family, schedule, unet, vae, None, None, None, name).sized((4, 6, 10))
+
+
+def test_a_run_of_kontext_is_that_of_diffusers(tmp_path: Path) -> None:
+    model = model_of("flux_dev")
+    component = split(open_checkpoint(toy_flow.save(tmp_path / "d.safetensors", of_diffusers("flux_dev"))))["unet"]
+    load_weights(model.unet, component, "transformer", torch.device("cpu"), torch.float32)
+    model = replace(model, family=replace(model.family, task="edit"))
+    x, _, context, y = toy_flow.run_inputs(model.family.unet)
+    cond = Conditioning(context, y, toy_flow.reference(model.family.unet))
+    branches = guided(model, cond, None, toy_flow.SCALE)
+    plan = make_plan("euler", model.schedule, toy_flow.STEPS)
+    assert toy.relative_error(denoise(model, x, branches, plan), KONTEXT_GOLDEN["run"]) < 2e-5
 
 
 @pytest.mark.parametrize("run", [key.removeprefix("run.") for key in GOLDEN.files if key.startswith("run.")])

@@ -336,6 +336,7 @@ PIPELINES = (
     | {
         "LatentConsistencyModelPipeline",
         "LatentConsistencyModelImg2ImgPipeline",
+        "FluxKontextPipeline",
         "StableUnCLIPImg2ImgPipeline",
         "AutoPipelineForText2Image",
         "DiffusionPipeline",

@@ -90,6 +90,8 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
     check_pipeline(title, index, roles)
     name = str(index.get("_class_name"))
     metadata = read_scheduler(f"{title}/scheduler", _read_json(folder / "scheduler" / "scheduler_config.json"), name)
+    if name == "FluxKontextPipeline":
+        metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
     tensors: dict[str, tuple[Checkpoint, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears

@@ -35,7 +35,6 @@ from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, lear
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.blocks import num_parameters
@@ -169,8 +168,10 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     turbo = turbo_variant(family)
     if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
-    if "kontext" in title.lower() and isinstance(family.unet, FluxSpec):
-        log.warning("its name says Kontext, which edits an image: here it makes images from text, as FLUX.1 dev does")
+    if "kontext" in title.lower() and family.title == FAMILIES["flux_dev"].title:
+        log.warning(
+            "its name says Kontext, which weights cannot tell from dev: if it is, add `metadata=family=flux_kontext`"
+        )
     if "canny" in title.lower() and family.title == FAMILIES["flux_control"].title:
         log.warning(
             "its name says Canny, which weights cannot tell from Depth: if it is, add `metadata=family=flux_canny`"

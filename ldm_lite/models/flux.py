@@ -257,21 +257,24 @@ class Flux(nn.Module):
         Of in_channels the first out_channels are the noised latents, then comes the condition: an image's latents
         (depth, canny), or the masked image's latents and the mask's 8x8 pixels of each position as 64 channels (fill).
         context (B,T,context_dim) is T5's output, y (B,vector_dim) CLIP's pooled output, guidance (B,) the guidance
-        scale, which is not read by schnell.  x, context and y are in the weights' dtype; t and guidance may have any.
+        scale, which is not read by schnell.  x with twice in_channels ends with the latents of a reference image, whose
+        tokens follow those of x (Kontext).  x, context and y are in the weights' dtype; t and guidance may have any.
         """
         assert y is not None, "FLUX reads the pooled text"
-        img = self.img_in(F.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2))  # (B, N, D), channels as (C, row, column)
+        images = [F.pixel_unshuffle(each, 2) for each in x.split(self.spec.in_channels, dim=1)]
+        img = self.img_in(torch.cat([each.flatten(2) for each in images], dim=2).transpose(1, 2))  # (B, N, D)
         txt = self.txt_in(context)
         vec = F.silu(self.embed(t, y, guidance))
-        rotation = self.rotation(context.shape[1], x.shape[2] // 2, x.shape[3] // 2, x)
+        h, w = images[0].shape[2:]
+        rotation = self.rotation(context.shape[1], (len(images), h, w), x)
 
         for block in self.double_blocks:
             img, txt = block(img, txt, vec, rotation)
         both = torch.cat([txt, img], dim=1)  # (B, T+N, D)
         for block in self.single_blocks:
             both = block(both, vec, rotation)
-        img = self.final_layer(both[:, context.shape[1] :], vec)
-        return F.pixel_shuffle(img.transpose(1, 2).unflatten(2, (x.shape[2] // 2, x.shape[3] // 2)), 2)
+        img = self.final_layer(both[:, context.shape[1] :][:, : h * w], vec)
+        return F.pixel_shuffle(img.transpose(1, 2).unflatten(2, (h, w)), 2)
 
     def embed(self, t: Tensor, y: Tensor, guidance: Tensor | None) -> Tensor:
         """Embed the time (B,), the pooled text (B,vector_dim) and the guidance scale (B,): (B,D)."""
@@ -281,8 +284,8 @@ class Flux(nn.Module):
             vec = vec + self.guidance_in(timestep_embedding(1000 * guidance.float(), SINUSOIDS).to(y.dtype))
         return vec + self.vector_in(y)
 
-    def rotation(self, num_text: int, h: int, w: int, like: Tensor) -> Tensor:
-        """Return cosines and sines (2,T+h*w,D/H/2) of the rotation of text tokens and of an image of h by w tokens."""
-        rows, columns = torch.arange(h, device=like.device), torch.arange(w, device=like.device)
-        ids = F.pad(torch.cartesian_prod(rows, columns).T, (num_text, 0, 1, 0))  # (3, T+N), text at 0
+    def rotation(self, num_text: int, sides: tuple[int, int, int], like: Tensor) -> Tensor:
+        """Return cosines and sines (2,T+N,D/H/2) of the rotation of text tokens and of k images of h by w tokens."""
+        images = torch.cartesian_prod(*(torch.arange(side, device=like.device) for side in sides))  # (N, 3)
+        ids = F.pad(images.T, (num_text, 0))  # (3, T+N), text at 0
         return axial_rotation(ids, self.spec.axes, THETA, like.dtype)

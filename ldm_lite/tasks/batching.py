@@ -341,7 +341,8 @@ def _branches(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts]
 def _branches_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: int) -> Branches:
     """Return the branches of guidance for num images with one of their texts."""
     conds, uncond, parts = text.conds, text.uncond, text.weights
-    if image.concat is not None and model.family.unet.in_channels != model.vae.spec.embed_dim:  # not a refiner
+    reads = model.family.unet.in_channels != model.vae.spec.embed_dim or model.family.task == "edit"  # no refiner does
+    if image.concat is not None and reads:
         concat = image.concat.expand(num, -1, -1, -1)
         if image.y is not None:
             y = image.y.expand(num)

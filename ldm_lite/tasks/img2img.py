@@ -1,8 +1,11 @@
-"""Image to image, by strength or by instruction (InstructPix2Pix)."""
+"""Image to image, by strength or by instruction (InstructPix2Pix, FLUX.1 Kontext)."""
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+
+from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions
@@ -15,6 +18,16 @@ from ldm_lite.tasks.job import check as check_job
 from ldm_lite.tasks.original import as_original, load_img
 from ldm_lite.tasks.settings import with_seamless
 from ldm_lite.tasks.templates import with_variants
+
+log = logging.getLogger("ldm_lite")
+
+# A family's task -> what its network reads of the latents of the image that it edits.
+EDITING: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "instruct": lambda mean, scale_factor: mean / scale_factor,  # InstructPix2Pix was trained without the scale factor
+    "edit": lambda mean, scale_factor: mean,
+}
+KONTEXT_SIDES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
+KONTEXT = (*KONTEXT_SIDES, (1024, 1024), *((width, height) for height, width in KONTEXT_SIDES))  # of flux/util.py
 
 
 def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -46,7 +59,7 @@ def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[Later]
     if options.compat and instructed:
         raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
     images = sources(options.init_img, "init_img")
-    strength = (1.0 if instructed else 0.75) if options.strength is None else options.strength
+    strength = (1.0 if model.family.task in EDITING else 0.75) if options.strength is None else options.strength
     plan, level, skipped = begin(model, options, strength)
     image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None
     job = resolve(model, options, plan, start=level, skipped=skipped, image_scale=image_scale, num_images=len(images))
@@ -70,11 +83,22 @@ def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
     return width, height
 
 
+def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
+    """Return the (width, height) of those that FLUX.1 Kontext was trained on whose proportions are nearest."""
+    return min(KONTEXT, key=lambda each: abs(each[0] / each[1] - size[0] / size[1]))
+
+
 def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: float) -> ImageInputs:
     """What the results for one image start from."""
     name, image = named = open_source(source, plain=options.compat)
     resolution = options.resolution
-    size = size_of(model, options, named) if resolution is None else edit_size(image.size, resolution)
+    if resolution is not None:
+        size = edit_size(image.size, resolution)
+    elif model.family.task == "edit" and options.width is options.height is None:
+        size = kontext_size(image.size)
+        log.info("%s: is resized to %d x %d, which Kontext knows; `width` and `height` overrule that", name, *size)
+    else:
+        size = size_of(model, options, named)
     image = resize(image, size, "stretch" if options.compat else options.resize)
     pixels = load_img(image) if options.compat else padded(model, image)
     mean, deviation = encode(model, pixels[None])
@@ -84,8 +108,7 @@ def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: flo
         start=begin_at(model, options, strength, shape),
         init=mean,
         deviation=deviation if options.samples_posterior else None,
-        # InstructPix2Pix was trained on the mean without the scale factor.
-        concat=mean / model.family.scale_factor if model.family.task == "instruct" else None,
+        concat=EDITING[model.family.task](mean, model.family.scale_factor) if model.family.task in EDITING else None,
         size=(image.height, image.width),
         settings={"Denoising strength": strength, "Init image": name},
     )

@@ -214,6 +214,7 @@ TASKS = {  # a family's task -> the functions that can do it
     "txt2img": ("txt2img", "img2img", "inpaint"),
     "inpaint": ("inpaint",),
     "instruct": ("img2img",),
+    "edit": ("img2img", "txt2img"),
     "depth": ("txt2img", "img2img"),
     "control_image": ("txt2img", "img2img"),
     "upscale": ("upscale",),

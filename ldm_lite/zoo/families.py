@@ -271,6 +271,8 @@ FLOWS = {
         steps=4,
         scale=1.0,
     ),
+    # Shapes do not tell it from dev: `metadata=family=flux_kontext`.
+    "flux_kontext": replace(FLUX_DEV, title="FLUX.1 Kontext", task="edit"),
     "flux_fill": replace(
         FLUX_DEV, title="FLUX.1 Fill", unet=TRANSFORMERS["flux_fill"], task="inpaint_flux", scale=30.0
     ),

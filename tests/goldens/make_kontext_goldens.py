@@ -1,0 +1,66 @@
+"""Make tests/data/kontext.npz: whole runs of FLUX.1 Kontext by diffusers, in miniature, and the sizes that it prefers.
+
+    pip install diffusers transformers
+    PYTHONPATH=tests/fixtures python tests/goldens/make_kontext_goldens.py
+
+The network is toy_flow's flux_dev with the weights of make_transformer_goldens.py; the latents of the image that is
+edited are given, those of the result are stored.
+"""
+
+import diffusers
+import numpy as np
+import torch
+import toy
+import toy_flow
+from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+from make_goldens import DATA, write
+from make_transformer_goldens import AXES, pack, unpack
+
+CHANNELS = (32, 32, 32, 32)
+
+
+def main() -> None:
+    """Run the pipeline."""
+    spec = toy_flow.FLUX
+    network = diffusers.FluxTransformer2DModel(
+        in_channels=4 * spec.in_channels,
+        num_layers=spec.depth,
+        num_single_layers=spec.single_depth,
+        attention_head_dim=spec.width // spec.heads,
+        num_attention_heads=spec.heads,
+        joint_attention_dim=spec.context_dim,
+        pooled_projection_dim=spec.vector_dim,
+        guidance_embeds=spec.guidance,
+        axes_dims_rope=AXES,
+    )
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    pipe = diffusers.FluxKontextPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=diffusers.AutoencoderKL(latent_channels=4, block_out_channels=CHANNELS, **blocks),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=toy.fill(network),
+    )
+    x, _, context, y = toy_flow.run_inputs(spec)
+    with torch.no_grad():
+        out = pipe(
+            image=toy_flow.reference(spec),
+            prompt_embeds=context,
+            pooled_prompt_embeds=y,
+            height=8 * x.shape[2],
+            width=8 * x.shape[3],
+            max_area=64 * x.shape[2] * x.shape[3],
+            latents=pack(x),
+            num_inference_steps=toy_flow.STEPS,
+            guidance_scale=toy_flow.SCALE,
+            output_type="latent",
+        ).images
+    about = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
+    arrays = {"run": unpack(out, x)}
+    write(DATA / "kontext.npz", arrays, torch.float32, about, sizes=np.array(PREFERRED_KONTEXT_RESOLUTIONS))
+
+
+if __name__ == "__main__":
+    main()
