@@ -261,7 +261,7 @@ class Flux(nn.Module):
         tokens follow those of x (Kontext).  x, context and y are in the weights' dtype; t and guidance may have any.
         """
         assert y is not None, "FLUX reads the pooled text"
-        images = [F.pixel_unshuffle(each, 2) for each in x.split(self.spec.in_channels, dim=1)]
+        images = [F.pixel_unshuffle(each, 2) for each in torch.split(x, self.spec.in_channels, dim=1)]
         img = self.img_in(torch.cat([each.flatten(2) for each in images], dim=2).transpose(1, 2))  # (B, N, D)
         txt = self.txt_in(context)
         vec = F.silu(self.embed(t, y, guidance))
