@@ -315,9 +315,7 @@ def _check_all(
 def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
     """Raises ValueError if noise (B,C,h,w) and a conditioning of B images do not fit the model's UNet."""
     spec = model.family.unet
-    # An edited image's tokens lie beside those of the result, not its channels.
-    concat = None if model.family.task == "edit" else conditioning.concat
-    given = 0 if concat is None else concat.shape[1]
+    given = 0 if conditioning.concat is None or model.family.task == "edit" else conditioning.concat.shape[1]
     if spec.in_channels > model.vae.spec.embed_dim and not given:
         raise ValueError(
             f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
