@@ -35,6 +35,7 @@ from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, lear
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
+from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.blocks import num_parameters
@@ -168,7 +169,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     turbo = turbo_variant(family)
     if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
         log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
-    if "kontext" in title.lower() and family.title == FAMILIES["flux_dev"].title:
+    if "kontext" in title.lower() and isinstance(family.unet, FluxSpec) and family.task != "edit":
         log.warning(
             "its name says Kontext, which weights cannot tell from dev: if it is, add `metadata=family=flux_kontext`"
         )
