@@ -257,6 +257,9 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if not config:
         return {}
     name, spacing = str(config.get("_class_name")), config.get("timestep_spacing")
+    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith("ZImage"):
+        check(place, config, FLOW | {"shift": (3, 6), "use_dynamic_shifting": (False,)})
+        return {"family": "z_image" if config.get("shift") == 6 else "z_image_turbo"}  # what the weights do not tell
     if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "StableDiffusion3")):
         check(place, config, FLOW)
         return {}
@@ -315,7 +318,7 @@ def _tell_unused(place: str, name: str, config: Config, fixed: bool) -> None:
 PIPELINES = (
     frozenset(
         f"{family}{name}Pipeline"
-        for family in ("Flux", "StableDiffusion3")
+        for family in ("Flux", "StableDiffusion3", "ZImage")
         for name in ("", "Img2Img", "Inpaint", "Fill", "Control")
     )
     | frozenset(

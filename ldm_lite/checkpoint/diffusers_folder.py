@@ -16,7 +16,7 @@ from ldm_lite.checkpoint.diffusers_config import (
     read_network,
     read_scheduler,
 )
-from ldm_lite.checkpoint.reader import T5, Checkpoint, combine, join, open_checkpoint, prefix, split
+from ldm_lite.checkpoint.reader import QWEN3, T5, Checkpoint, combine, join, open_checkpoint, prefix, split
 from ldm_lite.cli.files import read_json
 
 log = logging.getLogger("ldm_lite")
@@ -30,6 +30,7 @@ BESIDE = (
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
+QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that exists is read
@@ -61,6 +62,7 @@ def _download(repository: str) -> Path:
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
     about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
     about += [f"{folder}/{file}" for folder in ("tokenizer_2", "tokenizer_3") for file in T5_VOCABS]
+    about += ["tokenizer/tokenizer.json"] if "unet/" not in folders else []  # Qwen3's
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
@@ -100,7 +102,7 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
         role = "unet" if name == "transformer" else role
         if name == "unet":
             linear = any(key.endswith(".proj_in.weight") and len(s) == 2 for key, s in network.shapes.items())
-        if name.startswith("text_encoder") and T5 not in network.shapes:
+        if name.startswith("text_encoder") and not {T5, QWEN3, f"model.{QWEN3}"} & network.shapes.keys():
             open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
             network = _text_encoder(folder, name, network, open_clip)
         found = split(network)

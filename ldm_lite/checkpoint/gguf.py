@@ -45,6 +45,17 @@ T5 = (
     (r"^enc\.blk\.(\d+)\.ffn_down\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
     (r"^enc\.blk\.(\d+)\.ffn_norm\.", r"encoder.block.\1.layer.1.layer_norm."),
 )
+QWEN3 = (  # of Qwen3
+    (r"^token_embd\.", "embed_tokens."),
+    (r"^output_norm\.", "norm."),
+    (r"^output\.", "lm_head."),
+    (r"^blk\.(\d+)\.attn_([qkv])\.", r"layers.\1.self_attn.\2_proj."),
+    (r"^blk\.(\d+)\.attn_output\.", r"layers.\1.self_attn.o_proj."),
+    (r"^blk\.(\d+)\.attn_([qk])_norm\.", r"layers.\1.self_attn.\2_norm."),
+    (r"^blk\.(\d+)\.attn_norm\.", r"layers.\1.input_layernorm."),
+    (r"^blk\.(\d+)\.ffn_norm\.", r"layers.\1.post_attention_layernorm."),
+    (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"layers.\1.mlp.\2_proj."),
+)
 
 
 class Entry(NamedTuple):
@@ -76,7 +87,9 @@ def open_gguf(path: Path) -> GGUF:
     except (ValueError, struct.error, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is a truncated or damaged GGUF file ({error}): download it again") from error
     if "token_embd.weight" in entries and "enc.output_norm.weight" in entries:
-        entries = {_t5_name(key): entry for key, entry in entries.items()}
+        entries = {_renamed(key, T5): entry for key, entry in entries.items()}
+    if "blk.0.attn_q_norm.weight" in entries:
+        entries = {_renamed(key, QWEN3): entry for key, entry in entries.items()}
 
     def stored(key: str) -> Blocks:
         entry = entries[key]
@@ -89,8 +102,8 @@ def open_gguf(path: Path) -> GGUF:
     return GGUF(shapes, metadata, lambda key: stored(key).dequantize(torch.float32), blocks)
 
 
-def _t5_name(key: str) -> str:
-    for pattern, ours in T5:
+def _renamed(key: str, names: tuple[tuple[str, str], ...]) -> str:
+    for pattern, ours in names:
         key = re.sub(pattern, ours, key)
     return key
 

@@ -26,13 +26,14 @@ from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, u
 from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
-from ldm_lite.checkpoint.transformer_keys import flux_modules, sd3_modules
+from ldm_lite.checkpoint.transformer_keys import flux_modules, sd3_modules, z_image_modules
 from ldm_lite.cli.files import read_text
 from ldm_lite.models.flux import Flux
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet import UNet
+from ldm_lite.models.z_image import ZImage
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
 
@@ -86,6 +87,8 @@ def _parts(network: nn.Module, found: Mapping[str, dict[str, Target]]) -> dict[s
         modules = flux_modules(network.spec.depth, network.spec.single_depth)
     elif isinstance(network, MMDiT):
         modules = sd3_modules(network.spec.depth)
+    elif isinstance(network, ZImage):
+        modules = z_image_modules(network.spec.depth, network.spec.refiner_depth)
     else:
         return {}
     parts: dict[str, dict[str, Target]] = {}
@@ -109,7 +112,7 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     for module in targets(network):
         other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
         names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other, module]
-        names = [module] if isinstance(network, Flux | MMDiT) else names
+        names = [module] if isinstance(network, Flux | MMDiT | ZImage) else names
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]

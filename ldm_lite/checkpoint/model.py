@@ -30,7 +30,7 @@ from ldm_lite.checkpoint.reader import (
     read_weight,
     split,
 )
-from ldm_lite.checkpoint.sources import from_files, placed, t5_tokenizer_of, tokenizer_of
+from ldm_lite.checkpoint.sources import from_files, placed, qwen3_tokenizer_of, t5_tokenizer_of, tokenizer_of
 from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, learn, open_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
@@ -148,6 +148,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     family, components, metadata = _detect(checkpoint, options)
     family, components["unet"] = widened(family, components["unet"], [each for each, _ in loras])
     components["unet"], weights = _with_ema(components["unet"], options.ema, family)
+    tokenizer = qwen3_tokenizer_of(family, components, options.tokenizer) or tokenizer_of(family.text)
     t5_tokenizer = t5_tokenizer_of(family, components, options.t5_vocab)
     # Transformers are trained in bfloat16: some of their values exceed float16.
     default = "bf16" if device.type == "cuda" and not isinstance(family.unet, UNetSpec) else None
@@ -177,11 +178,15 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         log.warning(
             "its name says Canny, which weights cannot tell from Depth: if it is, add `metadata=family=flux_canny`"
         )
+    if family.title == FAMILIES["z_image_turbo"].title and "turbo" not in title.lower() and "family" not in metadata:
+        log.warning(
+            "taken for Z-Image Turbo, which weights cannot tell from Z-Image: else add `metadata=family=z_image`"
+        )
     model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,
         schedule=schedule,
-        tokenizer=tokenizer_of(family.text),
+        tokenizer=tokenizer,
         t5_tokenizer=t5_tokenizer,
         description=description,
         offloader=offloader,

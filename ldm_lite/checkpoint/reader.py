@@ -138,6 +138,7 @@ def _read_stored(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], pa
 SGM = "conditioner.embedders."  # prefix of text encoders in files of generative-models: SDXL, SD-Turbo
 CLIP_G = "text_encoders.clip_g.transformer."  # of bigG's in files of Stable Diffusion 3, with transformers' names
 T5 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+QWEN3 = "layers.0.self_attn.q_norm.weight"
 # A component's role, a key that it always has, and its possible prefixes.  The first match wins.
 COMPONENTS = (
     ("control", "input_hint_block.0.weight", ("control_model.", "")),
@@ -149,10 +150,12 @@ COMPONENTS = (
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
     ("unet", "double_blocks.0.img_attn.norm.key_norm.scale", ("model.diffusion_model.", "")),  # FLUX.1
     ("unet", "joint_blocks.0.context_block.attn.qkv.weight", ("model.diffusion_model.", "")),  # Stable Diffusion 3
+    ("unet", "cap_pad_token", ("model.diffusion_model.", "diffusion_model.", "")),  # Z-Image
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
     ("vae", "encoder.0.weight", ("",)),
     ("text_encoder", T5, ("",)),
+    ("text_encoder", QWEN3, ("text_encoders.qwen3_4b.transformer.model.", "model.", "")),
     ("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders gives it its place
     (
         "text_encoder",
@@ -180,6 +183,7 @@ NO_WEIGHTS = re.compile(
     # inpainting_big holds its autoencoder a second time
     r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
+    r"|(^|\.)lm_head\.weight$|^norm_final\.weight$"  # Qwen3's and Lumina's, of no use in Z-Image
 )
 EMA = "model_ema."
 

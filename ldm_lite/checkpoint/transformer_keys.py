@@ -1,7 +1,8 @@
-"""diffusers' names of the modules of FLUX.1 and Stable Diffusion 3, which divides what the originals fuse.
+"""diffusers' names of the modules of FLUX.1, Stable Diffusion 3 and Z-Image, which divides what others fuse.
 
 Their files and LoRAs hold queries, keys, values and the single blocks' MLP apart: each is some rows of a module here.
-In the last modulations diffusers has the scale before the shift: there the halves are swapped.
+In the last modulations diffusers has the scale before the shift: there the halves are swapped.  Z-Image's own files
+are those of diffusers; its names here are ComfyUI's.
 """
 
 import re
@@ -73,6 +74,13 @@ JOINT = {  # a block of Stable Diffusion 3
     "context_block.mlp.fc1": ("ff_context.net.0.proj",),
     "context_block.mlp.fc2": ("ff_context.net.2",),
 }
+Z_IMAGE = {  # what has another name in a block of Z-Image
+    "attention.qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
+    "attention.out": ("attention.to_out.0",),
+    "attention.q_norm": ("attention.norm_q",),
+    "attention.k_norm": ("attention.norm_k",),
+}
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
 
 
 def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
@@ -100,6 +108,16 @@ def sd3_modules(depth: int) -> dict[str, Parts]:
     return found | {last: found[last]._replace(swapped=True)}
 
 
+def z_image_modules(depth: int, refiner_depth: int) -> dict[str, Parts]:
+    """Return the parts of each module of Z-Image with this many blocks that has another name, or several."""
+    found = {"x_embedder": Parts(("all_x_embedder.2-1",))}
+    for ours in ("final_layer.linear", "final_layer.adaLN_modulation.1"):
+        found[ours] = Parts((ours.replace("final_layer", "all_final_layer.2-1"),))
+    for name, number in (("layers", depth), ("noise_refiner", refiner_depth), ("context_refiner", refiner_depth)):
+        found |= _blocks(name, name, number, Z_IMAGE)
+    return found
+
+
 def _blocks(ours: str, theirs: str, count: int, table: Mapping[str, tuple[str, ...]]) -> dict[str, Parts]:
     return {
         f"{ours}.{i}.{name}": Parts(tuple(f"{theirs}.{i}.{part}" for part in parts))
@@ -115,6 +133,8 @@ def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
         found = [int(match[1]) for key in keys if (match := re.match(rf"{name}\.(\d{{1,4}})\.", key))]
         return 1 + max(found, default=-1)
 
+    if "layers.0.attention.to_q.weight" in keys and "cap_pad_token" in keys:
+        return z_image_modules(count("layers"), count("noise_refiner"))
     if "transformer_blocks.0.attn.add_q_proj.weight" not in keys:
         return None
     if "pos_embed.proj.weight" in keys:
@@ -125,19 +145,22 @@ def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
 
 
 def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | None:
-    """Map the keys of FLUX.1 or Stable Diffusion 3 to those of a file of diffusers, and whether halves are swapped.
+    """Map the keys of the originals to those of a file of diffusers, and whether halves are swapped.
 
     None if the file is of another network.  Unknown keys keep their names.
     """
-    modules = modules_of(shapes.keys())
+    own = {before: {key.removeprefix(before) for key in shapes if key.startswith(before)} for before in PREFIXES}
+    known = ((before, modules) for before, keys in own.items() if (modules := modules_of(keys)) is not None)
+    before, modules = next(known, ("", None))
     if modules is None:
         return None
     found: dict[str, tuple[tuple[str, ...], bool]] = {}
     for ours, (theirs, swapped) in modules.items():
         for last in ("weight", "bias"):
-            keys = tuple(f"{name}.{last}" for name in theirs if f"{name}.{last}" in shapes)
+            keys = tuple(f"{before}{name}.{last}" for name in theirs if f"{name}.{last}" in own[before])
             if len(keys) == len(theirs):
-                found[f"{ours}.{'scale' if ours.endswith('_norm') else last}"] = (keys, swapped)
+                scale = ours.endswith(("query_norm", "key_norm"))
+                found[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
     if "pos_embed.pos_embed" in shapes:
         found["pos_embed"] = (("pos_embed.pos_embed",), False)
     used = {key for keys, _ in found.values() for key in keys}

@@ -194,6 +194,10 @@ class LoadOptions(RuntimeOptions):
     text_encoder: tuple[str, ...] = option(
         (), "take the text encoder from this file; repeatable: CLIP-L, bigG and T5 of FLUX.1 and Stable Diffusion 3"
     )
+    tokenizer: str | None = option(
+        None,
+        "Qwen3's tokenizer.json, or a folder with it or with vocab.json and merges.txt (default: beside its weights)",
+    )
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside its weights)")
     lora: tuple[str, ...] = option(
         (), "merge a LoRA, a file or PEFT's folder; repeatable", metavar="FILE[:WEIGHT]", common=True

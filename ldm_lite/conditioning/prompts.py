@@ -24,6 +24,7 @@ from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.ops import guidance_embedding, timestep_embedding
 from ldm_lite.models.t5 import T5Spec
+from ldm_lite.models.z_image import MULTIPLE
 from ldm_lite.text.prompt import Chunks, chunks, weighted
 from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.families import text_roles
@@ -45,6 +46,7 @@ class PromptOptions:
     num_chunks: int = 1  # pad each prompt to at least this many chunks of 77 tokens (or embeddings)
     negative: bool = False  # these are negative prompts
     size: tuple[int, int] | None = None  # (height, width) of the image in pixels; None = the family's resolution
+    alike: bool = False  # no other prompt of the job has more or fewer chunks than these
     extra: ConditioningOptions = NOTHING  # further conditioning of some families
 
 
@@ -191,6 +193,23 @@ def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     return Conditioning(torch.cat([both, tokens.to(both)], dim=1), torch.cat([pooled, pooled_2], dim=1))
 
 
+def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """Z-Image: Qwen3's second to last hidden states (B,T,D) of a chat, without a mask; y (B,1) is its number of tokens.
+
+    T is a multiple of 32, at most 512.  Tongyi-MAI/Z-Image pipeline.py.
+    """
+    _check_plain(model, options, "Qwen3")
+    if options.clip_skip != 1:
+        raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
+    assert model.tokenizer is not None
+    assert model.text_encoder is not None
+    counts = [_num_qwen3(model, prompt) for prompt in prompts]
+    length = MULTIPLE * max(options.num_chunks, *(-(-count // MULTIPLE) for count in counts))
+    ids = replace(model.tokenizer, length=length)([prompt or "" for prompt in prompts])
+    found = Conditioning(model.text_encoder(ids.to(model.device)), torch.tensor(counts, device=model.device)[:, None])
+    return found.with_inputs(full=torch.ones(len(prompts))) if options.alike else found
+
+
 def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
 
@@ -271,6 +290,12 @@ def _num_tokens(model: Model, prompt: str) -> int:
     return 1 if tokenizer is None else min(tokenizer.length, len(tokenizer.encode(prompt)) + 1)
 
 
+def _num_qwen3(model: Model, prompt: str | None) -> int:
+    """Return the number of Qwen3's tokens of a prompt in its template, as far as they are read."""
+    assert model.tokenizer is not None
+    return min(model.tokenizer.length, len(model.tokenizer.encode(prompt or "")))
+
+
 def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
     """Return T5's hidden states (B,length,D) of prompts, padded without a mask."""
     encoder = getattr(model, _t5_role(model) or "")
@@ -281,10 +306,16 @@ def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
 
 def _check_t5(model: Model, options: PromptOptions, clip_skip: bool = False) -> None:
     """Raises ValueError for options that families with T5 do not have."""
-    if options.syntax != "plain":
-        raise ValueError(f"{model.family.title} reads prompts with T5, which has no weights: leave out `prompt_syntax`")
+    _check_plain(model, options, "T5")
     if options.clip_skip != 1 and not clip_skip:
         raise ValueError(f"{model.family.title} reads only CLIP's pooled output: leave out `clip_skip`")
+
+
+def _check_plain(model: Model, options: PromptOptions, encoder: str) -> None:
+    if options.syntax != "plain":
+        raise ValueError(
+            f"{model.family.title} reads prompts with {encoder}, which has no weights: leave out `prompt_syntax`"
+        )
 
 
 def _learned(model: Model, encoder: nn.Module) -> Tensor | None:
@@ -334,6 +365,7 @@ CONDITIONERS: dict[str, Conditioner] = {
     "sdxl": sdxl,
     "flux": flux,
     "sd3": sd3,
+    "z_image": z_image,
     "refiner": refiner,
     "unclip": unclip,
     "unclip_l": unclip_l,
@@ -344,11 +376,12 @@ CONDITIONERS: dict[str, Conditioner] = {
     "label_maps": lambda model, prompts, options: inputs.label_maps(model, prompts, _size(model, options)),
     "embeddings": lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
 }
-# Number of tokens of a prompt, of which CLIP's chunks are not what counts.
+# Number of tokens, or of 32 tokens, of a prompt, of which CLIP's chunks are not what counts.
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
     "flux": lambda model, prompt: 1,
     "sd3": lambda model, prompt: _num_tokens(model, prompt),
+    "z_image": lambda model, prompt: -(-_num_qwen3(model, prompt) // MULTIPLE),
 }
 OPTIONAL = ("nothing",)  # conditioners that read no prompt
 FROM_FILES = ("layouts", "label_maps", "embeddings")  # conditioners whose prompts are names of files

@@ -91,7 +91,7 @@ def finite_half(x: Tensor) -> Tensor:
 
 
 def axial_rotation(ids: Tensor, axes: tuple[int, ...], theta: float, dtype: torch.dtype) -> Tensor:
-    """Positions ids (A,N) on A axes -> cosines and sines (2,N,sum(axes)/2) of the angles of rotary embeddings.
+    """Positions ids (A,...,N) on A axes -> cosines and sines (2,...,N,sum(axes)/2) of the angles of rotary embeddings.
 
     An axis of d channels has the angles id * theta^(-2i/d), i < d/2.  They are in float32, or in dtype if that is
     wider.  Su et al. 2021, eq. 15.
@@ -99,13 +99,13 @@ def axial_rotation(ids: Tensor, axes: tuple[int, ...], theta: float, dtype: torc
     angles = []
     for positions, channels in zip(ids.to(wide(dtype)), axes, strict=True):
         powers = torch.arange(0, channels, 2, dtype=positions.dtype, device=ids.device) / channels
-        angles.append(positions[:, None] * theta**-powers)  # (N, channels/2)
-    both = torch.cat(angles, dim=1)  # (N, D/2)
+        angles.append(positions[..., None] * theta**-powers)  # (..., N, channels/2)
+    both = torch.cat(angles, dim=-1)  # (..., N, D/2)
     return torch.stack([both.cos(), both.sin()])
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of channels of x (B,H,N,D) by the angles of rotation (2,N,D/2), as axial_rotation's."""
+    """Rotate neighbouring pairs of channels of x (B,H,N,D) by the angles of rotation, (2,N,D/2) or (2,B,1,N,D/2)."""
     cos, sin = rotation
     a, b = x.to(rotation.dtype).view(*x.shape[:-1], -1, 2).unbind(-1)  # (B, H, N, D/2)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)

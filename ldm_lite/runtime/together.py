@@ -84,7 +84,8 @@ class Together:
             for i in range(count):
                 context, y, concat = (None if part is None else part[i::count] for part in conditioning[:3])
                 image = registers[:, i : i + 1], row, noise[i : i + 1]
-                own = Conditioning(context, y, concat)
+                more = {name: each[i::count] for name, each in (conditioning.inputs or {}).items()}
+                own = Conditioning(context, y, concat, inputs=more or None)
                 made.append(denoise_step(network, *image, own, guidance, dtype))
         return torch.cat(made, dim=1)
 

@@ -62,13 +62,16 @@ def _same(one: Plan | None, other: Plan | None) -> bool:
 
 
 def _shapes(conditioning: Conditioning) -> list[torch.Size | None]:
-    return [None if part is None else part.shape[1:] for part in conditioning[:3]]
+    more = sorted((conditioning.inputs or {}).items())
+    return [None if part is None else part.shape[1:] for part in (*conditioning[:3], *(each for _, each in more))]
 
 
 def _joined(conditionings: Sequence[Conditioning]) -> Conditioning:
     parts = zip(*(each[:3] for each in conditionings), strict=True)
     context, y, concat = (None if part[0] is None else torch.cat(part) for part in parts)
-    return Conditioning(context, y, concat)
+    names = conditionings[0].inputs or {}
+    more = {name: torch.cat([(each.inputs or {})[name] for each in conditionings]) for name in names}
+    return Conditioning(context, y, concat, inputs=more or None)
 
 
 def _joined_masks(masks: Sequence[InpaintMask]) -> InpaintMask:

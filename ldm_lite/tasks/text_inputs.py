@@ -77,8 +77,9 @@ class PromptEncoder:
             texts.add(job.negative_prompt)
         # All prompts of a job are padded to its longest, so that no image depends on its batch.
         texts = {until.text for text in texts for until in self._until(text)}
-        chunks = count_chunks(model, texts, job.text.syntax) if texts else 1
-        self.options = dataclasses.replace(job.text, num_chunks=chunks)
+        chunks = {count_chunks(model, [text], job.text.syntax) for text in texts} or {1}
+        alike = len(chunks) == 1 and job.cond is None and job.uncond is None
+        self.options = dataclasses.replace(job.text, num_chunks=max(chunks), alike=alike)
         self._cache: OrderedDict[object, Conditioning] = OrderedDict()
 
     def encode(self, rows: list[int], latent_shape: tuple[int, int, int]) -> list[Texts]:

@@ -1,15 +1,16 @@
-"""Tokenizers on the `tokenizers` library: CLIP's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
+"""Tokenizers on the `tokenizers` library: CLIP's and Qwen3's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
 
 Shapes: B texts, T = `length` tokens (77 for all of these).
-The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_vocab.py`); T5's is read from its
-checkpoint's file.  The ids of CLIP and BERT equal those of transformers 5, T5's those of SentencePiece.  CLIP's
-originals first clean the text, which `clean` does: without it, typographic quotes and the like get other ids.  The
-Unicode version of `tokenizers` decides what a letter is.
+The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_vocab.py`); T5's and Qwen3's are read from
+their checkpoints' files.  The ids of CLIP, BERT and Qwen3 equal those of transformers 5, T5's those of SentencePiece.
+CLIP's originals first clean the text, which `clean` does: without it, typographic quotes and the like get other ids.
+The Unicode version of `tokenizers` decides what a letter is.
 Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
 bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_model.proto` of SentencePiece.
 """
 
 import gzip
+import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,9 @@ EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these
 _MERGES = Path(__file__).with_name("clip_merges.txt.gz")
 _BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
 _SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
+_QWEN3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
@@ -215,6 +219,34 @@ class T5Tokenizer(TextTokenizer):
         return _t5(self.path)
 
 
+@dataclass(frozen=True)
+class Qwen3Tokenizer(TextTokenizer):
+    """Qwen3's tokenizer, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
+
+    A text is put into the template of a chat, as what the user says, and truncated at the end of the whole, as
+    transformers does with `enable_thinking`.  Raises ValueError, one line, for any other file.
+    """
+
+    path: Path | None = None
+
+    def _backend(self) -> Tokenizer:
+        if self.path is None:
+            raise ValueError("Qwen3 needs its vocabulary: wanted the path of a tokenizer.json")
+        return _qwen3(self.path)
+
+    @property
+    def vocab_size(self) -> int:
+        """1 + the largest id."""
+        return 1 + max(self._backend().get_vocab().values())
+
+    def _units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
+        whole = super()._units(f"{SAID}{text}{ANSWERED}") if isinstance(text, str) else super()._units(text)
+        return [(unit, min(max(start - len(SAID), 0), len(text))) for unit, start in whole]
+
+
+SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+QWEN3_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+
 # ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------
 
 
@@ -266,6 +298,41 @@ def _t5(path: Path) -> Tokenizer:
         return _sentencepiece(content)
     except Exception as error:  # `tokenizers` raises Exception itself
         raise ValueError(f"{path}: is not a spiece.model or tokenizer.json ({error}): download it again") from error
+
+
+@cache
+def _qwen3(path: Path) -> Tokenizer:
+    try:
+        if path.name == "vocab.json":
+            tokenizer = _byte_level(path)
+        else:
+            tokenizer = Tokenizer.from_str(read_bytes(path, 2**26).decode("utf-8"))
+        if missing := [token for token in QWEN3_SPECIAL if tokenizer.token_to_id(token) is None]:
+            raise ValueError(f"lacks {missing[0]}")
+    except Exception as error:  # `tokenizers` raises Exception itself
+        raise ValueError(f"{path}: is not a tokenizer of Qwen3 ({error}): wanted its tokenizer.json") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _byte_level(path: Path) -> Tokenizer:
+    """Build Qwen's tokenizer of a vocab.json and the merges.txt beside it."""
+    vocab = json.loads(read_bytes(path, 2**26))
+    lines = read_bytes(path.with_name("merges.txt"), 2**26).decode("utf-8").split("\n")
+    merges = [
+        (left, right) for left, _, right in (line.partition(" ") for line in lines) if right and left != "#version:"
+    ]
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges))
+    tokenizer.add_special_tokens([token for token, _ in sorted(QWEN3_SPECIAL.items(), key=lambda item: item[1])])
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN3_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
 
 
 def _sentencepiece(content: bytes) -> Tokenizer:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ldm_lite.checkpoint.lora import file_names
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.models import z_image
 from ldm_lite.models.clip import CLIPTextEncoder, EncoderLayer
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
@@ -25,7 +26,10 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import patch, unpatch
 from ldm_lite.train.kinds import KINDS
 
-PARTS = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, DoubleStreamBlock, SingleStreamBlock, JointBlock)
+PARTS = (
+    *(SpatialTransformer, EncoderLayer, ResidualAttentionBlock),
+    *(DoubleStreamBlock, SingleStreamBlock, JointBlock, z_image.Block),
+)
 
 
 class Place(NamedTuple):
@@ -198,7 +202,9 @@ def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[s
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024
     version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
-    version = {"flux": "flux1", "sd3": "sd3", "sdxl": "sdxl_base_v1-0"}.get(model.family.conditioner, version)
+    version = {"flux": "flux1", "sd3": "sd3", "z_image": "zimage", "sdxl": "sdxl_base_v1-0"}.get(
+        model.family.conditioner, version
+    )
     metadata = {
         "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.rank),

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, guided, with_numbers
 from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.models import z_image
 from ldm_lite.models.clip import EncoderLayer
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
@@ -217,7 +218,10 @@ def read(model: Model, batch: Batch, dropped: Tensor, empty: Conditioning | None
     return conditioning
 
 
-CHECKPOINTED = (Block, EncoderLayer, ResidualAttentionBlock, DoubleStreamBlock, SingleStreamBlock, JointBlock)
+CHECKPOINTED = (
+    *(Block, EncoderLayer, ResidualAttentionBlock),
+    *(DoubleStreamBlock, SingleStreamBlock, JointBlock, z_image.Block),
+)
 
 
 def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:

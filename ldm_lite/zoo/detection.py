@@ -15,6 +15,7 @@ import torch
 from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.qwen3 import Qwen3Spec
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
@@ -350,7 +351,9 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
 def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
     found = shapes[name.replace("text", "text_encoder")]
-    return _with_text(T5Spec.from_shapes(found) if isinstance(like, T5Spec) else like.fitted(found), metadata, name)
+    if isinstance(like, T5Spec | Qwen3Spec):
+        return type(like).from_shapes(found)
+    return _with_text(like.fitted(found), metadata, name)
 
 
 def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> EncoderSpec:

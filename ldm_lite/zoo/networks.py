@@ -14,6 +14,7 @@ from ldm_lite.models.flux import Flux, FluxSpec
 from ldm_lite.models.mmdit import MMDiT, MMDiTSpec
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
+from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
@@ -21,10 +22,12 @@ from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec, UNetIF
 from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.models.vae_vq import VQModel, VQSpec
+from ldm_lite.models.z_image import ZImage, ZImageSpec
 
 AutoencoderSpec = VAESpec | VQSpec | TAESDSpec | PixelSpec
-EncoderSpec = CLIPTextSpec | OpenCLIPTextSpec | T5Spec | BERTSpec | ClassSpec | LabelMapSpec  # of a prompt's encoder
-DenoiserSpec = UNetSpec | FluxSpec | MMDiTSpec
+TextSpec = CLIPTextSpec | OpenCLIPTextSpec | T5Spec | Qwen3Spec
+EncoderSpec = TextSpec | BERTSpec | ClassSpec | LabelMapSpec  # of a prompt's encoder
+DenoiserSpec = UNetSpec | FluxSpec | MMDiTSpec | ZImageSpec
 Spec = DenoiserSpec | AutoencoderSpec | EncoderSpec
 Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
 
@@ -33,6 +36,7 @@ NETWORKS: dict[type, type[nn.Module]] = {
     IFSpec: UNetIF,
     FluxSpec: Flux,
     MMDiTSpec: MMDiT,
+    ZImageSpec: ZImage,
     VAESpec: AutoencoderKL,
     VQSpec: VQModel,
     TAESDSpec: TAESD,
@@ -40,6 +44,7 @@ NETWORKS: dict[type, type[nn.Module]] = {
     CLIPTextSpec: CLIPTextEncoder,
     OpenCLIPTextSpec: OpenCLIPTextEncoder,
     T5Spec: T5Encoder,
+    Qwen3Spec: Qwen3,
     BERTSpec: BERTTextEncoder,
     ClassSpec: ClassEmbedder,
     LabelMapSpec: LabelMapRescaler,
@@ -263,7 +268,19 @@ SD3_MEDIUM = MMDiTSpec(
     qk_norm=False,
     dual_depth=0,
 )
-TRANSFORMERS: dict[str, FluxSpec | MMDiTSpec] = {
+Z_IMAGE = ZImageSpec(
+    in_channels=16,
+    out_channels=16,
+    context_dim=2560,
+    width=3840,
+    heads=30,
+    mlp_width=10240,
+    time_width=1024,
+    modulation_dim=256,
+    depth=30,
+    refiner_depth=2,
+)
+TRANSFORMERS: dict[str, FluxSpec | MMDiTSpec | ZImageSpec] = {
     "flux_dev": FLUX_DEV,
     "flux_schnell": replace(FLUX_DEV, guidance=False),
     "flux_control": replace(FLUX_DEV, in_channels=32),  # depth and canny
@@ -271,6 +288,7 @@ TRANSFORMERS: dict[str, FluxSpec | MMDiTSpec] = {
     "sd3_medium": SD3_MEDIUM,
     "sd35_medium": replace(SD3_MEDIUM, side=384, qk_norm=True, dual_depth=13),
     "sd35_large": replace(SD3_MEDIUM, width=2432, mlp_width=9728, depth=38, qk_norm=True),
+    "z_image": Z_IMAGE,
 }
 
 # ---- autoencoders ---------------------------------------------------------------------------------------------------
@@ -294,7 +312,7 @@ AUTOENCODERS = {
     "kl_f4": KL_F4,
     "kl_f4_x4upscaler": replace(KL_F4, z_channels=4, embed_dim=4),
     "kl_f8_sd": KL_F8,
-    "kl_f8_flux": replace(KL_F8, z_channels=16, embed_dim=16, quant=False),  # and Stable Diffusion 3
+    "kl_f8_flux": replace(KL_F8, z_channels=16, embed_dim=16, quant=False),  # and Stable Diffusion 3, Z-Image
     "kl_f16": KL_F16,
     "kl_f32": replace(KL_F16, channel_mult=(1, 1, 2, 2, 4, 4), z_channels=64, embed_dim=64, attn_levels=(4, 5)),
     "vq_f4": VQ_F4,
@@ -339,5 +357,14 @@ T5_XXL = T5Spec(
     head_dim=64,
     buckets=32,
     max_distance=128,
+)
+QWEN3_4B = Qwen3Spec(
+    vocab_size=151936,
+    width=2560,
+    mlp_width=9728,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
 )
 BERT_LARGE = BERTSpec(vocab_size=30522, length=77, width=1280, layers=32)

@@ -8,21 +8,25 @@ from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.mmdit import MMDiTSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
+from ldm_lite.models.qwen3 import Qwen3Spec
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Spec
+from ldm_lite.models.z_image import ZImageSpec
 from ldm_lite.zoo.families import FAMILIES, Family
-from ldm_lite.zoo.networks import EncoderSpec, infer_vae
+from ldm_lite.zoo.networks import EncoderSpec, TextSpec, infer_vae
 
 MASK = 64  # channels of FLUX fill's mask: the 8x8 pixels of a latent position
 # A key that only this kind of network has.
-TRANSFORMERS: dict[str, type[FluxSpec] | type[MMDiTSpec]] = {
+TRANSFORMERS: dict[str, type[FluxSpec] | type[MMDiTSpec] | type[ZImageSpec]] = {
     "double_blocks.0.img_attn.norm.key_norm.scale": FluxSpec,
     "joint_blocks.0.context_block.attn.qkv.weight": MMDiTSpec,
+    "cap_pad_token": ZImageSpec,
 }
 TEXTS: dict[str, type[EncoderSpec]] = {
     "embeddings.token_embedding.weight": CLIPTextSpec,
     "ln_final.weight": OpenCLIPTextSpec,
     "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": T5Spec,
+    "layers.0.self_attn.q_norm.weight": Qwen3Spec,
 }
 
 
@@ -58,6 +62,8 @@ def _variant(spec: object) -> tuple[object, ...] | None:
             spec.guidance,
             {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}.get(condition),
         )
+    if isinstance(spec, ZImageSpec):
+        return ZImageSpec, spec.in_channels - spec.out_channels
     if isinstance(spec, MMDiTSpec):
         return MMDiTSpec, spec.qk_norm, spec.dual_depth > 0, spec.in_channels - spec.out_channels
     return None
@@ -83,20 +89,38 @@ def fitted(row: Family, texts: Mapping[str, EncoderSpec], shapes: Mapping[str, S
             f"is {row.title}, whose latents have {row.unet.out_channels} channels, but those of the autoencoder "
             f"{vae.embed_dim}: name another with `vae=FILE`"
         )
-    widths = {
-        type(spec): spec.width for spec in texts.values() if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec, T5Spec))
-    }
-    pooled = widths[CLIPTextSpec] + widths.get(OpenCLIPTextSpec, 0)
+    widths = {type(spec): spec.width for spec in texts.values() if isinstance(spec, TextSpec)}
+    pooled = widths[CLIPTextSpec] + widths.get(OpenCLIPTextSpec, 0) if CLIPTextSpec in widths else None
     for what, found, wanted in (
-        ("T5's output is", widths.get(T5Spec, row.unet.context_dim), row.unet.context_dim),
+        ("T5's output is", widths.get(T5Spec), row.unet.context_dim),
+        ("Qwen3's output is", widths.get(Qwen3Spec), row.unet.context_dim),
         ("the pooled text is", pooled, row.unet.vector_dim),
     ):
-        if found != wanted:
+        if found not in (None, wanted):
             raise ValueError(
                 f"is {row.title}, but {what} {found} wide, wanted {wanted}: take another `text_encoder=FILE`"
             )
     return replace(row, vae=vae, text_encoders=tuple(texts.values()))
 
 
+TITLES: dict[type, str] = {
+    CLIPTextSpec: "CLIP-L",
+    OpenCLIPTextSpec: "OpenCLIP bigG",
+    T5Spec: "T5 XXL",
+    Qwen3Spec: "Qwen3 4B",
+}
+
+
 def _title(spec: EncoderSpec) -> str:
-    return {CLIPTextSpec: "CLIP-L", OpenCLIPTextSpec: "OpenCLIP bigG", T5Spec: "T5 XXL"}[type(spec)]
+    return TITLES[type(spec)]
+
+
+def check_texts(row: Family, texts: Mapping[str, Shapes]) -> None:
+    """Raise ValueError for a text encoder that a transformer's row does not read, by the name of its file."""
+    for path, shapes in texts.items():
+        kind = text_kind(shapes)
+        if kind not in [type(spec) for spec in row.text_encoders]:
+            what = "another text encoder" if kind is None else TITLES[kind]
+            raise ValueError(
+                f"{path}: is {what}, but {row.title} reads text with {' and '.join(map(_title, row.text_encoders))}"
+            )

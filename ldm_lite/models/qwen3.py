@@ -1,0 +1,146 @@
+"""The language model Qwen3 with Hugging Face's key names, up to its second to last layer: Z-Image's text encoder.
+
+Shape letters: B batch, T tokens, D width, H heads of the queries, G of keys and values, C channels of a head.
+Source: Qwen Team 2025 (arXiv 2505.09388), sec. 2; Ainslie et al. 2023 (shared keys and values); Su et al. 2021, eq. 34;
+transformers Qwen3Model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import axial_rotation, finite_half, merge_heads, rms_norm, split_heads
+from ldm_lite.models.shapes import Shapes, count, multiple, size
+
+THETA = 1e6  # the slowest rotation turns by 1/THETA a position
+
+
+@dataclass(frozen=True)
+class Qwen3Spec:
+    """Sizes of a Qwen3."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> Qwen3Spec:
+        """Return the spec of a model whose weights have these shapes.  Raises ValueError if they make no sense."""
+        vocab_size, width = size(shapes, "embed_tokens.weight", 2)
+        head_dim = size(shapes, "layers.0.self_attn.q_norm.weight", 1)[0]
+        queries, keys = (size(shapes, f"layers.0.self_attn.{name}_proj.weight", 2)[0] for name in "qk")
+        kv_heads = multiple(keys, head_dim, "the width of the keys")
+        heads = multiple(queries, head_dim, "the width of the queries")
+        multiple(heads, kv_heads, "the number of heads")
+        return Qwen3Spec(
+            vocab_size=vocab_size,
+            width=width,
+            mlp_width=size(shapes, "layers.0.mlp.gate_proj.weight", 2)[0],
+            layers=count(shapes, r"layers\.(\d+)\."),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-6) times a weight, over the last dimension.  The weight's dtype out."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight).to(self.weight.dtype)
+
+
+def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate channels i and i + C/2 of x (B,H,T,C) together by the angles of rotation (2,T,C/2)."""
+    cos, sin = rotation
+    a, b = x.to(rotation.dtype).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Attention (B,T,D) -> (B,T,D) of each token to those before it and itself."""
+
+    def __init__(self, spec: Qwen3Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        inner, shared = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.width, inner, bias=False)
+        self.k_proj = nn.Linear(spec.width, shared, bias=False)
+        self.v_proj = nn.Linear(spec.width, shared, bias=False)
+        self.o_proj = nn.Linear(inner, spec.width, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim)
+        self.k_norm = RMSNorm(spec.head_dim)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q = split_heads(self.q_proj(x), self.spec.heads)  # (B, H, T, C)
+        k, v = (split_heads(proj(x), self.spec.kv_heads) for proj in (self.k_proj, self.v_proj))  # (B, G, T, C)
+        q, k = rotate_halves(self.q_norm(q), rotation), rotate_halves(self.k_norm(k), rotation)
+        k, v = (each.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1) for each in (k, v))
+        return self.o_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x).  Shazeer 2020."""
+
+    def __init__(self, spec: Qwen3Spec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.width, spec.mlp_width, bias=False)
+        self.up_proj = nn.Linear(spec.width, spec.mlp_width, bias=False)
+        self.down_proj = nn.Linear(spec.mlp_width, spec.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return finite_half(self.down_proj(finite_half(F.silu(self.gate_proj(x)) * self.up_proj(x))))
+
+
+class Layer(nn.Module):
+    """Attention and MLP with residual connections (B,T,D), which stay in float32."""
+
+    def __init__(self, spec: Qwen3Spec) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(spec)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.width)
+        self.post_attention_layernorm = RMSNorm(spec.width)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen3(nn.Module):
+    """Token ids -> one vector per token: what enters the last layer, not normalised.
+
+    The last layer and the last norm are in files, and are not run.
+    """
+
+    def __init__(self, spec: Qwen3Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.width)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
+        self.norm = RMSNorm(spec.width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Token ids (B,T) -> (B,T,D) in the weights' dtype.
+
+        Tokens see only those before them, so padding at the end changes nothing before it.
+        """
+        embedded = self.embed_tokens(token_ids)
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        x = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
+        rotation = axial_rotation(positions, (self.spec.head_dim,), THETA, x.dtype)
+        for layer in self.layers[:-1]:
+            x = layer(x, rotation)
+        return x.to(embedded.dtype)
