@@ -6,11 +6,11 @@
     python scripts/parity.py families sdxl_base       # Stable Diffusion 2 and XL, with diffusers' pipelines
     python scripts/parity.py if --originals .         # a DeepFloyd IF stage, with a clone of github.com/deep-floyd/IF
     python scripts/parity.py control sd15 sd21 sdxl   # ControlNets, with diffusers; sdxl needs 11 GB, and 5 of disk
-    python scripts/parity.py transformers --originals .   # blocks of FLUX.1 and SD3 at full width, with clones
+    python scripts/parity.py transformers --originals .   # of FLUX.1, Z-Image and SD3 at full width, with clones
     python scripts/parity.py devices                  # all commands on a CUDA device that need not be there
 
 Prints relative errors |ours - theirs| / |theirs| and exits 1 if one exceeds its limit.  Needs
-`pip install diffusers transformers`; families also needs `pip install --no-deps open_clip_torch`.
+`pip install diffusers transformers loguru`; families also needs `pip install --no-deps open_clip_torch`.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite.bench.checkpoints import random_checkpoint, random_tensor
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.checkpoint.transformer_keys import z_image_modules
 from ldm_lite.cli.progress import memory
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
@@ -46,6 +48,7 @@ from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
 from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
+from ldm_lite.models.z_image import ZImageSpec
 from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
@@ -334,18 +337,43 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
 # ---- FLUX.1 and Stable Diffusion 3 ----------------------------------------------------------------------------------
 
 
+def filled(network: torch.nn.Module) -> torch.nn.Module:
+    """A network on meta with weights that depend on its keys."""
+    tensors = {key: random_tensor(key, tuple(value.shape)) for key, value in network.state_dict().items()}
+    network.load_state_dict(tensors, assign=True)
+    return network.eval()
+
+
+def z_image(normal: Callable[..., Tensor], checks: Checks) -> None:
+    """Z-Image of full width with one block of each kind, with the original: needs loguru."""
+    spec = TRANSFORMERS["z_image"]
+    assert isinstance(spec, ZImageSpec)
+    module = importlib.import_module("zimage.transformer")
+    with on_meta():
+        ours = build(replace(spec, depth=1, refiner_depth=1))
+        theirs = module.ZImageTransformer2DModel(n_layers=1, n_refiner_layers=1)
+    weights, modules = filled(ours).state_dict(), z_image_modules(1, 1)
+    for name, (parts, _) in modules.items():
+        for last in [last for last in ("weight", "bias") if f"{name}.{last}" in weights]:
+            value = weights.pop(f"{name}.{last}")
+            for part, rows in zip(parts, value.chunk(len(parts)), strict=True):
+                weights[f"{part}.{last}"] = rows
+    theirs.load_state_dict(weights, assign=True)
+    x, context, t = normal(2, 16, 18, 26), normal(2, 70, spec.context_dim), torch.tensor([0.3, 0.9])
+    captions = [context[0], context[1, :20]]
+    out = torch.stack(theirs([each[:, None] for each in x], t, captions)[0])[:, :, 0]
+    mine = ours(x, t, context, torch.tensor([[70], [20]]))
+    checks.compare(f"Z-Image, width {spec.width}", mine, out, 1e-5)
+
+
 def transformers(args: argparse.Namespace, checks: Checks) -> None:
-    """FLUX.1 of full width with one block of each kind, and blocks of SD3, with the originals, in float32."""
+    """FLUX.1 and Z-Image of full width with a block of each kind, and blocks of SD3, with the originals, in float32."""
     sys.path[:0] = [str(args.originals.resolve() / "flux" / "src"), str(args.originals.resolve() / "sd3.5")]
+    sys.path.insert(0, str(args.originals.resolve() / "Z-Image" / "src"))
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
-
-    def filled(network: torch.nn.Module) -> torch.nn.Module:
-        tensors = {key: random_tensor(key, tuple(value.shape)) for key, value in network.state_dict().items()}
-        network.load_state_dict(tensors, assign=True)
-        return network.eval()
 
     model, spec = importlib.import_module("flux.model"), replace(FLUX_DEV, depth=1, single_depth=1)
     with on_meta():
@@ -365,6 +393,7 @@ def transformers(args: argparse.Namespace, checks: Checks) -> None:
     checks.compare("FLUX.1, width 3072", mine, out, 1e-5)
     del ours, theirs
 
+    z_image(normal, checks)
     mmditx = importlib.import_module("mmditx")
     for name in ("sd3_medium", "sd35_medium", "sd35_large"):
         sd3 = TRANSFORMERS[name]

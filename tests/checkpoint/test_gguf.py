@@ -11,6 +11,7 @@ import pytest
 import torch
 import toy
 import toy_flow
+import toy_z_image
 from flow_files import SPIECE
 from PIL import Image
 from random_checkpoint import SMALL
@@ -306,6 +307,45 @@ def test_t5_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
     pipe = ldm_lite.load(whole, text_encoder=path, device="cpu", t5_vocab=SPIECE)
     assert torch.equal(pipe.text_encoder_2(ids), wanted)
     assert any(isinstance(layer, BlockLinear) for layer in linears(pipe.text_encoder_2))
+
+
+@pytest.mark.slow
+def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
+    """And Z-Image's transformer those of ComfyUI."""
+    files, parts = toy_z_image.write(tmp_path), weights(toy_z_image.small())
+    names = {
+        "embed_tokens.": "token_embd.",
+        "layers.": "blk.",
+        **{f"self_attn.{part}_proj.": f"attn_{part}." for part in "qkv"},
+        **{f"self_attn.{part}_norm.": f"attn_{part}_norm." for part in "qk"},
+        "self_attn.o_proj.": "attn_output.",
+        "input_layernorm.": "attn_norm.",
+        "post_attention_layernorm.": "ffn_norm.",
+        **{f"mlp.{part}_proj.": f"ffn_{part}." for part in ("gate", "up", "down")},
+    }
+    tensors, worth = stored(parts["text_encoder"])
+    renamed = {}
+    for key, value in tensors.items():
+        new = "output_norm.weight" if key == "norm.weight" else key
+        for ours, theirs in names.items():
+            new = new.replace(ours, theirs)
+        renamed[new] = value
+    unet, unet_worth = stored(parts["unet"])
+    pipe = ldm_lite.load(
+        gguf(tmp_path / "z_turbo.gguf", unet, general__architecture="lumina2"),
+        text_encoder=str(gguf(tmp_path / "qwen.gguf", renamed, general__architecture="qwen3")),
+        vae=files["vae"],
+        device="cpu",
+    )
+    ids, _ = toy_z_image.token_ids()
+    for role, values, inputs in (
+        ("text_encoder", worth, (ids,)),
+        ("unet", unet_worth, toy_z_image.inputs()),
+    ):
+        network = build(toy_z_image.small().networks[role])
+        network.load_state_dict(values)
+        assert any(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role]))
+        assert torch.equal(pipe.networks[role](*inputs), network(*inputs))
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {

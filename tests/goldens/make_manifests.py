@@ -22,6 +22,7 @@ RENAMED = {  # the file's name -> ours
     "sd3-medium": "transformer_sd3_medium",
     "sd35-medium": "transformer_sd35_medium",
     "sd35-large": "transformer_sd35_large",
+    "zimage": "transformer_z_image",
 }
 
 

@@ -1,0 +1,444 @@
+"""Z-Image in miniature: its networks and whole runs against the originals' (the goldens), its files, and every task."""
+
+import copy
+import gzip
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+import toy_flow
+import toy_z_image
+from PIL import Image
+from random_checkpoint import random_tensor
+from safetensors.torch import load_file
+from torch import Tensor
+from toy_flow import save, under, weights
+
+import ldm_lite
+from ldm_lite import txt2img
+from ldm_lite.checkpoint.diffusers_keys import original_layout
+from ldm_lite.checkpoint.reader import on_meta, open_checkpoint, split
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
+from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.generate import decode, denoise
+from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
+from ldm_lite.models.t5 import T5Encoder
+from ldm_lite.models.z_image import ZImage, ZImageSpec
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime import offload
+from ldm_lite.runtime.attention import record, use
+from ldm_lite.runtime.offload import Offloader
+from ldm_lite.text.tokenizer import Qwen3Tokenizer
+from ldm_lite.train import __main__ as train
+from ldm_lite.train.losses import checkpoint_activations
+from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.networks import QWEN3_4B, TRANSFORMERS, build
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = np.load(DATA / "z_image.npz")
+SHAPES = json.loads(str(GOLDEN["shapes"]))
+MANIFEST = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))["transformer_z_image"]
+SPEC, QWEN3 = toy_z_image.SPEC, toy_z_image.QWEN3
+
+
+def of_original(network: str) -> dict[str, Tensor]:
+    """The weights that a golden was made with, under the original's keys."""
+    return {key: random_tensor(f"{network}.{key}", tuple(shape)) for key, shape in SHAPES[network].items()}
+
+
+def load(files: Mapping[str, Any], **changes: Any) -> Pipeline:
+    options = {**files, **changes}
+    return ldm_lite.load(options.pop("ckpt"), **options)
+
+
+def run(network: torch.nn.Module, dtype: torch.dtype = torch.float32, **more: Any) -> Tensor:
+    x, t, context, y = toy_z_image.inputs()
+    return network.to(dtype)(x.to(dtype), t, context.to(dtype), y, **more)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """diffusers' folder, with the goldens' weights."""
+    shapes = {name: SHAPES[name] for name in ("transformer", "text_encoder", "vae")}
+    return ldm_lite.load(toy_z_image.write_diffusers(tmp_path_factory.mktemp("z") / "d", shapes), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> dict[str, Any]:
+    """ComfyUI's files: the arguments of load."""
+    return toy_z_image.write(folder)
+
+
+# ---- networks -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_shapes_and_parameters_are_those_of_the_original() -> None:
+    """Each of the original's keys is read once; queries, keys and values become one weight, as in ComfyUI's files."""
+    with on_meta():
+        ours = {key: tuple(value.shape) for key, value in build(TRANSFORMERS["z_image"]).state_dict().items()}
+    stored = original_layout({key: tuple(shape) for key, shape in MANIFEST["shapes"].items()}, open_clip=None)
+    assert stored is not None
+    assert {key: tensor.shape for key, tensor in stored.items()} == ours
+    assert sorted(key for tensor in stored.values() for key in tensor.keys) == sorted(MANIFEST["shapes"])
+    assert sum(math.prod(shape) for shape in ours.values()) == MANIFEST["params"] == 6_154_908_736
+    assert ZImageSpec.from_shapes(ours) == TRANSFORMERS["z_image"]
+
+
+def test_qwen3_has_the_released_size() -> None:
+    with on_meta():
+        ours = {key: tuple(value.shape) for key, value in build(QWEN3_4B).state_dict().items()}
+    assert sum(math.prod(shape) for shape in ours.values()) == 4_022_468_096
+    assert len(ours) == 398
+    assert Qwen3Spec.from_shapes(ours) == QWEN3_4B
+
+
+@pytest.mark.parametrize("name", ["original", "diffusers"])
+def test_equals_the_original_on_captions_of_different_lengths(name: str, pipe: Pipeline) -> None:
+    assert toy.relative_error(run(pipe.unet), GOLDEN[name]) < 1e-5
+
+
+def test_half_precision_is_close_and_finite(pipe: Pipeline) -> None:
+    network = ZImage(SPEC)
+    network.load_state_dict(pipe.unet.state_dict())
+    network.requires_grad_(False)
+    exact = run(network, torch.float64)
+    for dtype, limit in ((torch.bfloat16, 0.05), (torch.float16, 0.006)):
+        assert toy.relative_error(run(copy.deepcopy(network), dtype).double(), exact.numpy()) < limit
+    for key, value in network.named_parameters():
+        if key.endswith(("w1.weight", "w3.weight")):
+            value.data.mul_(3000)
+    assert run(network, torch.float16).isfinite().all()
+
+
+def test_qwen3_equals_transformers_whatever_the_padding(pipe: Pipeline) -> None:
+    ids, mask = toy_z_image.token_ids()
+    out = pipe.text_encoder(ids) * mask[:, :, None]  # type: ignore[misc]
+    assert toy.relative_error(out, GOLDEN["qwen3"]) < 1e-5
+    alone = pipe.text_encoder(ids[:1, :7])  # type: ignore[misc]
+    assert torch.allclose(alone[0], out[1, :7], atol=1e-6)
+
+
+def test_captions_of_one_length_need_no_mask(pipe: Pipeline) -> None:
+    """So that every attention kernel can be chosen; the result is the same."""
+    network, (x, t, context, _) = pipe.unet, toy_z_image.inputs()
+    y = torch.tensor([[40], [33]])
+    own = network(x, t, context, y)
+    for attention in ("vanilla", "sliced:3", "math", "sdpa"):
+        use(network, attention)
+        with record(network) as maps:
+            assert toy.relative_error(network(x, t, context, y, full=torch.ones(2)), own.numpy()) < 1e-5
+        assert {tuple(each[0].shape[2:]) for key, each in maps.items() if key.startswith("layers")} == {(96, 96)}
+        assert len(maps) == SPEC.depth + 2 * SPEC.refiner_depth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "sequential"])
+def test_offloads_and_stores_in_8_bits(kind: str, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BLOCK", 1)
+    ids, _ = toy_z_image.token_ids()
+    own, text = run(pipe.unet), pipe.text_encoder(ids)  # type: ignore[misc]
+    for storage, limit in ((None, 1e-6), ("int8", 0.1), ("fp8", 0.2)):
+        networks = {"unet": ZImage(SPEC), "text_encoder": Qwen3(QWEN3)}
+        for role, network in networks.items():
+            network.load_state_dict(pipe.networks[role].state_dict())
+            network.requires_grad_(False)
+        offloader = Offloader(networks, torch.device("cpu"), offload=kind, storage=storage)
+        with offloader.phase("unet"):
+            assert toy.relative_error(run(networks["unet"]), own.numpy()) < limit
+        with offloader.phase("text_encoder"):
+            assert toy.relative_error(networks["text_encoder"](ids), text.numpy()) < limit
+
+
+@pytest.mark.slow
+def test_recomputed_activations_give_the_same_gradients(pipe: Pipeline) -> None:
+    found = []
+    for recompute in (False, True):
+        network = ZImage(SPEC)
+        network.load_state_dict(pipe.unet.state_dict())
+        if recompute:
+            checkpoint_activations(network)
+        run(network).square().mean().backward()
+        found.append(network.layers[0].attention.qkv.weight.grad)
+    assert torch.allclose(found[0], found[1])
+    assert found[0].abs().max() > 0
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_tokens_are_those_of_transformers_with_the_chat_template(older: bool, tmp_path: Path) -> None:
+    path = (toy_z_image.write_vocabulary if older else toy_z_image.write_tokenizer)(tmp_path)
+    tokenizer = Qwen3Tokenizer(512, path=path)
+    ours = [each for text in (*toy_z_image.PROMPTS, *toy_z_image.TEXTS) for each in (*tokenizer.encode(text), -1)]
+    assert ours == GOLDEN["ids"].astype(int).tolist()
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    tokenizer = Qwen3Tokenizer(512, path=toy_z_image.write_tokenizer(tmp_path))
+    template = len(tokenizer.encode(""))
+    assert tokenizer.dropped("x" * 400) == ""
+    text = "x y" * 170  # 3 tokens each
+    assert len(tokenizer.encode(text)) == template + 510
+    before = len(tokenizer.encode("")) - len(
+        tokenizer.encode("")[tokenizer.encode("").index(tokenizer.encode("")[-1]) :]
+    )
+    assert before > 0
+    assert text.endswith(tokenizer.dropped(text))
+    assert tokenizer([text]).shape == (1, 512)
+
+
+def test_a_caption_does_not_depend_on_its_batch(pipe: Pipeline) -> None:
+    prompts = [*toy_z_image.PROMPTS, "", None]
+    together = encode_prompts(pipe, prompts)
+    assert together.context is not None
+    assert together.y is not None
+    assert together.context.shape == (4, 96, 32)
+    for i, prompt in enumerate(prompts):
+        alone = encode_prompts(pipe, [prompt])
+        assert alone.context is not None
+        assert alone.y is not None
+        assert alone.y.tolist() == together.y[i : i + 1].tolist()
+        count = int(alone.y)
+        assert torch.allclose(alone.context[0, :count], together.context[i, :count], atol=1e-6)
+    assert torch.equal(together.y[2], together.y[3])
+
+
+def test_long_captions_are_cut_with_a_warning(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = encode_prompts(pipe, ["one two " * 200])
+    assert "prompt is too long, dropped from it:" in caplog.text
+    assert found.context is not None
+    assert found.context.shape[1] == 512
+    assert found.y is not None
+    assert found.y.tolist() == [[512]]
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [pytest.param("plain", 1.0, marks=pytest.mark.slow), ("guided", 1 + toy_z_image.GUIDANCE)]
+)
+def test_a_whole_run_equals_diffusers_pipeline(name: str, scale: float, pipe: Pipeline) -> None:
+    """From prompts to pixels; its guidance scale is 1 less than the usual one."""
+    options = PromptOptions(num_chunks=3)
+    cond = encode_prompts(pipe, toy_z_image.PROMPTS, options)
+    uncond = encode_prompts(pipe, [toy_z_image.NEGATIVE] * 2, options)
+    plan = make_plan("euler", pipe.sized((4, 4, 6)).schedule, toy_z_image.STEPS)
+    latents = denoise(pipe, toy.normal(1, 2, 4, 4, 6), classifier_free(cond, uncond, scale), plan)
+    pixels = torch.stack(list(decode(pipe, latents)))
+    assert toy.relative_error((pixels + 1) / 2, GOLDEN[f"run.{name}"]) < 1e-4
+
+
+def pixels(images: list[Image.Image]) -> np.ndarray[Any, Any]:
+    return np.stack([np.asarray(image, dtype=np.float64) for image in images])
+
+
+@pytest.mark.slow
+def test_the_command_makes_the_image_of_the_function(files: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out.png"
+    flags = ["--ckpt", str(files["ckpt"]), "--text-encoder", files["text_encoder"], "--vae", files["vae"]]
+    size = ["--H", "48", "--W", "80", "--steps", "2", "--device", "cpu", "--out", str(out)]
+    assert txt2img.main(["a cat", *flags, *size]) == 0
+    ours = load(files).txt2img("a cat", height=48, width=80, steps=2)
+    assert np.array_equal(pixels(ours), pixels([Image.open(out)]))
+
+
+@pytest.mark.slow
+def test_images_do_not_depend_on_their_batch(pipe: Pipeline) -> None:
+    """Captions of different lengths, with guidance and without."""
+    prompts = [*toy_z_image.PROMPTS, ""]
+    for scale in (1.0, 4.0):
+        size = {"height": 48, "width": 80, "steps": 2, "scale": scale}
+        both = pixels(pipe.txt2img(prompts, batch_size=3, **size))
+        for i, prompt in enumerate(prompts):
+            alone = pixels(pipe.txt2img(prompt, seed=42 + i, **size))
+            assert np.abs(both[i] - alone[0]).max() <= 2
+
+
+@pytest.mark.slow
+def test_negative_prompts_count_if_there_is_guidance(pipe: Pipeline) -> None:
+    size = {"height": 32, "width": 32, "steps": 2}
+    plain = pixels(pipe.txt2img("a", **size))
+    assert np.array_equal(plain, pixels(pipe.txt2img("a", negative_prompt="apple", **size)))
+    guided = [pixels(pipe.txt2img("a", negative_prompt=each, scale=5.0, **size)) for each in (None, "", "apple")]
+    assert np.array_equal(guided[0], guided[1])
+    assert np.abs(guided[0] - guided[2]).max() > 2
+
+
+@pytest.mark.slow
+def test_img2img_and_inpainting(pipe: Pipeline, tmp_path: Path) -> None:
+    image = Image.fromarray(toy.photo(32, 48))
+    image.save(tmp_path / "image.png")
+    hole = Image.new("L", (48, 32))
+    hole.paste(255, (16, 8, 40, 24))
+    hole.save(tmp_path / "mask.png")
+    made = pixels(pipe.inpaint("a cat", tmp_path / "image.png", mask=tmp_path / "mask.png", steps=2))
+    kept = pixels([image])
+    outside = np.asarray(hole) == 0
+    assert np.array_equal(made[:, outside], kept[:, outside])
+    assert not np.array_equal(made, kept)
+    again = pixels(pipe.img2img("a cat", tmp_path / "image.png", strength=0.5, steps=4))
+    assert again.shape == (1, 32, 48, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_syntax": "a1111"}, "Qwen3, which has no weights"),
+        ({"clip_skip": 2}, "has no CLIP"),
+        ({"height": 40}, "multiples of 16"),
+        ({"sampler": "plms"}, "PLMS is not defined for rectified flow"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, pipe: Pipeline) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipe.txt2img("a", **options)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
+def test_either_layout_loads_with_any_prefix(prefix: str, pipe: Pipeline, tmp_path: Path) -> None:
+    separate = save(tmp_path / "s.safetensors", under(prefix, of_original("transformer")))
+    fused = save(
+        tmp_path / "f.safetensors", under(prefix, {**pipe.unet.state_dict(), "norm_final.weight": torch.ones(64)})
+    )
+    for path in (separate, fused):
+        component = split(open_checkpoint(path))["unet"]
+        assert ZImageSpec.from_shapes(component.shapes) == SPEC
+        for key, value in pipe.unet.state_dict().items():
+            assert torch.equal(component.checkpoint.read(component.keys[key]), value), key
+
+
+def test_all_in_one_and_apart(files: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = weights(toy_z_image.small())
+    whole = under("model.diffusion_model.", parts["unet"]) | under("vae.", parts["vae"])
+    whole |= under("text_encoders.qwen3_4b.transformer.model.", parts["text_encoder"])
+    whole |= {"text_encoders.qwen3_4b.transformer.lm_head.weight": torch.ones(300, 32)}
+    path = save(folder / "whole_turbo.safetensors", whole, describe(toy_z_image.small()))
+    with caplog.at_level(logging.WARNING):
+        pipes = [ldm_lite.load(path, device="cpu"), load(files)]
+    assert not caplog.records
+    for loaded in pipes:
+        assert loaded.family == replace(toy_z_image.small(), title=loaded.family.title)
+        for role, values in parts.items():
+            assert all(torch.equal(value, values[key]) for key, value in loaded.networks[role].state_dict().items())
+
+
+def test_the_folder_of_diffusers_tells_turbo_from_not(tmp_path: Path, pipe: Pipeline) -> None:
+    assert (pipe.family.steps, pipe.family.scale, pipe.schedule.shift) == (8, 1.0, 3.0)  # type: ignore[attr-defined]
+    shapes = {name: SHAPES[name] for name in ("transformer", "text_encoder", "vae")}
+    base = ldm_lite.load(toy_z_image.write_diffusers(tmp_path / "d", shapes, shift=6.0), device="cpu")
+    assert (base.family.steps, base.family.scale, base.schedule.shift) == (50, 5.0, 6.0)  # type: ignore[attr-defined]
+
+
+def test_what_only_a_name_tells_is_a_warning(
+    files: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unet = save(folder / "z_image_bf16.safetensors", weights(toy_z_image.small())["unet"])
+    load(files, ckpt=unet)
+    assert "else add `metadata=family=z_image`" in caplog.text
+    caplog.clear()
+    assert load(files, ckpt=unet, metadata={"family": "z_image"}).family.steps == 50
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.slow
+def test_what_is_missing_or_does_not_fit_is_named(files: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    t5 = save(tmp_path / "t5.safetensors", toy.fill(T5Encoder(toy_flow.T5)).state_dict())
+    vae = replace(toy_flow.VAE, z_channels=8, embed_dim=8)
+    wrong = save(tmp_path / "vae.safetensors", toy.fill(build(vae)).state_dict())
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    qwen = save(alone / "qwen.safetensors", weights(toy_z_image.small())["text_encoder"])
+    wide = save(tmp_path / "wide.safetensors", toy.fill(Qwen3(replace(QWEN3, width=48))).state_dict())
+    few = save(folder / "few.safetensors", toy.fill(Qwen3(replace(QWEN3, vocab_size=200))).state_dict())
+    other = tmp_path / "tokenizer.json"
+    other.write_text("{}")
+    for change, message in (
+        ({"text_encoder": ()}, "reads text with Qwen3 4B: name the file of Qwen3 4B with `text_encoder=FILE`"),
+        ({"text_encoder": str(t5)}, r"t5.safetensors: is T5 XXL, but .* reads text with Qwen3 4B"),
+        ({"text_encoder": str(wide), "tokenizer": str(folder)}, "Qwen3's output is 48 wide, wanted 32"),
+        ({"text_encoder": str(few)}, "tokenizer.json: has 268 tokens, but .* only 200"),
+        ({"vae": None}, "without its autoencoder: name its file with `vae=FILE`"),
+        ({"vae": str(wrong)}, "latents have 4 channels, but those of the autoencoder 8"),
+        ({"text_encoder": str(qwen)}, "no tokenizer.json of Qwen3, nor vocab.json .* name one with `tokenizer=FILE`"),
+        ({"tokenizer": str(alone)}, "no tokenizer.json of Qwen3, .* in .*alone"),
+        ({"tokenizer": str(other)}, "is not a tokenizer of Qwen3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(files, **change)
+    loaded = load(files, text_encoder=str(qwen), tokenizer=str(folder))
+    assert isinstance(loaded.tokenizer, Qwen3Tokenizer)
+
+
+# ---- LoRA -----------------------------------------------------------------------------------------------------------
+
+
+def spelled(key: str, style: str) -> str:
+    """A key of PEFT's file as kohya or ComfyUI has it."""
+    if style == "diffusers":
+        return key
+    key = key.removeprefix("transformer.")
+    if style == "comfyui":
+        return f"diffusion_model.{key}"
+    module, _, last = key.rpartition(".lora_")
+    return f"lora_unet_{module.replace('.', '_')}.lora_{'down' if last.startswith('A') else 'up'}.weight"
+
+
+@pytest.mark.parametrize("style", ["diffusers", "comfyui", "kohya"])
+def test_a_lora_in_the_formats_of_others(
+    style: str, files: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """diffusers' output with PEFT's LoRA on every linear; alpha is twice the rank."""
+    unet = save(folder / "original_turbo.safetensors", of_original("transformer"))
+    tensors = {key: random_tensor(f"lora.{key}", tuple(shape)) for key, shape in SHAPES["lora"].items()}
+    lora = {spelled(key, style): value for key, value in tensors.items()}
+    path = save(folder / f"lora_{style}.safetensors", lora)
+    changed = load(files, ckpt=unet, lora=f"{path}:2")
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert toy.relative_error(run(changed.unet), GOLDEN["lora"]) < 1e-5
+
+
+def test_a_fused_lora_changes_queries_keys_and_values(files: dict[str, Any], folder: Path) -> None:
+    down, up = toy.normal(1, 3, 64), toy.normal(2, 192, 3)
+    before = load(files).unet.layers[1].attention.qkv.weight
+    for name in ("diffusion_model.layers.1.attention.qkv", "lora_unet_layers_1_attention_qkv"):
+        keys = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+        path = save(folder / "fused.safetensors", keys)
+        after = load(files, lora=str(path)).unet.layers[1].attention.qkv.weight
+        assert torch.allclose(after, before + up @ down, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_lora_is_trained(files: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, caption in (("a", "a cat"), ("b", "a red apple on a table under a tree")):
+        Image.fromarray(toy.photo(64, 64)).save(tmp_path / "data" / f"{name}.png")
+        (tmp_path / "data" / f"{name}.txt").write_text(caption)
+    arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--lora-rank", "2", "--steps", "2"]
+    arguments += ["--batch", "2", "--workers", "0", "--samples", "a", "--lr", "0.01", "--checkpointing"]
+    arguments += ["--ckpt", str(files["ckpt"]), "--vae", files["vae"], "--text-encoder", files["text_encoder"]]
+    assert train.main([*arguments, "--device", "cpu"]) == 0
+    path = tmp_path / "out" / "lora.safetensors"
+    assert "lora_unet_layers_0_attention_qkv.lora_down.weight" in load_file(path)
+    size = {"height": 32, "width": 32, "steps": 1}
+    plain, changed = (load(files, lora=lora).txt2img("a", **size) for lora in ((), f"{path}:50"))
+    assert not np.array_equal(pixels(plain), pixels(changed))
