@@ -27,8 +27,9 @@ from ldm_lite import txt2img
 from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.reader import on_meta, open_checkpoint, split
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.diffusion.guidance import classifier_free
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.step import rows
 from ldm_lite.generate import decode, denoise
 from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
 from ldm_lite.models.t5 import T5Encoder
@@ -37,10 +38,13 @@ from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.attention import record, use
 from ldm_lite.runtime.offload import Offloader
+from ldm_lite.runtime.together import Together
+from ldm_lite.tasks.joined import _joined
 from ldm_lite.text.tokenizer import Qwen3Tokenizer
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.losses import checkpoint_activations
 from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import QWEN3_4B, TRANSFORMERS, build
 
 DATA = Path(__file__).parent / "data"
@@ -442,3 +446,21 @@ def test_a_lora_is_trained(files: dict[str, Any], tmp_path: Path) -> None:
     size = {"height": 32, "width": 32, "steps": 1}
     plain, changed = (load(files, lora=lora).txt2img("a", **size) for lora in ((), f"{path}:50"))
     assert not np.array_equal(pixels(plain), pixels(changed))
+
+
+def test_requests_that_are_joined_keep_all_inputs() -> None:
+    """Each image's own, in one batch and where a step runs image by image."""
+    conditionings = [
+        Conditioning(torch.ones(1, 32, 8), torch.ones(1, 1), inputs={"full": torch.full((1,), i)}) for i in range(2)
+    ]
+    both, seen = _joined(conditionings), []
+
+    def network(x: Tensor, t: Tensor, context: Tensor, y: Tensor, full: Tensor) -> Tensor:
+        seen.append(full.tolist())
+        return x
+
+    [row] = rows(make_plan("euler", FAMILIES["z_image"].noise.schedule("reverse_flow"), 1), torch.device("cpu"))
+    zeros = torch.zeros(2, 4, 2, 2)
+    guidance = Guidance(None, None, None)
+    Together(torch.nn.Sequential())(network, zeros[None], row, zeros, both, guidance, torch.float32)
+    assert seen == [[0, 1], [0], [1]]
