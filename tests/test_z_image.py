@@ -413,7 +413,10 @@ def test_a_lora_in_the_formats_of_others(
 ) -> None:
     """diffusers' output with PEFT's LoRA on every linear; alpha is twice the rank."""
     unet = save(folder / "original_turbo.safetensors", of_original("transformer"))
-    tensors = {key: random_tensor(f"lora.{key}", tuple(shape)) for key, shape in SHAPES["lora"].items()}
+    tensors = {
+        key: random_tensor(f"lora.{key.removeprefix('transformer.')}", tuple(shape))
+        for key, shape in SHAPES["lora"].items()
+    }
     lora = {spelled(key, style): value for key, value in tensors.items()}
     path = save(folder / f"lora_{style}.safetensors", lora)
     changed = load(files, ckpt=unet, lora=f"{path}:2")
@@ -462,5 +465,7 @@ def test_requests_that_are_joined_keep_all_inputs() -> None:
     [row] = rows(make_plan("euler", FAMILIES["z_image"].noise.schedule("reverse_flow"), 1), torch.device("cpu"))
     zeros = torch.zeros(2, 4, 2, 2)
     guidance = Guidance(None, None, None)
-    Together(torch.nn.Sequential())(network, zeros[None], row, zeros, both, guidance, torch.float32)
+    Together(torch.nn.Sequential())(
+        network, zeros.expand(len(row.mix), -1, -1, -1, -1), row, zeros, both, guidance, torch.float32
+    )
     assert seen == [[0, 1], [0], [1]]
