@@ -15,7 +15,7 @@ from ldm_lite.checkpoint.sources import placed
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, TRANSFORMERS, Spec, build, infer_vae
+from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, QWEN3_4B, TRANSFORMERS, Spec, build, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (
@@ -63,7 +63,12 @@ FILES: dict[str, dict[str, str]] = {
     "ldm_bsr_sr": {UNET: "unet_ldm_bsr_sr", STAGE: "vae_vq_f4"},
     "ldm_semantic_synthesis": {UNET: "unet_ldm_semantic_synthesis", STAGE: "vae_vq_f4"},
     "rdm768": {UNET: "unet_rdm768", STAGE: "vae_kl_f16"},
-    **{name: {UNET: f"transformer_{name}", **(SD3 if name.startswith("sd3") else FLUX)} for name in TRANSFORMERS},
+    **{
+        name: {UNET: f"transformer_{name}", **(SD3 if name.startswith("sd3") else FLUX)}
+        for name in TRANSFORMERS
+        if name != "z_image"
+    },
+    "z_image_turbo": {UNET: "transformer_z_image", "vae.": "vae_kl_f8_flux"},
     "if_I": {"": "unet_if_I_XL"},
     "if_II": {"": "unet_if_II_L"},
 }
@@ -97,6 +102,12 @@ def built(spec: Spec) -> nn.Module:
         return build(spec)
 
 
+BESIDE["z_image_turbo"] = {
+    f"text_encoders.qwen3_4b.transformer.model.{key}": tuple(value.shape)
+    for key, value in built(QWEN3_4B).state_dict().items()
+}
+
+
 def under(prefix: str, manifest: str) -> dict[str, tuple[int, ...]]:
     return {prefix + key: tuple(shape) for key, shape in MANIFESTS[manifest]["shapes"].items()}
 
@@ -111,7 +122,7 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
-    by_metadata = {"sdxl_turbo", "sd35_large_turbo", "flux_canny"}
+    by_metadata = {"z_image", "sdxl_turbo", "sd35_large_turbo", "flux_canny"}
     assert set(FILES) == set(FAMILIES) - by_metadata
 
 
