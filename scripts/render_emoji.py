@@ -1,15 +1,19 @@
 """Captioned emoji scenes, the data that the bundled model is trained on: drawn, not downloaded.
 
-    python scripts/render_emoji.py OUT_DIR --count 100 --resolution 64 [--emoji N] [--two X] [--seed S]
+    python scripts/render_emoji.py OUT_DIR --count 100 --resolution 64 [--emoji N] [--two X] [--counts X] [--tinted X]
 
-scenes() is what the trainer takes; a scene depends on its index alone.  The font is Noto Color Emoji (SIL OFL 1.1, the
-Debian package fonts-noto-color-emoji).  Needs numpy and Pillow only; what a caption says is known without the font.
+scenes() is what the trainer takes; a scene depends on its index alone.  One emoji, two side by side or one above the
+other, two or three of a kind, and some in another colour than their own.  The font is Noto Color Emoji (SIL OFL 1.1,
+the Debian package fonts-noto-color-emoji).  Needs numpy and Pillow only; what a caption says is known without the font.
 """
 
 import argparse
+import colorsys
 import functools
+import math
 import sys
 import unicodedata
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +45,35 @@ COLOURED = (
     *("{an} on {ac} background", "{n} emoji, {c} background", "{n} on {c}", "{an}, {c} background"),
     *("{an} with {ac} background", "{c} background, {n}", "{ac} background and {an}"),
 )
-PLAIN_TWO = ("{n} and {n2}", "{an} and {an2}", "{an} left of {an2}")
-COLOURED_TWO = (
-    "{an} left of {an2} on {ac} background",
-    "{an} on the left and {an2} on the right, {c} background",
-    "{n} and {n2} on {c}",
+# Several objects: {an} is on the left or above, {an2} on the right or below.  Where no side is named, left comes first.
+BESIDE = {
+    "": ("{an} and {an2}", "{n} and {n2}", "{an} next to {an2}", "{an}, {an2}"),
+    "left": ("{an} to the left of {an2}", "{an} left of {an2}", "{an} on the left and {an2} on the right"),
+    "right": ("{an2} to the right of {an}", "{an2} right of {an}", "{an2} on the right and {an} on the left"),
+}
+STACKED = {
+    "above": ("{an} above {an2}", "{an} on top of {an2}", "{an} at the top and {an2} at the bottom"),
+    "below": ("{an2} below {an}", "{an2} under {an}", "{an2} at the bottom and {an} at the top"),
+}
+COUNTED = {2: ("two {p}", "2 {p}", "a pair of {p}"), 3: ("three {p}", "3 {p}")}
+# The grounds of such a phrase {x}.
+GROUNDS_PLAIN = ("{x}", "{x} emoji")
+GROUNDS = ("{x} on {ac} background", "{x}, {c} background", "{x} on {c}", "{x} with {ac} background")
+GROUNDS += ("{c} background, {x}",)
+GROUNDS_FREE = ("{b}{x}{a} on {ac} {g}", "{b}{x}{a}, {c} {g}", "{ac} {g}, {b}{x}{a}", "{b}{x}{a} on the {c} {g}")
+GROUNDS_FREE += ("{b}{x}{a}, the {g} is {c}", "the {g} is {c}, {b}{x}{a}")
+BEFORE_SEVERAL = (
+    "",
+    "",
+    "a photo of ",
+    "a drawing of ",
+    "an image of ",
+    "draw ",
+    "show me ",
+    "please make ",
+    "this is ",
 )
+AFTER_SEVERAL = ("", "", "", " here", " please", " centered")
 # Freer words around them, so that a model learns to read past words that say nothing: before, after, and the ground.
 BEFORE = ("", "a photo of ", "a drawing of ", "an image of ", "a sticker of ", "a small painting of ", "draw ", "cute ")
 BEFORE += ("show me ", "one ", "please make ", "the ", "a big ", "my favourite ", "simple ", "nice clean ", "this is ")
@@ -236,6 +263,7 @@ def _vocabulary() -> tuple[Entry, ...]:
 
 
 VOCABULARY = _vocabulary()
+NAMED = {name for entry in VOCABULARY for name in entry.names}
 
 
 def vocabulary(emoji: int | None = None) -> tuple[Entry, ...]:
@@ -301,12 +329,69 @@ def with_article(name: str) -> str:
     return f"{'an' if vowel or name.startswith(('hour', 'x-ray', 'sos ', 'ng ')) else 'a'} {name}"
 
 
-def caption(template: str, name: str, colour: str = "white", right: str = "") -> str:
-    """A template with its words: "{an} on {ac} background" -> "a red apple on an orange background"."""
-    words = {"n": name, "an": with_article(name), "c": colour, "ac": with_article(colour)}
-    if right:
-        words |= {"n2": right, "an2": with_article(right)}
+# Plurals that no rule gives; the last word of a name decides.
+PLURALS = dict(
+    each.split()
+    for each in """
+mouse mice,goose geese,man men,woman women,child children,person people,tooth teeth,foot feet,leaf leaves,
+wolf wolves,knife knives,loaf loaves,scarf scarves,fish fish,blowfish blowfish,sheep sheep,deer deer,bison bison,
+shrimp shrimp,squid squid,ox oxen,die dice,tomato tomatoes,potato potatoes,volcano volcanoes,mango mangoes,
+mosquito mosquitoes,hippo hippos,dynamite dynamite,salmon salmon
+""".split(",")  # noqa: SIM905
+)
+NOT_LAST = (
+    "building",
+    "king",
+    "ring",
+    "wing",
+    "sling",
+    "string",
+    "painting",
+    "dumpling",
+    "earring",
+    "peeking",
+    "viking",
+)
+
+
+def plural(name: str) -> str | None:
+    """The plural of a name, None for one that is not counted: "slices of pizza", "mice", "foxes"; not "scissors"."""
+    words = name.split()
+    cut = next((i for i, word in enumerate(words) if i and (word in FILLERS or word.startswith("that"))), len(words))
+    head, rest = words[:cut], words[cut:]
+    if with_article(name) == name or any(word.endswith(("ing", "ed")) and word not in NOT_LAST for word in head[1:]):
+        return None
+    last = head[-1]
+    if last in ("up", "down") or name == "rock on hand":
+        return None
+    if last in PLURALS:
+        ending = PLURALS[last]
+    elif last.endswith("y") and last[-2:-1] not in "aeiou":
+        ending = last[:-1] + "ies"
+    else:
+        ending = last + ("es" if last.endswith(("s", "x", "ch", "sh", "z")) else "s")
+    return " ".join([*head[:-1], ending, *rest])
+
+
+def caption(template: str, name: str, colour: str = "white", second: str = "") -> str:
+    """A template with its words: "{an} on {ac} background" -> "a red apple on an orange background".
+
+    second is the name of the object on the right or below.
+    """
+    words = {"n": name, "an": with_article(name), "c": colour, "ac": with_article(colour), "p": plural(name)}
+    if second:
+        words |= {"n2": second, "an2": with_article(second)}
     return template.format(**words)
+
+
+def ground_caption(template: str, phrase: str, colour: str, rng: np.random.Generator | None = None) -> str:
+    """A phrase of several objects with its ground; rng chooses the freer words."""
+
+    def any_of(choices: Sequence[str]) -> str:
+        return choices[0 if rng is None else int(rng.integers(len(choices)))]
+
+    around = {"b": any_of(BEFORE_SEVERAL), "a": any_of(AFTER_SEVERAL), "g": any_of(GROUND)}
+    return template.format(x=phrase, c=colour, ac=with_article(colour), **around)
 
 
 def free_caption(rng: np.random.Generator, name: str, colour: str, plain: bool) -> str:
@@ -347,13 +432,83 @@ def glyph(character: str, font: str | None = None) -> Image.Image:
     return canvas.crop(box)
 
 
+TINTS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")  # colours that objects can have
+UNTINTED = set(
+    """face hand hands person people man woman boy girl baby couple sign button arrow fist foot footprints palm palms
+    thumbs finger fingers pointing biceps salute handshake ear nose mouth tongue leg lip adult child elf fairy genie
+    vampire mermaid superhero prince princess climber swimmer wrestlers dancers worker selfie horse_racing lungs
+    anatomical polish claus monkey speaking""".split()  # noqa: SIM905
+)
+BODY, NEAR, VIVID = 0.6, 0.09, 0.3  # least share of one hue in an emoji, its width in turns, least saturation
+
+
+@functools.cache
+def hue(character: str, font: str | None = None) -> tuple[float, float, float] | None:
+    """Hue (turns), saturation and value of an emoji's main colour; None if less than BODY of it has one hue."""
+    hsv = np.asarray(glyph(character, font).convert("RGB").convert("HSV"), np.float32) / 255
+    alpha = np.asarray(glyph(character, font).getchannel("A"), np.float32) / 255
+    weight = alpha * (hsv[..., 1] > VIVID) * (hsv[..., 2] > 0.25)
+    bins = np.bincount((hsv[..., 0] * 48).astype(int).ravel() % 48, weight.ravel(), 48)
+    near = sum(np.roll(bins, k) for k in range(-4, 5))
+    centre = (int(near.argmax()) + 0.5) / 48
+    body = weight * (np.abs((hsv[..., 0] - centre + 0.5) % 1 - 0.5) < NEAR)
+    if body.sum() < BODY * alpha.sum():
+        return None
+    own = (body[..., None] * hsv).sum((0, 1)) / body.sum()
+    turn = (body * ((hsv[..., 0] - centre + 0.5) % 1 - 0.5)).sum() / body.sum()
+    return (centre + float(turn)) % 1, float(own[1]), float(own[2])
+
+
+@functools.cache
+def tints(entry: Entry, font: str | None = None) -> dict[str, str]:
+    """The colours that an emoji can be drawn in, each with its name then: "green" -> "green car".
+
+    An emoji is tinted if most of it has one hue and one of its names tells no colour; people, hands and yellow faces
+    are left as they are.  Without a colour that would make it another emoji of the vocabulary, such as "blue heart".
+    """
+    names = [name for name in entry.names if not set(name.split()) & {*COLOURS, "golden", "rainbow", "blond"}]
+    if not names or names[0] in PROPER or set(names[0].split()) & UNTINTED or hue(entry.character, font) is None:
+        return {}
+    coloured = {colour: f"{colour} {names[0]}" for colour in TINTS}
+    return {colour: name for colour, name in coloured.items() if name not in NAMED}
+
+
+@functools.lru_cache(maxsize=4096)
+def tinted(character: str, colour: str, font: str | None = None) -> Image.Image:
+    """An emoji with what has its main hue in a colour of TINTS; as it is if that is its own.  RGBA."""
+    image, own = glyph(character, font), hue(character, font)
+    assert own is not None
+    h, s, v = _hsv(COLOURS[colour])
+    rgb = [round(255 * value) for value in colorsys.hsv_to_rgb(*own)]
+    apart = {name: math.dist(rgb, COLOURS[name]) for name in TINTS}
+    if min(apart.values()) == apart[colour] < 90:
+        return image
+    hsv = np.asarray(image.convert("RGB").convert("HSV"), np.float32) / 255
+    away = (hsv[..., 0] - own[0] + 0.5) % 1 - 0.5
+    body = np.clip((NEAR + 0.05 - np.abs(away)) / 0.05, 0, 1) * np.clip((hsv[..., 1] - 0.12) / 0.15, 0, 1)
+    new = np.stack([
+        (h + 0.3 * away) % 1,
+        np.clip(hsv[..., 1] * s / own[1], 0, 1),
+        np.clip(v * (hsv[..., 2] / own[2]) ** 0.8, 0, 1),
+    ], -1)  # fmt: skip
+    shifted = Image.fromarray((new * 255).round().astype(np.uint8), "HSV").convert("RGB")
+    out = Image.composite(shifted, image.convert("RGB"), Image.fromarray((body * 255).astype(np.uint8)))
+    out.putalpha(image.getchannel("A"))
+    return out
+
+
+def _hsv(rgb: Sequence[int]) -> tuple[float, float, float]:
+    return colorsys.rgb_to_hsv(*(value / 255 for value in rgb))
+
+
 VISIBLE = 0.05  # least mean distance of a glyph from its background, over the square around it; black to white is 1
 
 
 @functools.cache
-def backgrounds(character: str, font: str | None = None) -> tuple[str, ...]:
-    """The colours on which an emoji can be seen: all, but white for a white square and the like."""
-    image = np.asarray(glyph(character, font), np.float32) / 255  # (h,w,4)
+def backgrounds(character: str, font: str | None = None, tint: str = "") -> tuple[str, ...]:
+    """The colours on which an emoji, or one in a tint, can be seen: all, but white for a white square and the like."""
+    look = _look(character, tint, font)
+    image = np.asarray(look.reduce(4) if tint else look, np.float32) / 255  # (h,w,4)
     rgb, alpha, area = image[..., :3], image[..., 3], max(image.shape[:2]) ** 2
     contrast = {
         name: float((alpha * np.sqrt(((rgb - np.array(colour, np.float32) / 255) ** 2).mean(-1))).sum()) / area
@@ -370,11 +525,13 @@ def render(
     size: float = 0.72,
     centre: tuple[float, float] = (0.5, 0.5),
     font: str | None = None,
+    tint: str = "",
 ) -> Image.Image:
     """One emoji on a background: RGB, resolution x resolution.
 
     colour is a name or RGB in [0,255]; size is the longer side of the emoji and centre its place (x, y), as shares of
-    the image.  Raises ValueError for an unknown colour, a resolution below 16 and a missing font.
+    the image; tint is a colour that tints() has for it.  Raises ValueError for an unknown colour, a resolution below
+    16 and a missing font.
     """
     if resolution < 16:
         raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
@@ -383,22 +540,68 @@ def render(
             raise ValueError(f"got the colour {colour!r}, wanted one of {', '.join(COLOURS)}")
         colour = COLOURS[colour]
     image = Image.new("RGB", (resolution, resolution), colour)
-    _paste(image, character, size, centre, font)
+    _paste(image, _scaled(character, tint, max(1, round(size * resolution)), font), centre)
     return image
 
 
-def _paste(image: Image.Image, character: str, size: float, centre: tuple[float, float], font: str | None) -> None:
-    """Draw an emoji onto an image; the outermost 1/32 of it stays free wherever it fits."""
-    source, resolution = glyph(character, font), image.width
-    longest = max(1, round(size * resolution))
+def _look(character: str, tint: str, font: str | None) -> Image.Image:
+    return tinted(character, tint, font) if tint else glyph(character, font)
+
+
+@functools.lru_cache(maxsize=8192)  # below 300 MB at 128 pixels
+def _scaled(character: str, tint: str, longest: int, font: str | None) -> Image.Image:
+    source = _look(character, tint, font)
     width, height = (max(1, round(side * longest / max(source.size))) for side in source.size)
-    small = source.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
-    margin = max(1, resolution // 32)
+    return source.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
+
+
+def _paste(image: Image.Image, small: Image.Image, centre: tuple[float, float]) -> None:
+    """Draw an emoji onto an image; the outermost 1/32 of it stays free wherever it fits."""
+    margin = max(1, image.width // 32)
     x, y = (
-        max(margin, min(round(at * resolution - side / 2), resolution - side - margin))
-        for at, side in zip(centre, (width, height), strict=True)
+        max(margin, min(round(at * image.width - side / 2), image.width - side - margin))
+        for at, side in zip(centre, small.size, strict=True)
     )
     image.paste(small, (x, y), small)
+
+
+# How several objects lie, and how large they are: whole positions of latents of 8 pixels, at 128 pixels.
+SEVERAL = 0.4375
+LAYOUTS: dict[str, tuple[tuple[float, float], ...]] = {
+    "one": ((0.5, 0.5),),
+    "beside": ((0.25, 0.5), (0.75, 0.5)),
+    "stacked": ((0.5, 0.25), (0.5, 0.75)),
+    "three": ((0.5, 0.25), (0.25, 0.75), (0.75, 0.75)),
+}
+SPLITS = ("all", "train", "held_out")
+SHARE_HELD_OUT = 10  # one combination of so many
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object of a scene: an emoji, its colour ("" for its own), and what the caption calls it."""
+
+    label: int  # index into the vocabulary
+    tint: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a scene shows, and its caption."""
+
+    things: tuple[Thing, ...]  # in the order of their places in the layout
+    layout: str  # one of LAYOUTS
+    sided: bool  # whether the caption says who is where
+    colour: str
+    template: str
+    caption: str
+
+
+def in_split(split: str, *what: object) -> bool:
+    """Whether a combination, such as an emoji and a background, is in a split: of all, one in ten is held out."""
+    held_out = zlib.crc32("|".join(map(str, what)).encode()) % SHARE_HELD_OUT == 0
+    return split == "all" or held_out == (split == "held_out")
 
 
 @dataclass(frozen=True)
@@ -411,39 +614,92 @@ class Scenes:
     jitter: float
     font: str | None
     free: float = 0.0
+    counts: float = 0.0
+    tinted: float = 0.0
+    split: str = "all"
 
     def __call__(self, index: int) -> tuple[Image.Image, str]:
         """The scene of a number >= 0: RGB, resolution x resolution, and what is on it."""
         rng = np.random.default_rng(index)
-        if rng.random() < self.two:
-            return self._two(rng)
-        entry = self.entries[rng.integers(len(self.entries))]
-        colour, template = self._background(rng, backgrounds(entry.character, self.font), PLAIN, COLOURED)
-        u = rng.uniform(-1, 1, 3) * self.jitter
-        image = render(
-            entry.character,
-            colour,
-            self.resolution,
-            size=0.72 + 0.12 * u[0],
-            centre=(0.5 + 0.08 * u[1], 0.5 + 0.08 * u[2]),
-            font=self.font,
-        )
-        name = any_name(rng, entry)
-        if self.free > 0 and rng.random() < self.free:
-            return image, free_caption(rng, name, colour, template in PLAIN)
-        return image, caption(template, name, colour)
+        kind = rng.random()
+        scene = self.several(rng, kind < self.two) if kind < self.two + self.counts else self.one(rng)
+        return self.draw(scene, rng), scene.caption
 
-    def _two(self, rng: np.random.Generator) -> tuple[Image.Image, str]:
-        pair = [self.entries[i] for i in rng.choice(len(self.entries), 2, replace=False)]
-        first, second = (backgrounds(entry.character, self.font) for entry in pair)
-        seen = tuple(name for name in first if name in second)
-        colour, template = self._background(rng, seen or tuple(COLOURS), PLAIN_TWO, COLOURED_TWO)
-        image = Image.new("RGB", (self.resolution, self.resolution), COLOURS[colour])
-        for entry, x in zip(pair, (0.26, 0.74), strict=True):
+    def draw(self, scene: Scene, rng: np.random.Generator) -> Image.Image:
+        """A scene, its sizes and places by the jitter."""
+        image = Image.new("RGB", (self.resolution, self.resolution), COLOURS[scene.colour])
+        alone = scene.layout == "one"
+        size, spread, shift = (0.72, 0.12, 0.08) if alone else (SEVERAL, 0.03, 0.015)
+        for thing, (x, y) in zip(scene.things, LAYOUTS[scene.layout], strict=True):
             u = rng.uniform(-1, 1, 3) * self.jitter
-            _paste(image, entry.character, 0.40 + 0.04 * u[0], (x + 0.02 * u[1], 0.5 + 0.2 * u[2]), self.font)
-        left, right = (any_name(rng, entry) for entry in pair)
-        return image, caption(template, left, colour, right)
+            longest = max(1, round((size + spread * u[0]) * self.resolution))
+            small = _scaled(self.entries[thing.label].character, thing.tint, longest, self.font)
+            _paste(image, small, (x + shift * u[1], y + shift * u[2]))
+        return image
+
+    def one(self, rng: np.random.Generator) -> Scene:
+        """One emoji; its background, or its tint, makes the combination of the split."""
+        while True:
+            label = int(rng.integers(len(self.entries)))
+            thing = self._tinted(rng, label, self.split)
+            if thing is None:
+                thing = Thing(label, "", any_name(rng, self.entries[label]))
+            character = self.entries[label].character
+            seen = backgrounds(character, self.font, thing.tint)
+            if not thing.tint:
+                seen = tuple(colour for colour in seen if in_split(self.split, character, colour))
+            if seen:
+                break
+        colour, template = self._background(rng, seen, PLAIN, COLOURED)
+        text = caption(template, thing.name, colour)
+        if self.free > 0 and rng.random() < self.free:
+            text = free_caption(rng, thing.name, colour, template in PLAIN)
+        return Scene((thing,), "one", False, colour, template, text)
+
+    def several(self, rng: np.random.Generator, two: bool) -> Scene:
+        """Two different emoji, or two or three of one; which, makes the combination of the split."""
+        things, count = (self._pair(rng), 0) if two else self._alike(rng)
+        looks = (backgrounds(self.entries[thing.label].character, self.font, thing.tint) for thing in things)
+        common = set.intersection(*map(set, looks))
+        seen = tuple(name for name in COLOURS if name in common) or tuple(COLOURS)
+        colour, ground = self._background(rng, seen, GROUNDS_PLAIN, GROUNDS)
+        if two:
+            layout = ("beside", "beside", "stacked")[int(rng.integers(3))]
+            sides = list((BESIDE if layout == "beside" else STACKED).items())
+            side, templates = sides[int(rng.integers(len(sides)))]
+        else:
+            layout, side, templates = ("beside", "three")[count - 2], "", COUNTED[count]
+        phrase = caption(templates[int(rng.integers(len(templates)))], things[0].name, second=things[1].name)
+        free = rng if self.free > 0 and rng.random() < self.free else None
+        if free is not None:
+            ground = "{b}{x}{a}" if ground in GROUNDS_PLAIN else GROUNDS_FREE[int(rng.integers(len(GROUNDS_FREE)))]
+        return Scene(things, layout, bool(side), colour, ground, ground_caption(ground, phrase, colour, free))
+
+    def _pair(self, rng: np.random.Generator) -> tuple[Thing, ...]:
+        while True:
+            labels = [int(i) for i in rng.choice(len(self.entries), 2, replace=False)]
+            if in_split(self.split, *sorted(self.entries[label].character for label in labels)):
+                break
+        tints_of = "all" if self.split == "all" else "train"
+        return tuple(
+            self._tinted(rng, label, tints_of) or Thing(label, "", any_name(rng, self.entries[label]))
+            for label in labels
+        )
+
+    def _alike(self, rng: np.random.Generator) -> tuple[tuple[Thing, ...], int]:
+        while True:
+            label, count = int(rng.integers(len(self.entries))), int(rng.integers(2, 4))
+            names = [name for name in self.entries[label].names if plural(name)]
+            if names and in_split(self.split, self.entries[label].character, count):
+                return (Thing(label, "", names[int(rng.integers(len(names)))]),) * count, count
+
+    def _tinted(self, rng: np.random.Generator, label: int, split: str) -> Thing | None:
+        """An emoji in a colour of its split, or None: for those of one hue alone, and at times."""
+        if self.tinted == 0 or rng.random() >= self.tinted:
+            return None
+        entry = self.entries[label]
+        found = [each for each in tints(entry, self.font).items() if in_split(split, entry.character, "tint", each[0])]
+        return Thing(label, *found[int(rng.integers(len(found)))]) if found else None
 
     @staticmethod
     def _background(
@@ -468,25 +724,40 @@ def scenes(
     two: float = 0.0,
     jitter: float = 1.0,
     font: str | None = None,
-    free: float = 0.0,
+    **more: float | str,
 ) -> Callable[[int], tuple[Image.Image, str]]:
     """A function index >= 0 -> (RGB image, resolution x resolution, and its caption), the same in every process.
 
-    emoji is how many of the vocabulary to draw (default: all), two the share of scenes with two different ones, left
-    and right, jitter in [0,1] how much size and place vary, font another file of the font, free the share of captions
-    (of one emoji) in freer words.  A caption that names no colour is of a white background.  The result pickles.
-    Raises ValueError, also for a missing font.
+    emoji is how many of the vocabulary to draw (default: all), two the share of scenes with two different ones, beside
+    or above each other, jitter in [0,1] how much size and place vary, font another file of the font.  More: free, the
+    share of captions in freer words; counts, the share of scenes with two or three of a kind; tinted, the share of
+    single and paired emoji in another colour, of those that can have one; split, "train" without the combinations that
+    are held out, "held_out" with these alone, or "all".  A caption that names no colour is of a white background.
+    The result pickles.  Raises ValueError, also for a missing font.
     """
     entries = vocabulary(emoji)
-    for name, value in (("two", two), ("jitter", jitter), ("free", free)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"got {name} {value}, wanted 0 to 1")
+    known = {"free": 0.0, "counts": 0.0, "tinted": 0.0, "split": "all"}
+    if unknown := sorted(set(more) - set(known)):
+        raise ValueError(f"got the option {unknown[0]!r}, wanted one of emoji, two, jitter, font, {', '.join(known)}")
+    split = more.pop("split", "all")
+    shares = {"two": two, "jitter": jitter, **more}
+    for name, value in shares.items():
+        if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ValueError(f"got {name} {value!r}, wanted 0 to 1")
+    if split not in SPLITS:
+        raise ValueError(f"got the split {split!r}, wanted one of {', '.join(SPLITS)}")
+    if two + float(more.get("counts", 0.0)) > 1:
+        raise ValueError(f"got two {two} and counts {more['counts']}, wanted 1 or less together")
     if two > 0 and len(entries) < 2:
         raise ValueError("got one emoji and scenes of two different ones: take --emoji 2 or more")
+    if split == "held_out" and len(entries) < 200:
+        raise ValueError(f"got {len(entries)} emoji, too few for held-out combinations of each: take 200 or more")
     if resolution < 16:
         raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
     _font(font or FONT)
-    return Scenes(resolution, entries, two, jitter, font, free)
+    return Scenes(
+        resolution, entries, two, jitter, font, **{name: float(more[name]) for name in more}, split=str(split)
+    )
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -526,6 +797,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resolution", type=int, default=64, metavar="N", help="pixels (default: %(default)s)")
     parser.add_argument("--emoji", type=int, metavar="N", help="how many of the vocabulary (default: all)")
     parser.add_argument("--two", type=float, default=0.0, metavar="X", help="share of scenes with two emoji")
+    parser.add_argument("--counts", type=float, default=0.0, metavar="X", help="share with two or three of a kind")
+    parser.add_argument("--tinted", type=float, default=0.0, metavar="X", help="share of emoji in another colour")
+    parser.add_argument("--free", type=float, default=0.0, metavar="X", help="share of captions in freer words")
+    parser.add_argument("--split", choices=SPLITS, default="all", help="of combinations (default: %(default)s)")
     parser.add_argument("--jitter", type=float, default=1.0, metavar="X", help="how much size and place vary, 0 to 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="scenes start at index N x 2^32")
     parser.add_argument("--font", metavar="FILE", help="another file of the font")
@@ -533,7 +808,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.count < 1 or args.seed < 0:
             raise ValueError(f"got count {args.count} and seed {args.seed}, wanted 1 or more and 0 or more")
-        scene = scenes(args.resolution, args.emoji, args.two, args.jitter, args.font)
+        more = {name: getattr(args, name) for name in ("free", "counts", "tinted", "split")}
+        scene = scenes(args.resolution, args.emoji, args.two, args.jitter, args.font, **more)
         cells = []
         for k in range(args.count):
             image, text = scene(args.seed * 2**32 + k)

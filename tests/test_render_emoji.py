@@ -65,11 +65,42 @@ def test_articles(name: str, wanted: str) -> None:
     assert emoji.with_article(name) == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("cat", "cats"),
+        ("fox", "foxes"),
+        ("cherry blossom", "cherry blossoms"),
+        ("butterfly", "butterflies"),
+        ("monkey", "monkeys"),
+        ("slice of pizza", "slices of pizza"),
+        ("face with tears of joy", "faces with tears of joy"),
+        ("computer mouse", "computer mice"),
+        ("office building", "office buildings"),
+        ("scissors", None),
+        ("milk", None),
+        ("person bouncing a ball", None),
+    ],
+)
+def test_plurals(name: str, wanted: str | None) -> None:
+    assert emoji.plural(name) == wanted
+
+
+def test_one_combination_in_ten_is_held_out() -> None:
+    held = [emoji.in_split("held_out", character.character, 2) for character in emoji.VOCABULARY]
+    assert 80 < sum(held) < 180
+    assert held == [not emoji.in_split("train", each.character, 2) for each in emoji.VOCABULARY]
+    assert all(emoji.in_split("all", each.character) for each in emoji.VOCABULARY)
+
+
 def test_captions() -> None:
     assert emoji.caption(emoji.COLOURED[0], "red apple", "orange") == "a red apple on an orange background"
     assert emoji.caption(emoji.COLOURED[1], "red apple", "blue") == "red apple emoji, blue background"
-    assert emoji.caption(emoji.COLOURED_TWO[0], "cat", "green", "owl") == "a cat left of an owl on a green background"
-    assert all("{c}" not in t and "{ac}" not in t for t in (*emoji.PLAIN, *emoji.PLAIN_TWO))
+    phrase = emoji.caption(emoji.BESIDE["left"][0], "cat", second="owl")
+    assert phrase == "a cat to the left of an owl"
+    assert emoji.ground_caption(emoji.GROUNDS[0], phrase, "orange") == f"{phrase} on an orange background"
+    assert emoji.caption(emoji.COUNTED[3][0], "slice of pizza") == "three slices of pizza"
+    assert all("{c}" not in t and "{ac}" not in t for t in (*emoji.PLAIN, *emoji.GROUNDS_PLAIN))
     assert not set(evaluation.NEW_WORDINGS) & {*emoji.PLAIN, *emoji.COLOURED}
 
 
@@ -87,6 +118,12 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         emoji.scenes(64, emoji=1, two=0.5)
     with pytest.raises(ValueError, match="16 or more"):
         emoji.scenes(8)
+    with pytest.raises(ValueError, match="wanted 1 or less together"):
+        emoji.scenes(64, two=0.6, counts=0.6)
+    with pytest.raises(ValueError, match="wanted one of all, train, held_out"):
+        emoji.scenes(64, split="test")
+    with pytest.raises(ValueError, match="'count', wanted one of"):
+        emoji.scenes(64, count=0.5)
     with pytest.raises(ValueError, match="fonts-noto-color-emoji"):
         emoji.scenes(64, font=str(tmp_path / "none.ttf"))
     assert emoji.main([str(tmp_path / "out"), "--font", str(tmp_path / "none.ttf")]) == 2
@@ -181,16 +218,72 @@ def test_freer_words_name_the_same_colour_and_none_of_those_kept_for_evaluation(
 
 @needs_font
 def test_left_is_left_and_right_is_right() -> None:
-    scene, size = emoji.scenes(128, emoji=20, two=1.0, jitter=0.0), 0.40
+    scene = emoji.Scenes(128, emoji.vocabulary(20), two=1.0, jitter=0.0, font=None)
     names = {name: entry.character for entry in emoji.vocabulary(20) for name in entry.names}
+    layouts = set()
     for i in range(40):
         image, text = scene(i)
+        rng = np.random.default_rng(i)
+        rng.random()
+        layout = scene.several(rng, two=True).layout
+        layouts.add(layout)
         found = sorted((text.find(name), -len(name), name) for name in names if name in text)
-        left = found[0][2]
-        corner = image.getpixel((0, 0))
+        turned = any(words in text for words in (" right of ", " below ", " under ", "at the bottom and", "right and"))
+        first = names[found[0][2]]
+        corner, (x, y) = image.getpixel((0, 0)), emoji.LAYOUTS[layout][turned]
         assert isinstance(corner, tuple)
-        alone = emoji.render(names[left], corner, 128, size=size, centre=(0.26, 0.5))  # type: ignore[arg-type]
-        assert image.crop((0, 0, 64, 128)).tobytes() == alone.crop((0, 0, 64, 128)).tobytes()
+        alone = emoji.render(first, corner, 128, size=emoji.SEVERAL, centre=(x, y))  # type: ignore[arg-type]
+        box = (int(128 * x) - 32, int(128 * y) - 32, int(128 * x) + 32, int(128 * y) + 32)
+        assert image.crop(box).tobytes() == alone.crop(box).tobytes(), text
+    assert layouts == {"beside", "stacked"}
+
+
+@needs_font
+def test_two_or_three_of_a_kind() -> None:
+    scene, seen = emoji.scenes(64, emoji=200, counts=1.0, jitter=0.0), set()
+    for i in range(20):
+        image, text = scene(i)
+        count = 2 if {"two", "2", "pair"} & set(text.split()) else 3
+        seen.add(count)
+        pixels = np.asarray(image)
+        quarters = [pixels[32:, :32], pixels[32:, 32:]] if count == 3 else [pixels[16:48, :32], pixels[16:48, 32:]]
+        assert (quarters[0] == quarters[1]).all()
+        assert (quarters[0] != pixels[0, 0]).any()
+    assert seen == {2, 3}
+
+
+@needs_font
+def test_objects_have_the_colour_that_the_caption_names() -> None:
+    entries = {entry.names[0]: entry for entry in emoji.vocabulary(200)}
+    assert emoji.tints(entries["balloon"])["blue"] == "blue balloon"
+    assert "blue" not in emoji.tints(entries["red car"])  # "blue car" is the name of another emoji
+    assert not emoji.tints(entries["grinning face"])
+    for colour in emoji.TINTS:
+        main = np.median(np.asarray(emoji.tinted("🎈", colour)).reshape(-1, 4)[:, :3], 0)
+        assert min(emoji.TINTS, key=lambda name: math.dist(emoji.COLOURS[name], main)) == colour
+
+
+@needs_font
+def test_what_is_held_out_is_never_drawn_for_training() -> None:
+    def what(split: str) -> set[tuple[object, ...]]:
+        scenes = emoji.Scenes(16, emoji.vocabulary(200), 0.3, 0.0, None, counts=0.3, tinted=0.5, split=split)
+        found = set[tuple[object, ...]]()
+        for i in range(150):
+            rng = np.random.default_rng(i)
+            kind = rng.random()
+            scene = scenes.several(rng, kind < 0.3) if kind < 0.6 else scenes.one(rng)
+            characters = [scenes.entries[thing.label].character for thing in scene.things]
+            if len(set(characters)) == 2:
+                found.add(tuple(sorted(characters)))
+            elif len(characters) > 1:
+                found.add((characters[0], len(characters)))
+            else:
+                tint = scene.things[0].tint
+                found.add((characters[0], "tint", tint) if tint else (characters[0], scene.colour))
+        return found
+
+    assert all(emoji.in_split("train", *each) for each in what("train"))
+    assert all(emoji.in_split("held_out", *each) for each in what("held_out"))
 
 
 @needs_font
