@@ -1,10 +1,14 @@
 """How well a text-to-emoji checkpoint does what its prompt says, measured on prompts that nobody chose.
 
-    python scripts/evaluate_emoji.py [--ckpt FILE] [--count 1000] [--emoji N] [--curves] [--out DIR]
+    python scripts/evaluate_emoji.py [--ckpt FILE] [--count 1000] [--emoji N] [--kinds one,tinted,two,counted]
+                                     [--split held_out] [--curves] [--out DIR]
 
 Background: the median colour of the image's border is nearest, among the twelve, to the one asked for.  Identity: a
-classifier of renders of the first N emoji, trained here and then frozen, names the one asked for.  Both with Wilson's
-95 % interval, for wordings that the training captions have and for others.  Prints a table and one line of JSON.
+classifier of renders of the first N emoji, trained here and then frozen, names those asked for, each at its place.
+Composition: of two, both are right, and on the sides that the prompt names.  Count: as many are there as asked for,
+and all are right.  Colour: of the same emoji drawn in every colour, the one asked for is nearest.  All with Wilson's
+95 % interval, for wordings that the training captions have and for others.  The judge itself is judged first, on clean
+and on degraded renders of the same prompts.  Prints a table and one line of JSON.
 """
 
 import argparse
@@ -23,14 +27,25 @@ from PIL import Image, ImageDraw
 from render_emoji import (
     COLOURED,
     COLOURS,
+    GROUNDS,
+    GROUNDS_PLAIN,
+    LAYOUTS,
     PLAIN,
+    SEVERAL,
     SHARE_PLAIN,
+    SPLITS,
     Entry,
+    Scene,
     Scenes,
+    Thing,
     any_name,
     backgrounds,
     caption,
     contact_sheet,
+    ground_caption,
+    in_split,
+    render,
+    tints,
     vocabulary,
 )
 from safetensors import safe_open
@@ -55,7 +70,14 @@ NEW_WORDINGS = (
     "a picture of {an}, everything behind it is {c}",
     "{c} backdrop, {n} icon",
 )
+NEW_GROUNDS = (  # the same for several objects, {x}
+    "{ac} background with {x}",
+    "{x} in front of {ac} wall",
+    "a picture of {x}, everything behind is {c}",
+    "{c} backdrop, {x}",
+)
 SHARE_NEW = 0.25
+KINDS = ("one", "tinted", "two", "counted")
 FIRST_SEED = 2**40  # of the noise, far from any seed that people try
 FIRST_SCENE = 2**50  # of the classifier's renders, far from those of training
 
@@ -71,11 +93,23 @@ class Prompt:
     label: int  # index into the vocabulary
     colour: str
     seed: int
+    kind: str = "one"
+    scene: Scene | None = None  # of what is asked for; None: one emoji as it is
 
     @property
     def group(self) -> str:
         """Whether training captions are worded like it."""
-        return "new wording" if self.template in NEW_WORDINGS else "trained wording"
+        return "new wording" if self.template in (*NEW_WORDINGS, *NEW_GROUNDS) else "trained wording"
+
+    @property
+    def layout(self) -> str:
+        """Where the objects should be."""
+        return "one" if self.scene is None else self.scene.layout
+
+    @property
+    def things(self) -> tuple[Thing, ...]:
+        """The objects, in the order of their places."""
+        return (Thing(self.label, "", ""),) if self.scene is None else self.scene.things
 
 
 def draw_prompts(
@@ -85,6 +119,8 @@ def draw_prompts(
     rng, prompts = np.random.default_rng([seed, 0xE40]), []
     for k in range(count):
         label = int(rng.integers(len(entries)))
+        while not allowed(entries[label]):
+            label = int(rng.integers(len(entries)))
         colours, choice = allowed(entries[label]), rng.random()
         templates: Sequence[str] = NEW_WORDINGS if choice < SHARE_NEW else COLOURED
         colour = colours[int(rng.integers(len(colours)))]
@@ -93,6 +129,40 @@ def draw_prompts(
         template = templates[int(rng.integers(len(templates)))]
         text = caption(template, any_name(rng, entries[label]), colour)
         prompts.append(Prompt(text, template, label, colour, FIRST_SEED + seed * 2**24 + k))
+    return prompts
+
+
+def draw_several(kind: str, scenes: Scenes, count: int, seed: int) -> list[Prompt]:
+    """Prompts of emoji in other colours, of two emoji, or of some of a kind."""
+    rng, prompts = np.random.default_rng([seed, 0xE41, KINDS.index(kind)]), list[Prompt]()
+    while len(prompts) < count:
+        scene = scenes.one(rng) if kind == "tinted" else scenes.several(rng, kind == "two")
+        if kind == "tinted" and not scene.things[0].tint:
+            continue
+        template, text = scene.template, scene.caption
+        if rng.random() < SHARE_NEW:
+            template = NEW_GROUNDS[int(rng.integers(len(NEW_GROUNDS)))]
+            text = ground_caption(template, scene.phrase, scene.colour)
+        number = FIRST_SEED + seed * 2**24 + (KINDS.index(kind) << 20) + len(prompts)
+        prompts.append(Prompt(text, template, scene.things[0].label, scene.colour, number, kind, scene))
+    return prompts
+
+
+def all_prompts(entries: tuple[Entry, ...], kinds: Sequence[str], count: int, seed: int, **more: str) -> list[Prompt]:
+    """`count` prompts, about as many of each kind.  more: split and font, as of Scenes."""
+    split, font, prompts = more.get("split", "all"), more.get("font"), list[Prompt]()
+
+    def allowed(entry: Entry) -> list[str]:
+        seen = backgrounds(entry.character, font)
+        return [name for name in seen if in_split(split, entry.character, name)]
+
+    for i, kind in enumerate(kinds):
+        part = count // len(kinds) + (i < count % len(kinds))
+        if kind == "one":
+            prompts += draw_prompts(entries, part, seed, allowed)
+        else:
+            share = {"tinted": 1.0, "two": 0.25, "counted": 0.0}[kind]
+            prompts += draw_several(kind, Scenes(128, entries, 0.0, 0.0, font, tinted=share, split=split), part, seed)
     return prompts
 
 
@@ -126,7 +196,9 @@ class Verdict:
 
     prompt: Prompt
     colour: str
-    label: int
+    labels: tuple[int, ...]  # at the places of the prompt's layout
+    layout: str = "one"  # whose places are taken
+    tints: tuple[str, ...] = ("",)
 
     @property
     def background(self) -> bool:
@@ -134,26 +206,52 @@ class Verdict:
         return self.colour == self.prompt.colour
 
     @property
+    def label(self) -> int:
+        """The first of the labels."""
+        return self.labels[0]
+
+    @property
     def identity(self) -> bool:
-        """Whether the emoji is right."""
-        return self.label == self.prompt.label
+        """Whether every emoji is right, and where it should be; without named sides, the two may be swapped."""
+        asked = [thing.label for thing in self.prompt.things]
+        free = self.prompt.scene is not None and not self.prompt.scene.sided
+        return sorted(asked) == sorted(self.labels) if free else asked == list(self.labels)
+
+    @property
+    def placed(self) -> bool:
+        """Whether as many objects are there as asked for, each right."""
+        return self.identity and self.layout == self.prompt.layout
+
+    @property
+    def tinted(self) -> bool:
+        """Whether the objects have their colours, if they are those asked for."""
+        return self.identity and self.tints == tuple(thing.tint for thing in self.prompt.things)
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
-    """Both accuracies, and the share of images right in both."""
-    return {
+    """The accuracies: of background and identity, of both; and of what only some prompts ask for."""
+    found: dict[str, object] = {
         "background": share([v.background for v in verdicts]),
         "identity": share([v.identity for v in verdicts]),
         "both": share([v.background and v.identity for v in verdicts]),
     }
+    for name, kind in (("composition", "two"), ("count", "counted")):
+        if asked := [v.placed for v in verdicts if v.prompt.kind == kind]:
+            found[name] = share(asked)
+    if asked := [v.tinted for v in verdicts if any(thing.tint for thing in v.prompt.things)]:
+        found["colour"] = share(asked)
+    return found
 
 
 def by_group(verdicts: Sequence[Verdict]) -> dict[str, dict[str, object]]:
     """The summary of each kind of wording, then of each template."""
     groups: dict[str, list[Verdict]] = {}
+    groups["all"] = list(verdicts)
     for name in ("trained wording", "new wording"):
         groups[name] = [v for v in verdicts if v.prompt.group == name]
-    for template in (*PLAIN, *COLOURED, *NEW_WORDINGS):
+    for kind in KINDS:
+        groups[kind] = [v for v in verdicts if v.prompt.kind == kind]
+    for template in (*PLAIN, *COLOURED, *NEW_WORDINGS, *GROUNDS_PLAIN, *GROUNDS, *NEW_GROUNDS):
         groups[template] = [v for v in verdicts if v.prompt.template == template]
     return {name: summary(members) for name, members in groups.items() if members}
 
@@ -176,8 +274,39 @@ def nearest_colour(rgb: Tensor) -> list[str]:
     return [names[int(i)] for i in torch.cdist(rgb.float(), values).argmin(1)]
 
 
+def places(image: Tensor, layout: str) -> list[Tensor]:
+    """An image (3,H,W) -> the squares of a layout's places, (3,64,64) each: of one object the whole image."""
+    if layout == "one":
+        return [F.interpolate(image[None], size=(64, 64), mode="bilinear", antialias=True, align_corners=False)[0]]
+    side = image.shape[-1]
+    cuts = []
+    for x, y in LAYOUTS[layout]:
+        left, top = (round((at - 0.25) * side) for at in (x, y))
+        cut = image[None, :, top : top + side // 2, left : left + side // 2]
+        cuts.append(F.interpolate(cut, size=(64, 64), mode="bilinear", antialias=True, align_corners=False)[0])
+    return cuts
+
+
+def occupied(images: Tensor) -> Tensor:
+    """Images (B,3,H,W) -> (B,256): where they differ from their border's colour, on 16 x 16 squares."""
+    differs = (images - border_colour(images)[:, :, None, None]).abs().amax(1, keepdim=True)
+    return F.adaptive_avg_pool2d(((differs - 0.12) * 5).clamp(0, 1), 16).flatten(1)
+
+
+def nearest_tint(cut: Tensor, entry: Entry, alone: bool, colour: str, font: str | None) -> str:
+    """A place (3,64,64) of an image -> the colour in which an emoji resembles it most on a background.
+
+    "" is the emoji as it is; a colour in which it looks the same counts as its own, by whichever name.
+    """
+    names, size = ["", *tints(entry, font)], 0.72 if alone else 2 * SEVERAL
+    drawn = [np.asarray(render(entry.character, colour, 64, size=size, font=font, tint=name)) for name in names]
+    x = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 255
+    apart = F.avg_pool2d(x, 4) - F.avg_pool2d(cut[None], 4)
+    return names[int(apart.square().mean((1, 2, 3)).argmin())]
+
+
 CROP = 32
-VERSION = "1"  # of the classifier and its training: raise it with every change
+VERSION = "2"  # of the classifier and its training: raise it with every change
 
 
 def crops(images: Tensor, shake: float = 0.0) -> Tensor:
@@ -234,16 +363,28 @@ def network(classes: int) -> nn.Sequential:
 
 @dataclass(frozen=True, eq=False)
 class Descriptor:
-    """The frozen classifier, with its own accuracy on renders that it has not seen."""
+    """The frozen classifiers of emoji and of layouts, with the former's accuracy on renders that it has not seen."""
 
     net: nn.Sequential
     clean: float
     worsened: float
+    layout_net: nn.Module
+    entries: tuple[Entry, ...]
+    font: str | None
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """Images (B,3,H,W) in [0,1] -> labels (B)."""
         return torch.cat([self.net(crops(part)).argmax(1) for part in images.split(256)])
+
+    @torch.no_grad()
+    def layouts(self, images: Tensor) -> list[str]:
+        """Images (B,3,H,W) in [0,1] -> which places of them are taken: names of LAYOUTS."""
+        return [list(LAYOUTS)[int(i)] for i in self.layout_net(occupied(images)).argmax(1)]
+
+    def tint(self, cut: Tensor, thing: Thing, layout: str, colour: str) -> str:
+        """A place of an image -> the colour in which the emoji that should be there resembles it most."""
+        return nearest_tint(cut, self.entries[thing.label], layout == "one", colour, self.font)
 
     @property
     def complaint(self) -> str | None:
@@ -260,7 +401,7 @@ def renders(emoji: int, per_emoji: int, first: int, font: str | None) -> tuple[T
     """Jittered renders on all backgrounds -> images (N,3,64,64) uint8 and labels (N), as many of each emoji."""
     images = []
     for label, entry in enumerate(vocabulary(emoji)):
-        scene = Scenes(64, (entry,), two=0.0, jitter=1.0, font=font)
+        scene = Scenes(64, (entry,), two=0.0, jitter=1.0, font=font, tinted=0.3)
         start = FIRST_SCENE + first + label * 2**20
         images += [np.asarray(scene(start + k)[0]) for k in range(per_emoji)]
     stacked = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
@@ -283,10 +424,10 @@ def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     start = time.perf_counter()
-    images, labels = renders(emoji, max(16, 4000 // emoji), 0, font)
-    x, net, batch = _training_crops(images, generator), network(emoji), 128
+    images, labels = renders(emoji, max(20, 4000 // emoji), 0, font)
+    x, net, batch = _training_crops(images, generator), network(emoji), 256
     say(f"classifier: {len(x)} renders, {time.perf_counter() - start:.0f} s")
-    total = max(200, len(x) * 4 // batch)
+    total = max(200, len(x) * 8 // batch)
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=total)
     order = torch.cat([torch.randperm(len(x), generator=generator) for _ in range(total * batch // len(x) + 1)])
@@ -298,13 +439,51 @@ def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -
         schedule.step()
         if step % 100 == 0:
             say(f"classifier: step {step}/{total}, loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s")
-    net.eval()
-    descriptor = Descriptor(net, 0.0, 0.0)
+    layout_net, entries = train_layouts(vocabulary(emoji), font), vocabulary(emoji)
+    descriptor = Descriptor(net.eval(), 0.0, 0.0, layout_net, entries, font)
     images, labels = renders(emoji, max(4, 2000 // emoji), 2**19, font)
     x = images.float() / 255
     clean, worsened = (float((descriptor(y) == labels).float().mean()) for y in (x, worsen(x, generator)))
     say(f"classifier: {clean:.2%} clean, {worsened:.2%} worsened, of {len(x)}")
-    return Descriptor(net, clean, worsened)
+    return dataclasses.replace(descriptor, clean=clean, worsened=worsened)
+
+
+def train_layouts(entries: tuple[Entry, ...], font: str | None, count: int = 3000) -> nn.Module:
+    """Train the classifier of layouts on scenes of all kinds: seconds."""
+    names, images, labels = list(LAYOUTS), [], []
+    scenes = Scenes(64, entries, 0.0, 1.0, font)
+    for k in range(count if len(entries) > 1 else 8):
+        rng = np.random.default_rng(FIRST_SCENE + k)
+        scene = scenes.one(rng) if k % 4 == 0 or len(entries) == 1 else scenes.several(rng, k % 4 < 3)
+        images.append(
+            occupied(torch.from_numpy(np.asarray(scenes.draw(scene, rng)).copy()).permute(2, 0, 1)[None] / 255)
+        )
+        labels.append(names.index(scene.layout))
+    x, y, net = torch.cat(images), torch.tensor(labels), layout_network()
+    optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.01)
+    for _ in range(150):
+        loss = F.cross_entropy(net(x), y)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return net.eval()
+
+
+def layout_network() -> nn.Module:
+    """A small classifier of what occupied() gives."""
+    return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, len(LAYOUTS)))
+
+
+def judge_the_judge(prompts: Sequence[Prompt], classify: Descriptor) -> dict[str, dict[str, object]]:
+    """The accuracies of true renders of the prompts, at 128 pixels, clean and degraded: what a perfect model gets."""
+    scenes, images = Scenes(128, classify.entries, 0.0, 0.2, classify.font), []
+    for prompt in prompts:
+        scene = prompt.scene or Scene(prompt.things, "one", False, prompt.colour, "", "", "")
+        drawn = scenes.draw(scene, np.random.default_rng(prompt.seed))
+        images.append(torch.from_numpy(np.asarray(drawn).copy()).permute(2, 0, 1) / 255)
+    x = torch.stack(images)
+    bad = worsen(x, torch.Generator().manual_seed(1))
+    return {"clean": summary(judge(x, prompts, classify)), "degraded": summary(judge(bad, prompts, classify))}
 
 
 def descriptor(emoji: int, folder: Path, font: str | None, say: Callable[[str], None]) -> Descriptor:
@@ -315,9 +494,10 @@ def descriptor(emoji: int, folder: Path, font: str | None, say: Callable[[str], 
         with safe_open(path, "pt") as file:
             about = file.metadata()
             if about.get("characters") == characters and about.get("version") == VERSION:
-                net = network(emoji)
-                net.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
-                return Descriptor(net.eval(), float(about["clean"]), float(about["worsened"]))
+                nets = nn.ModuleDict({"emoji": network(emoji), "layout": layout_network()}).eval()
+                nets.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+                rates, entries = (float(about["clean"]), float(about["worsened"])), vocabulary(emoji)
+                return Descriptor(nets["emoji"], *rates, nets["layout"], entries, font)  # type: ignore[arg-type]
     made = train_descriptor(emoji, font, say)
     about = {
         "characters": characters,
@@ -326,11 +506,14 @@ def descriptor(emoji: int, folder: Path, font: str | None, say: Callable[[str], 
         "worsened": str(made.worsened),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(made.net.state_dict(), path, about)
+    save_file(nn.ModuleDict({"emoji": made.net, "layout": made.layout_net}).state_dict(), path, about)
     return made
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
+
+
+Classify = Callable[[Tensor], Tensor]  # (B,3,64,64) in [0,1] -> labels (B); a Descriptor tells layouts and tints too
 
 
 @dataclass(frozen=True)
@@ -357,14 +540,23 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
             yield (pixels + 1) / 2
 
 
-def judge(images: Tensor, prompts: Sequence[Prompt], classify: Callable[[Tensor], Tensor]) -> list[Verdict]:
+def judge(images: Tensor, prompts: Sequence[Prompt], classify: Classify) -> list[Verdict]:
     """Images (B,3,H,W) in [0,1] of as many prompts -> a verdict on each."""
-    colours, labels = nearest_colour(border_colour(images)), classify(images).tolist()
-    return [Verdict(*each) for each in zip(prompts, colours, labels, strict=True)]
+    cuts = [places(image, prompt.layout) for image, prompt in zip(images, prompts, strict=True)]
+    labels = iter(classify(torch.stack([cut for each in cuts for cut in each])).tolist())
+    layouts = classify.layouts(images) if isinstance(classify, Descriptor) else ["one"] * len(images)
+    verdicts = []
+    for prompt, own, colour, layout in zip(prompts, cuts, nearest_colour(border_colour(images)), layouts, strict=True):
+        seen = ("",)
+        if isinstance(classify, Descriptor) and any(thing.tint for thing in prompt.things):
+            things = zip(own, prompt.things, strict=True)
+            seen = tuple(classify.tint(cut, thing, prompt.layout, prompt.colour) for cut, thing in things)
+        verdicts.append(Verdict(prompt, colour, tuple(next(labels) for _ in own), layout, seen))
+    return verdicts
 
 
 def evaluate(
-    pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings, classify: Callable[[Tensor], Tensor]
+    pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings, classify: Classify
 ) -> tuple[list[Verdict], Tensor]:
     """Make the images of all prompts and judge them."""
     images = torch.stack(list(draw_images(pipe, prompts, settings)))
@@ -376,9 +568,9 @@ def marked_sheet(images: Tensor, verdicts: Sequence[Verdict], entries: Sequence[
     cells = []
     for pixels, verdict in zip(images, verdicts, strict=True):
         picture, text = to_pil(pixels * 2 - 1), verdict.prompt.text
-        if not (verdict.background and verdict.identity):
+        if not (verdict.background and verdict.identity and verdict.layout == verdict.prompt.layout):
             ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=(255, 0, 0))
-            seen = [] if verdict.identity else [entries[verdict.label].names[0]]
+            seen = [] if verdict.identity else [entries[label].names[0] for label in verdict.labels]
             seen += [] if verdict.background else [f"on {verdict.colour}"]
             text += f" [{' '.join(seen)}]"
         cells.append((picture, text))
@@ -394,7 +586,7 @@ def curves(
     pipe: Pipeline,
     prompts: Sequence[Prompt],
     settings: Settings,
-    classify: Callable[[Tensor], Tensor],
+    classify: Classify,
     say: Callable[[str], None],
 ) -> list[dict[str, object]]:
     """Accuracy against guidance scale, then against steps for every sampler, all of the same prompts and noise."""
@@ -438,8 +630,7 @@ def plot(points: Sequence[dict[str, object]], path: Path) -> None:
 
 def _line(numbers: dict[str, object]) -> str:
     cells = []
-    for name in ("background", "identity", "both"):
-        one = numbers[name]
+    for name, one in numbers.items():
         assert isinstance(one, dict)
         low, high = one["interval"]
         cells.append(f"{name} {one['share']:6.1%} [{low:.1%}, {high:.1%}]")
@@ -470,8 +661,15 @@ def run(args: argparse.Namespace) -> None:
     steps = pipe.family.steps if args.steps is None else args.steps
     settings = Settings(args.sampler or pipe.family.sampler, steps, scale, args.batch)
     make_plan(settings.sampler, pipe.schedule, steps)  # a mistake is said before the classifier is trained
+    font = {} if args.font is None else {"font": args.font}
     classify = descriptor(len(entries), args.out, args.font, say)
-    prompts = draw_prompts(entries, args.count, args.seed, lambda entry: backgrounds(entry.character, args.font))
+    kinds = args.kinds.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"got the kind {unknown[0]!r}, wanted some of {', '.join(KINDS)}")
+    prompts = all_prompts(entries, kinds, args.count, args.seed, split=args.split, **font)
+    rates = judge_the_judge(prompts, classify)
+    for name, numbers in rates.items():
+        say(f"the judge on {name} renders of the same prompts: {_line(numbers)}")
     start = time.perf_counter()
     verdicts, images = evaluate(pipe, prompts, settings, classify)
     groups = by_group(verdicts)
@@ -483,7 +681,10 @@ def run(args: argparse.Namespace) -> None:
         **{key: getattr(settings, key) for key in ("sampler", "steps", "scale")},
         "seed": args.seed,
         "seconds": round(time.perf_counter() - start, 1),
+        "kinds": kinds,
+        "split": args.split,
         "descriptor": {"clean": round(classify.clean, 4), "worsened": round(classify.worsened, 4)},
+        "judge": rates,
         "groups": groups,
     }
     args.out.mkdir(parents=True, exist_ok=True)
@@ -507,6 +708,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ckpt", metavar="FILE", help="checkpoint (default: the bundled model)")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="images (default: %(default)s)")
     parser.add_argument("--emoji", type=int, metavar="N", help="how many of the vocabulary it knows (default: all)")
+    parser.add_argument("--kinds", default="one", metavar="LIST", help=f"of {','.join(KINDS)} (default: %(default)s)")
+    parser.add_argument("--split", choices=SPLITS, default="all", help="of combinations (default: %(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="default: the checkpoint's")
     parser.add_argument("--sampler", metavar="NAME", help="default: the checkpoint's")
     parser.add_argument("--scale", type=float, metavar="S", help="guidance (default: the checkpoint's)")

@@ -595,6 +595,7 @@ class Scene:
     sided: bool  # whether the caption says who is where
     colour: str
     template: str
+    phrase: str  # the objects alone, as the caption says it
     caption: str
 
 
@@ -654,7 +655,7 @@ class Scenes:
         text = caption(template, thing.name, colour)
         if self.free > 0 and rng.random() < self.free:
             text = free_caption(rng, thing.name, colour, template in PLAIN)
-        return Scene((thing,), "one", False, colour, template, text)
+        return Scene((thing,), "one", False, colour, template, with_article(thing.name), text)
 
     def several(self, rng: np.random.Generator, two: bool) -> Scene:
         """Two different emoji, or two or three of one; which, makes the combination of the split."""
@@ -673,7 +674,8 @@ class Scenes:
         free = rng if self.free > 0 and rng.random() < self.free else None
         if free is not None:
             ground = "{b}{x}{a}" if ground in GROUNDS_PLAIN else GROUNDS_FREE[int(rng.integers(len(GROUNDS_FREE)))]
-        return Scene(things, layout, bool(side), colour, ground, ground_caption(ground, phrase, colour, free))
+        text = ground_caption(ground, phrase, colour, free)
+        return Scene(things, layout, bool(side), colour, ground, phrase, text)
 
     def _pair(self, rng: np.random.Generator) -> tuple[Thing, ...]:
         while True:

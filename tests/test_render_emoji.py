@@ -1,5 +1,6 @@
 """The emoji scenes, and the statistics of their evaluation; what draws is skipped where the font is not installed."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -332,6 +333,71 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "00007.txt").read_text(encoding="utf-8") == text + "\n"
     assert Image.open(tmp_path / "00007.png").convert("RGB").tobytes() == image.tobytes()
     assert (tmp_path / "contact-sheet.png").exists()
+
+
+@needs_font
+def test_held_out_prompts_of_every_kind() -> None:
+    entries = emoji.vocabulary(200)
+    prompts = evaluation.all_prompts(entries, evaluation.KINDS, 80, 0, split="held_out")
+    assert prompts == evaluation.all_prompts(entries, evaluation.KINDS, 80, 0, split="held_out")
+    assert len({prompt.seed for prompt in prompts}) == 80
+    for prompt in prompts:
+        characters = [entries[thing.label].character for thing in prompt.things]
+        what: dict[str, tuple[object, ...]] = {
+            "one": (characters[0], prompt.colour),
+            "tinted": (characters[0], "tint", prompt.things[0].tint),
+            "two": tuple(sorted(characters)),
+            "counted": (characters[0], len(characters)),
+        }
+        assert emoji.in_split("held_out", *what[prompt.kind])
+        assert prompt.colour == "white" or prompt.colour in prompt.text
+    assert {prompt.kind for prompt in prompts} == set(evaluation.KINDS)
+    assert {prompt.group for prompt in prompts} == {"trained wording", "new wording"}
+
+
+@needs_font
+def test_every_object_is_judged_at_its_place() -> None:
+    pair = (emoji.Thing(0, "", "red apple"), emoji.Thing(1, "", "cat"))
+    for layout in ("beside", "stacked"):
+        scene = emoji.Scene(pair, layout, True, "blue", "", "", "")
+        drawn = emoji.Scenes(128, emoji.VOCABULARY, 1.0, 0.0, None).draw(scene, np.random.default_rng(0))
+        image = torch.from_numpy(np.asarray(drawn).copy()).permute(2, 0, 1) / 255
+        first, second = evaluation.places(image, layout)
+        prompt = evaluation.Prompt("", "", 0, "blue", 0, "two", scene)
+
+        def classify(cuts: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([0 if torch.equal(cut, first) else 1 for cut in cuts])  # noqa: B023
+
+        verdict = evaluation.judge(image[None], [prompt], classify)[0]
+        assert not torch.equal(first, second)
+        assert (verdict.background, verdict.identity, verdict.labels) == (True, True, (0, 1))
+        swapped = dataclasses.replace(verdict, labels=(1, 0))
+        assert not swapped.identity
+        unsided = dataclasses.replace(prompt, scene=dataclasses.replace(scene, sided=False))
+        assert dataclasses.replace(swapped, prompt=unsided).identity
+        assert not dataclasses.replace(verdict, layout="three").placed
+
+
+@needs_font
+def test_the_colour_of_an_object_is_the_nearest_of_its_own() -> None:
+    entry = next(entry for entry in emoji.vocabulary(200) if entry.names[0] == "balloon")
+    for colour in ("blue", "yellow", "purple"):
+        image = torch.from_numpy(np.asarray(emoji.render(entry.character, "white", 64, tint=colour)).copy())
+        assert evaluation.nearest_tint(image.permute(2, 0, 1) / 255, entry, True, "white", None) == colour
+
+
+@pytest.mark.slow
+@needs_font
+def test_layouts_are_told_apart() -> None:
+    entries, names = emoji.vocabulary(200), list(emoji.LAYOUTS)
+    torch.manual_seed(0)
+    net, scenes, right = evaluation.train_layouts(entries, None, 600), emoji.Scenes(128, entries, 0.0, 0.3, None), 0
+    for k in range(60):
+        rng = np.random.default_rng(k)
+        scene = scenes.several(rng, k % 3 == 0) if k % 2 else scenes.one(rng)
+        image = torch.from_numpy(np.asarray(scenes.draw(scene, rng)).copy()).permute(2, 0, 1)[None] / 255
+        right += names[int(net(evaluation.occupied(image)).argmax())] == scene.layout
+    assert right >= 55
 
 
 @needs_font

@@ -45,8 +45,9 @@ class LearnedOptions(CheckedOptions):
 
     stage: str = option(
         "diffusion",
-        "what to train: the diffusion model, the autoencoder, vectors for a name (textual inversion), or a ControlNet",
-        choices=("autoencoder", "diffusion", "embedding", "control"),
+        "what to train: the diffusion model, the autoencoder, vectors for a name (textual inversion), a ControlNet, or "
+        "a preset's text encoder alone, by guessing latents from captions: a start for its diffusion model",
+        choices=("autoencoder", "text", "diffusion", "embedding", "control"),
         common=True,
     )
     preset: str | None = option(None, "train a small model from scratch: emoji64, emoji128")
@@ -147,10 +148,8 @@ _OF_CHECKPOINTS = (
     *("ckpt", "unet", "text_encoder", "lora", "ema", "zero_snr", "metadata"),
     *("attention", "matmul_precision", "vae_tiling"),
 )
-_OF_DIFFUSION = (
-    *("freeze_text", "lora_alpha", "lora_text", "caption_dropout", "min_snr", "tokens", "samples", "weighting"),
-    *("masked", "buckets", "class_data", "class_prompt", "validation"),
-)
+_OF_WEIGHTS = ("freeze_text", "min_snr", "weighting", "class_data", "class_prompt", "validation")
+_OF_DIFFUSION = (*_OF_WEIGHTS, "lora_alpha", "lora_text", "caption_dropout", "tokens", "samples", "masked", "buckets")
 _OF_LORA = ("lora_alpha", "lora_text", "lora_kind", "lokr_factor")
 _OF_EMBEDDING = ("token", "init_word", "vectors")
 _OF_FOLDERS = ("caption", "buckets", "masked")
@@ -190,6 +189,10 @@ def _check_stage(options: TrainOptions, load: LoadOptions) -> None:
         _refuse(load, ("lora", "zero_snr"), "with `stage=autoencoder`")
     else:
         _refuse(options, ("freeze_encoder",), "without `stage=autoencoder`")
+    if options.stage == "text":
+        if options.preset is None:
+            raise ValueError("`stage=text` begins a new text encoder: give `preset` in place of `ckpt`")
+        _refuse(options, (*_OF_WEIGHTS, "samples", "checkpointing"), "with `stage=text`")
     if options.stage == "embedding":
         if not options.token:
             raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")

@@ -52,12 +52,12 @@ def save(
     hint (3,H,W) uint8 is the image that a ControlNet reads for all samples.
     """
     untrained = None
-    if options.preset is not None and "text_encoder" in ema and options.stage == "diffusion":
+    if options.preset is not None and "text_encoder" in ema:
         untrained = trainer.untrained_tokens()
     _store(checkpoint_path(options), _content(options, model, ema, untrained), trainer.step)
     if trainer.averages is not None:
         trainer.averages.store(trainer.folder, trainer.step)
-    if options.stage != "autoencoder":
+    if options.stage not in ("autoencoder", "text"):
         with _with_ema(model, trainer, ema) as averaged:
             sheet = _sample_grid(averaged, options.samples.split("|"), ema.get("control"), hint)
         write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))

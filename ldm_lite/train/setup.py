@@ -45,6 +45,7 @@ from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.train.tars import TarShards
+from ldm_lite.train.text import TextLoss
 from ldm_lite.train.weighting import LearnedWeighting, Weighting, of_x0, uniform
 from ldm_lite.zoo.detection import parse_prediction
 from ldm_lite.zoo.families import Family, text_roles
@@ -76,7 +77,7 @@ def _new_model(options: TrainOptions, load_options: LoadOptions) -> Model:
     if load_options.vae is not None:
         component = open_autoencoder(load_options.vae)
         family = replace(family, vae=autoencoder_spec(component))
-    elif options.stage == "diffusion":
+    elif options.stage != "autoencoder":
         raise ValueError(
             "a new diffusion model needs an autoencoder: train one with `stage=autoencoder`, then give it as `vae=FILE`"
         )
@@ -280,6 +281,8 @@ def make_loss(options: TrainOptions, model: Model, empty: Conditioning | None = 
     if options.tokens is not None:
         assert model.tokenizer is not None
         model = replace(model, tokenizer=replace(model.tokenizer, length=options.tokens))
+    if options.stage == "text":
+        return TextLoss(model, options.caption_dropout)
     networks, control = trained_networks(options, model), None
     if options.stage == "embedding":
         vectors = Vectors(model, options.init_word, options.vectors)

@@ -35,6 +35,8 @@ AUTOENCODER = {"stage": "autoencoder"}
         (AUTOENCODER | {"samples": "a"}, {}, "`samples` has no effect with `stage=autoencoder`"),
         (AUTOENCODER | {"checkpointing": True}, {}, "`checkpointing` has no effect with `stage=autoencoder`"),
         ({"freeze_encoder": True}, {}, "`freeze_encoder` has no effect without `stage=autoencoder`"),
+        ({"stage": "text"}, {}, "`stage=text` begins a new text encoder: give `preset` in place of `ckpt`"),
+        ({"stage": "text", "preset": "emoji64", "min_snr": 5.0}, {}, "`min_snr` has no effect with `stage=text`"),
         ({"lora_alpha": 2.0}, {}, "`lora_alpha` has no effect without `lora_rank`"),
         ({"lora_text": True}, {}, "`lora_text` has no effect without `lora_rank`"),
         ({"lora_rank": 2, "freeze_text": True}, {}, "`freeze_text` has no effect with `lora_rank`"),

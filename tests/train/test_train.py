@@ -144,6 +144,28 @@ def test_tokens_that_no_caption_used_are_zero_in_a_new_model(
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+@pytest.mark.slow
+def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(tmp_path: Path, folder: Path) -> None:
+    load = LoadOptions(vae=os.fspath(hub.bundled()), device="cpu")
+    sample = {"samples": TrainOptions().samples}
+    given = options(folder, tmp_path / "a", stage="text", preset="emoji64", steps=60, batch=4, **sample)
+    path = train(replace(given, caption_dropout=0.0), load)
+    found = losses(tmp_path / "a")
+    assert np.mean(found[-5:]) < 0.5 * np.mean(found[:5])
+    whole = train(replace(given, caption_dropout=0.0, out=os.fspath(tmp_path / "b"), minutes=0.0), load)
+    train(replace(given, caption_dropout=0.0, out=os.fspath(tmp_path / "b"), resume=True), load)
+    assert losses(tmp_path / "b") == found
+    assert whole.read_bytes() == path.read_bytes()
+    pipe = ldm_lite.load(path, device="cpu")
+    assert pipe.family.scale_factor != setup.PRESETS["emoji64"].scale_factor
+    used = pipe.text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0
+    assert 5 <= used.sum() <= 20
+    further = train(options(folder, tmp_path / "c", steps=1), load_options(path))
+    after = ldm_lite.load(further, device="cpu")
+    assert after.family == pipe.family
+    assert torch.equal(after.text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0, used)
+
+
 def test_the_noise_schedule_of_the_first_checkpoint_is_kept(tmp_path: Path, folder: Path, small_path: Path) -> None:
     load = LoadOptions(ckpt=os.fspath(small_path), device="cpu", prediction="v", zero_snr=True)
     pipe = ldm_lite.load(train(options(folder, tmp_path, steps=1), load), device="cpu")
