@@ -8,7 +8,12 @@ from pathlib import Path
 
 import gpu_day
 import pytest
+import render_emoji
 from gpu_day import STAGES, Stage
+
+from ldm_lite.cli import flags
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.train.options import TrainOptions, check
 
 SCRIPT = """
 import os, pathlib, subprocess, sys, time
@@ -88,10 +93,26 @@ def test_an_unknown_stage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no stage is named steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["autoencoder", "text", "train"])
+def test_the_options_of_training_stages_are_valid(name: str) -> None:
+    (found,) = (each for each in STAGES if each.name == name)
+    for command in (found.command, found.toy):
+        words = command.format(dir="here", out="out").split()
+        (options, load), _ = flags.parse(words[2:], "train", "", (TrainOptions, LoadOptions))
+        check(options, load)
+        scenes = json.loads(options.renderer_options)
+        assert words[:2] == ["-m", "ldm_lite.train"]
+        assert render_emoji.Scenes(128, (), jitter=scenes.pop("jitter"), font=None, **scenes).split == "train"
+        assert options.resume
+
+
+LEFT_OUT = ("memory", "tuned", "autoencoder", "text", "train", "evaluate")
+
+
 @pytest.mark.slow
 def test_the_stages_run_in_miniature(tmp_path: Path) -> None:
     """Detached, followed to their end, and formatted; those left out take minutes on a CPU."""
-    names = [each.name for each in STAGES if each.name not in ("memory", "tuned", "train", "evaluate")]
+    names = [each.name for each in STAGES if each.name not in LEFT_OUT]
     out = tmp_path / "out"
     assert gpu_day.main(["run", "--toy", "--detach", "--out", str(out), "--only", ",".join(names)]) == 0
     assert gpu_day.main(["follow", "--seconds", "900", "--out", str(out)]) == 0
