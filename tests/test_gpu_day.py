@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_day
@@ -62,6 +63,21 @@ def test_what_is_done_is_not_done_again(script: Path, tmp_path: Path) -> None:
     written = json.loads((out / "results.json").read_text())
     assert written["stages"]["one"]["command"] == f"python {script} OUT/one 0"
     assert written["commit"]
+
+
+def test_training_that_is_not_at_its_last_step_goes_on_and_is_evaluated_again(script: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert gpu_day._trained("-m ldm_lite.bench", log)
+    assert not gpu_day._trained("-m ldm_lite.train --steps 30", log)
+    log.write_text('{"step": 20}\n')
+    assert not gpu_day._trained("-m ldm_lite.train --steps 30", log)
+    log.write_text('{"step": 20}\n{"step": 30}\n')
+    assert gpu_day._trained("-m ldm_lite.train --steps 30", log)
+    out = tmp_path / "out"
+    failing = [stage("one", script, "1"), replace(stage("two", script, "0"), after="one")]
+    for _ in range(2):
+        gpu_day.run(out, failing, toy=True)
+    assert [len((out / name / "runs").read_text()) for name in ("one", "two")] == [2, 2]
 
 
 def test_publishing_replaces_the_results_of_an_earlier_run(tmp_path: Path) -> None:
