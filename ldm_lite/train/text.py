@@ -39,7 +39,8 @@ class LatentGuess(nn.Module):
         for block in self.blocks:
             x = block(x, context)
         x = torch.einsum("bph,pho->bop", F.gelu(self.hidden(self.norm(x))), self.last)  # (B,4C,P)
-        return F.pixel_shuffle(x.unflatten(2, (self.shape[1] // PATCH, self.shape[2] // PATCH)), PATCH)
+        _, h, w = self.shape
+        return F.pixel_shuffle(x.reshape(*x.shape[:2], h // PATCH, w // PATCH), PATCH)
 
 
 @dataclass
