@@ -5,7 +5,7 @@ stay the same however a step is divided into processes and batches, and a run ca
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -166,7 +166,9 @@ class Share:
     end: int
 
 
-def batches(dataset: Dataset, seed: int, share: Share, workers: int, prior: Dataset | None = None) -> Iterator[Batch]:
+def batches(
+    dataset: Dataset, seed: int, share: Share, workers: int, prior: Dataset | None = None
+) -> Generator[Batch]:
     """Yield the batches of a process, prefetched by worker processes, with as many images of `prior`.
 
     Raises what `example` raises.
@@ -241,7 +243,7 @@ def _caught(make: Callable[[], T]) -> T | Exception:
         return error
 
 
-def _reraised(items: Iterable[T | Exception]) -> Iterator[T]:
+def _reraised(items: Iterable[T | Exception]) -> Generator[T]:
     for item in items:
         if isinstance(item, Exception):
             raise item

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,8 +199,9 @@ class Trainer:
         signal stops at once.  Raises ValueError if the loss is not finite: the weights of the step before are saved
         then, if theirs is; ChildProcessError if a worker or another process of the run dies.
         """
-        with noted() as received, reported_workers(), distributed.reported_peers():
-            self._fit(self._batches(dataset, prior), on_step, on_save, received)
+        data = contextlib.closing(self._batches(dataset, prior))  # its workers end before the process waits for them
+        with noted() as received, reported_workers(), distributed.reported_peers(), data as batches:
+            self._fit(batches, on_step, on_save, received)
         if received:
             raise Stopped(received[0], f"the state of step {self.step} is saved, `resume=True` continues")
 
@@ -278,7 +279,7 @@ class Trainer:
             )  # fmt: skip
         return failed is None
 
-    def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Iterator[Batch]:
+    def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Generator[Batch]:
         """Yield this process's part of each batch, from the current step on."""
         config, rank, size = self.config, distributed.rank(), distributed.world_size()
         own = range(rank * config.batch // size, (rank + 1) * config.batch // size)

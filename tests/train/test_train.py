@@ -128,6 +128,15 @@ def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_with_workers_ends(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """Workers ignore signals: a process that waited for them at its end would never end."""
+    command_line = ["--data", folder, "--ckpt", small_path, "--out", tmp_path, "--workers", "1", "--steps", "2"]
+    argv = [sys.executable, "-m", "ldm_lite.train", *map(os.fspath, command_line), "--batch", "2", "--device", "cpu"]
+    subprocess.run(argv, check=True, timeout=200)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 def test_tokens_that_no_caption_used_are_zero_in_a_new_model(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
