@@ -166,9 +166,7 @@ class Share:
     end: int
 
 
-def batches(
-    dataset: Dataset, seed: int, share: Share, workers: int, prior: Dataset | None = None
-) -> Generator[Batch]:
+def batches(dataset: Dataset, seed: int, share: Share, workers: int, prior: Dataset | None = None) -> Generator[Batch]:
     """Yield the batches of a process, prefetched by worker processes, with as many images of `prior`.
 
     Raises what `example` raises.
