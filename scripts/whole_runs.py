@@ -58,7 +58,9 @@ def prepare(folder: Path, pixels: int) -> None:
             parameter.data = parameter.data.contiguous()
     StableDiffusionPipeline(
         **networks,
-        tokenizer=transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")),
+        tokenizer=transformers.CLIPTokenizer(
+            str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77
+        ),
         scheduler=DPMSolverMultistepScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
         ),
