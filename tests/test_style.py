@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(toy.style(), path / "style.pth")
     clip = {f"vision_model.{key}": value for key, value in toy.vision().items()}
     clip |= {
-        "visual_projection.weight": torch.ones(2, 2),
+        "visual_projection.weight": torch.ones(2, 128),
         "text_model.embeddings.token_embedding.weight": torch.ones(2),
     }
     save_file(clip | {"logit_scale": torch.ones(1)}, path / "clip.safetensors")
@@ -118,10 +118,10 @@ def test_the_command_and_its_mistakes(
             ["--control", asked(folder)],
             "give its file with --clip-vision FILE, for instance openai/clip-vit-large-patch",
         ),
-        (clip, "got --clip-vision, which only a --control with a style adapter uses: leave it out"),
+        (clip, "got --clip-vision, which only a --control with a style adapter or an IP-Adapter uses: leave it out"),
         (
             ["--control", asked(folder), "--clip-vision", str(folder / "style.pth")],
-            "style.pth: holds no CLIP image encoder in Hugging Face's format, only style",
+            "style.pth: holds no CLIP image encoder with the names of Hugging Face or OpenCLIP, only style",
         ),
         (["--control", asked(folder, net="narrow.pth"), *clip], "is for UNets with context 32 "),
     ):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ldm_lite.checkpoint import vision_keys
 from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
 from ldm_lite.checkpoint.gguf import MAGIC, open_gguf
 from ldm_lite.checkpoint.safetensors_file import MOST_TENSORS, open_safetensors
@@ -145,6 +146,7 @@ COMPONENTS = (
     ("adapter", "body.0.block1.weight", ("adapter.", "")),
     ("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
     ("style", "style_embedding", ("adapter.", "")),
+    ("ip_adapter", "ip_adapter.1.to_k_ip.weight", ("",)),
     ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
     ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
@@ -186,6 +188,7 @@ NO_WEIGHTS = re.compile(
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$"  # Qwen3's and Lumina's, of no use in Z-Image
 )
 EMA = "model_ema."
+VISION_OUTPUT = "visual_projection.weight"
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,9 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
     Raises ValueError, one line, if there is none or ldm_lite does not read this kind of file.
     """
     checkpoint = _with_clip_g(to_original_layout(checkpoint))
+    with errors_of(checkpoint.path):
+        if vision := vision_keys.renamed(checkpoint.shapes, checkpoint.read):
+            checkpoint = Checkpoint(checkpoint.path, vision[0], checkpoint.metadata, vision[1])
     stored = taesd_keys({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
     stored = original_keys(stored)
     if what := foreign(stored):
@@ -225,6 +231,8 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
         if found is None or role in components:
             continue
         keys = {key.removeprefix(found): key for key in stored if key.startswith(found) and key not in used}
+        if role == "vision" and VISION_OUTPUT in stored:  # beside the encoder, without its prefix
+            keys[VISION_OUTPUT] = VISION_OUTPUT
         used |= set(keys.values())
         components[role] = Component(checkpoint, {key: stored[long] for key, long in keys.items()})
     if "vae" in components:

@@ -19,6 +19,7 @@ from ldm_lite.runtime.memory import MappedPages
 MOST_PICKLE = 64 * 2**20  # bytes
 MOST_DIRECTORY = 8 * 2**20  # bytes of a zip file's list of members, some 100,000
 WRAPPERS = ("state_dict", "params_ema", "params")  # the last two: BasicSR
+IP_ADAPTER = ("image_proj", "ip_adapter")
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a legacy file
 
 Spans = dict[str, tuple[int, int]]  # a storage's name -> its first byte in the file, and its number of bytes
@@ -85,6 +86,9 @@ def _tensors(content: object) -> dict[str, Stored]:
         own = {"*": name} if isinstance(name, str) else {}
         parts = learned.items() if isinstance(learned, dict) else ()
         content = {f"{INVERSION}.{own.get(key, key)}": value for key, value in parts}
+    for name in IP_ADAPTER:  # two dictionaries in one
+        if isinstance(parts := content.get(name), dict):
+            content = {**content, **{f"{name}.{key}": value for key, value in parts.items()}}
     for key, value in content.items():
         if isinstance(value, Special):
             raise ValueError(f"{key} is {value.kind}, wanted an ordinary tensor")

@@ -2,19 +2,22 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.control.control import Control
-from ldm_lite.control.loading import LoadedControl
+from ldm_lite.control.loading import ImagePrompt, LoadedControl
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.step import Network, denoise_step
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
+from ldm_lite.models.ip_adapter import Images
 from ldm_lite.models.style_adapter import styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
+from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention, SpatialTransformer
 
 Features = tuple[Tensor | None, ...]  # as UNet.forward takes them
 
@@ -24,7 +27,8 @@ class ActiveControls:
 
     A step without any control runs the UNet alone.  If steps are compiled, all other steps run all controls, with
     weight 0 outside their range, since leaving one out would need another graph.  Style adapters append tokens to the
-    context, only within their range.
+    context, only within their range.  An IP-Adapter's image has a separate attention, of the branches but the negative
+    prompt's.
     """
 
     def __init__(
@@ -45,10 +49,17 @@ class ActiveControls:
         self._nets: list[tuple[Control, ControlInput]] = []  # with the inputs within their range of steps
         self._adapters: list[tuple[Control, Features]] = []
         self._styles: list[tuple[Control, Tensor]] = []
+        self._prompts: list[tuple[Control, ImagePrompt]] = []
+        self._images: tuple[object, tuple[Any, ...] | None] = None, None
+        self._instructed = model.family.task == "instruct"
         for loaded in controls:
             control, network = loaded.control, loaded.network
             if isinstance(network, Tensor):
                 self._styles.append((control, network))
+                continue
+            if isinstance(network, ImagePrompt):
+                _check_layers(model, control)
+                self._prompts.append((control, network))
                 continue
             pixels = control.pixels(size).to(model.device, model.dtype)
             if isinstance(network, ControlNet):
@@ -65,7 +76,7 @@ class ActiveControls:
         if tokens and conditioning.context is not None:
             longer = styled(conditioning.context, torch.cat(tokens, dim=1), self._num_branches(step))
             conditioning = conditioning._replace(context=longer)
-        if not any(self._acts(control, step) for control, _ in (*self._nets, *self._adapters)):
+        if not any(self._acts(control, step) for control, _ in (*self._nets, *self._adapters, *self._prompts)):
             return self._unet, conditioning
         inputs: list[ControlInput | None] = []
         for control, one in self._nets:
@@ -79,7 +90,27 @@ class ActiveControls:
             if not self._acts(control, step):
                 own = tuple(None if each is None else torch.zeros_like(each) for each in own)
             features = own if features is None else tuple(map(_plus, features, own))
-        return self._controlled, conditioning._replace(control=ControlInputs(tuple(inputs), features))
+        images = self._image_rows(step, conditioning)
+        return self._controlled, conditioning._replace(control=ControlInputs(tuple(inputs), features, images))
+
+    def _image_rows(self, step: int, conditioning: Conditioning) -> tuple[Any, ...] | None:
+        """Return the keys and values of images (K*B,T,C), by transformer, block and IP-Adapter; None without one."""
+        acting = tuple(self._acts(control, step) for control, _ in self._prompts)
+        if not any(acting) and not (acting and self._compiled):
+            return None
+        assert conditioning.context is not None
+        branches, rows = self._num_branches(step), len(conditioning.context)
+        if self._images[0] != (acting, branches, rows):
+            alone = branches - 1 if self._instructed else min(branches - 1, 1)  # branches of the negative prompt
+            count = alone * rows // branches
+            adapters = [
+                _rows(prompt, (count, rows - count), acts)
+                for (_, prompt), acts in zip(self._prompts, acting, strict=True)
+                if acts or self._compiled
+            ]
+            layers = zip(*adapters, strict=True)
+            self._images = (acting, branches, rows), tuple(tuple(zip(*layer, strict=True)) for layer in layers)
+        return self._images[1]
 
     def _acts(self, control: Control, step: int) -> bool:
         # Rounded to a thousandth of a step: shares like 0.3 are not exact in binary.
@@ -93,6 +124,30 @@ class ActiveControls:
         guess = guess_scales(num) if control.guess else [1.0] * num
         scales = torch.tensor([control.weight * scale for scale in guess], device=pixels.device)
         return ControlInput(network.embed_hint(pixels), scales, share=1, pool=control.pool)
+
+
+def _rows(prompt: ImagePrompt, counts: tuple[int, int], acts: bool) -> Images:
+    """Return an image's keys and values for that many rows of the negative and of the other branches."""
+
+    def expanded(never: Tensor, given: Tensor) -> Tensor:
+        return torch.cat([each.expand(count, -1, -1) for each, count in zip((never, given), counts, strict=True)])
+
+    layers = zip(prompt.never, prompt.given, strict=True)
+    return tuple(
+        tuple(
+            (expanded(never[0], given[0]), expanded(never[1], given[1]) * acts)
+            for never, given in zip(*layer, strict=True)
+        )
+        for layer in layers
+    )
+
+
+def _check_layers(model: Model, control: Control) -> None:
+    """Raises ValueError if a forward of the UNet's was replaced by one that does not know of images."""
+    kinds = (SpatialTransformer, BasicTransformerBlock, CrossAttention)
+    for name, layer in model.unet.named_modules():
+        if isinstance(layer, kinds) and "forward" in vars(layer):
+            raise ValueError(f"{control}: an IP-Adapter needs the UNet's own attention, and {name} was replaced")
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.image import clip_crop
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.controlnet import ControlNet, infer_spec
+from ldm_lite.models.ip_adapter import Images, IPAdapter, IPAdapterSpec
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
@@ -27,12 +29,19 @@ from ldm_lite.runtime.setup import prepare_like
 log = logging.getLogger("ldm_lite")
 
 
+class ImagePrompt(NamedTuple):
+    """The keys and values of an image for every cross-attention, and those for the negative prompt's branch."""
+
+    given: Images
+    never: Images
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedControl:
-    """A control with its network, or, for a style adapter, with the tokens (1,T,C) computed from its image."""
+    """A control with its network, or with what a style adapter (tokens (1,T,C)) or an IP-Adapter made of its image."""
 
     control: Control
-    network: ControlNet | T2IAdapter | Tensor
+    network: ControlNet | T2IAdapter | Tensor | ImagePrompt
 
 
 def load_controls(
@@ -40,34 +49,44 @@ def load_controls(
 ) -> list[LoadedControl]:
     """Load the controls' networks, in the model's dtype, onto its device: whole, or offloaded by block like its UNet.
 
-    clip_vision is the file of CLIP's image encoder, which style adapters need.  Raises FileNotFoundError or ValueError,
-    one line, for files that hold no control, or one for a different UNet.
+    clip_vision is the file of CLIP's image encoder, which style adapters and IP-Adapters need.  Raises
+    FileNotFoundError or ValueError, one line, for files that hold no control, or one for a different UNet.
     """
     if not controls and clip_vision is None:
         return []
     if not isinstance(model.unet, UNet):
         raise ValueError(f"{model.family.title} has no UNet that a control could act on")
     loaded = [_load(model, control) for control in controls]
-    styles = any(isinstance(network, StyleAdapter) for _, network in loaded)
-    if styles != (clip_vision is not None):
+    vision = _load_vision(model, clip_vision, [network for _, network in loaded])
+    return [LoadedControl(control, _with_image(network, vision, control)) for control, network in loaded]
+
+
+def _load_vision(
+    model: Model, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]
+) -> CLIPVisionEncoder | None:
+    """Load the image encoder, if a network reads one.  Raises ValueError if there is one too many or too few."""
+    styles = any(isinstance(network, StyleAdapter) for network in networks)
+    prompts = any(isinstance(network, IPAdapter) for network in networks)
+    if source is None and (styles or prompts):
         raise ValueError(
             "a style adapter needs CLIP ViT-L/14's image encoder: give its file with `clip_vision=FILE`, for instance "
             "openai/clip-vit-large-patch14/model.safetensors"
             if styles
-            else "got `clip_vision`, which only a `control` with a style adapter uses: leave it out"
+            else "an IP-Adapter needs the image encoder that it was trained with (CLIP ViT-H, or bigG for "
+            "ip-adapter_sdxl): give its file with `clip_vision=FILE`, for instance "
+            "h94/IP-Adapter/models/image_encoder/model.safetensors"
         )
-    vision = None if clip_vision is None else _load_vision(model, clip_vision)
-    return [
-        LoadedControl(control, _tokens(network, vision, control) if isinstance(network, StyleAdapter) else network)
-        for control, network in loaded
-    ]
-
-
-def _load_vision(model: Model, source: str | os.PathLike[str]) -> CLIPVisionEncoder:
+    if source is None:
+        return None
+    if not styles and not prompts:
+        raise ValueError(
+            "got `clip_vision`, which only a `control` with a style adapter or an IP-Adapter uses: leave it out"
+        )
     components = split(open_source(source))
     if "vision" not in components:
         raise ValueError(
-            f"{source}: holds no CLIP image encoder in Hugging Face's format, only {', '.join(components)}"
+            f"{source}: holds no CLIP image encoder with the names of Hugging Face or OpenCLIP, only "
+            f"{', '.join(components)}"
         )
     with errors_of(source), on_meta():
         vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(components["vision"].shapes))
@@ -76,18 +95,46 @@ def _load_vision(model: Model, source: str | os.PathLike[str]) -> CLIPVisionEnco
 
 
 @torch.no_grad()
-def _tokens(network: StyleAdapter, vision: CLIPVisionEncoder | None, control: Control) -> Tensor:
-    """Compute a style adapter's tokens (1,T,C), times its weight, once per job."""
+def _with_image(
+    network: ControlNet | T2IAdapter | StyleAdapter | IPAdapter, vision: CLIPVisionEncoder | None, control: Control
+) -> ControlNet | T2IAdapter | Tensor | ImagePrompt:
+    """Compute once per job what a style adapter or an IP-Adapter makes of its image, times its weight."""
+    if not isinstance(network, StyleAdapter | IPAdapter):
+        return network
     assert vision is not None
-    if vision.spec.width != network.spec.width:
+    linear = isinstance(network, IPAdapter) and network.spec.kind == "linear"
+    wanted = network.spec.image_width if isinstance(network, IPAdapter) else network.spec.width
+    got = vision.spec.projection if linear else vision.spec.width
+    if got != wanted:
+        what = "whose pooled output is" if linear else "that is"
+        face = ": embeddings of faces are not read" if wanted == FACES else ""
         raise ValueError(
-            f"{control.source}: needs an image encoder {network.spec.width} wide, got one of {vision.spec.width}"
+            f"{control.source}: needs an image encoder {what} {wanted} wide{face}{WIDTHS.get((linear, wanted), '')}, "
+            f"got one of {got}"
         )
-    pixels = unit_pixels(clip_crop(control.rgb(), vision.spec.size))
-    return control.weight * network(vision(pixels.to(network.proj)))
+    pixels = unit_pixels(clip_crop(control.rgb(), vision.spec.size)).to(vision.embeddings.class_embedding)
+    if isinstance(network, StyleAdapter):
+        return control.weight * network(vision(pixels))
+    given, never = network.tokens(vision, pixels)
+    return ImagePrompt(*(_scaled(network(tokens), control.weight) for tokens in (given, never)))
 
 
-def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdapter | StyleAdapter]:
+FACES = 512  # width of InsightFace's embeddings, which InstantID reads
+WIDTHS = {  # of image encoders, by whether the pooled output is read
+    (True, 1024): " (CLIP ViT-H)",
+    (True, 1280): " (CLIP ViT-bigG)",
+    (False, 1280): " (CLIP ViT-H)",
+    (False, 1664): " (CLIP ViT-bigG)",
+    (False, 1024): " (CLIP ViT-L)",
+}
+
+
+def _scaled(images: Images, weight: float) -> Images:
+    """Multiply the values, and so what attention makes of them, by a weight."""
+    return tuple(tuple((k, weight * v) for k, v in blocks) for blocks in images)
+
+
+def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdapter | StyleAdapter | IPAdapter]:
     """Load a control's network; return the control, updated from the network's configuration, and the network."""
     if model.unet not in control.networks:
         control.networks[model.unet] = _read(model, control.source)
@@ -95,18 +142,22 @@ def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdap
     return replace(control, pool=True) if pools else control, network
 
 
-def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2IAdapter | StyleAdapter, bool]:
+def _read(
+    model: Model, source: str | os.PathLike[str]
+) -> tuple[ControlNet | T2IAdapter | StyleAdapter | IPAdapter, bool]:
     """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
     components = split(open_source(source))
-    role = next((role for role in ("control", "adapter", "style") if role in components), None)
+    role = next((role for role in ("control", "adapter", "style", "ip_adapter") if role in components), None)
     if role is None:
-        raise ValueError(f"{source}: holds no ControlNet and no T2I-Adapter, only {', '.join(components)}")
+        raise ValueError(f"{source}: holds no ControlNet, T2I-Adapter or IP-Adapter, only {', '.join(components)}")
     found = components[role]
     with errors_of(source), on_meta():
         network = _build(model, role, found.shapes)
         _check_heads(model.family.unet, found.checkpoint.metadata)
-    # A style adapter runs now and is freed.
-    by_block = role != "style" and model.offloader is not None and model.offloader.offload == "sequential"
+    # Style adapters and IP-Adapters run now.
+    by_block = (
+        role not in ("style", "ip_adapter") and model.offloader is not None and model.offloader.offload == "sequential"
+    )
     home = torch.device("cpu") if by_block else model.device
     load_weights(network, found, "control", home, model.dtype)
     if "difference" in found.checkpoint.shapes:
@@ -122,7 +173,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNet | T2
     return network, pools
 
 
-def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter:
+def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter | IPAdapter:
     """Build the network of a role for weights of these shapes.
 
     Raises ValueError if they make no sense, or are for UNets of another kind.
@@ -136,6 +187,11 @@ def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter |
         style = StyleAdapterSpec.from_shapes(shapes)
         _check_fit(model, {"context": style.context_dim})
         return StyleAdapter(style)
+    if role == "ip_adapter":
+        ip_adapter = IPAdapterSpec.from_shapes(shapes)
+        _check_fit(model, {"context": ip_adapter.context_dim})
+        assert isinstance(model.unet, UNet)
+        return IPAdapter(ip_adapter, model.unet)
     spec = replace(infer_spec(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
     _check_fit(model, _numbers(spec))
     if spec.in_channels > unet.in_channels:

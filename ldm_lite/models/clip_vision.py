@@ -1,4 +1,4 @@
-"""CLIP's image encoder with Hugging Face's key names: the input of T2I-Adapter's style network.
+"""CLIP's image encoder with Hugging Face's key names: the input of T2I-Adapter's style network and of IP-Adapter.
 
 Shape letters: B batch, S pixels per side, N patches plus the class token, D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPVisionModel.
@@ -29,19 +29,23 @@ class CLIPVisionSpec:
     layers: int
     heads: int  # not known from the weights
     activation: str  # a key of models.clip.ACTIVATIONS; not known from the weights
+    projection: int | None  # width of the pooled output, if it has one
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> CLIPVisionSpec:
         """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
         width, _, patch, _ = size(shapes, "embeddings.patch_embedding.weight", 4)
+        openai = width <= 1024  # ViT-B and L; wider ones are OpenCLIP's ViT-H, g and bigG
+        projected = "visual_projection.weight" in shapes
         return CLIPVisionSpec(
             size=patch * math.isqrt(size(shapes, "embeddings.position_embedding.weight", 2)[0] - 1),
             patch=patch,
             width=width,
             mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
             layers=count(shapes, r"encoder\.layers\.(\d+)\."),
-            heads=multiple(width, 64, "the width"),  # in ViT-B and L
-            activation="quick_gelu",
+            heads=multiple(width, 64, "the width") if openai else 16,
+            activation="quick_gelu" if openai else "gelu",
+            projection=size(shapes, "visual_projection.weight", 2)[0] if projected else None,
         )
 
 
@@ -78,12 +82,22 @@ class CLIPVisionEncoder(nn.Module):
         self.embeddings = Embeddings(spec)
         self.pre_layrnorm = nn.LayerNorm(spec.width)  # sic
         self.encoder = Encoder(spec)
-        self.post_layernorm = nn.LayerNorm(spec.width)  # for the pooled output, which is not computed here
+        self.post_layernorm = nn.LayerNorm(spec.width)  # of the pooled output
+        self.visual_projection = None if spec.projection is None else nn.Linear(spec.width, spec.projection, bias=False)
 
-    def forward(self, image: Tensor) -> Tensor:
-        """The image (B,3,S,S) in [0,1] -> hidden states of the last layer (B,N,D)."""
+    def forward(self, image: Tensor, skip: int = 0) -> Tensor:
+        """The image (B,3,S,S) in [0,1] -> hidden states (B,N,D) of the last layer, or of the `skip`-th before it."""
         mean, std = (torch.tensor(each).to(image)[:, None, None] for each in (MEAN, STD))
         x: Tensor = self.pre_layrnorm(self.embeddings((image - mean) / std))
-        for layer in self.encoder.layers:
+        for layer in self.encoder.layers[: self.spec.layers - skip]:
             x = layer(x)
         return x
+
+    def pooled(self, image: Tensor) -> Tensor:
+        """The image (B,3,S,S) in [0,1] -> its embedding (B,P), of the class token; needs `projection`."""
+        assert self.visual_projection is not None
+        return self.visual_projection(self.post_layernorm(self(image)[:, 0]))
+
+    def mean_like(self, image: Tensor) -> Tensor:
+        """Return an image that is 0 after normalisation."""
+        return torch.tensor(MEAN).to(image)[:, None, None].expand_as(image)

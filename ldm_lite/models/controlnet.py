@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ldm_lite.models.ops import channels_last
 from ldm_lite.models.shapes import Shapes, size
-from ldm_lite.models.unet import Encoder, TextCache, UNetSpec
+from ldm_lite.models.transformer import KeysValues, TextCache, with_images
+from ldm_lite.models.unet import Encoder, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
 HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
@@ -89,6 +90,8 @@ class ControlInputs(NamedTuple):
 
     nets: tuple[ControlInput | None, ...]  # one for each ControlNet; None = it does not run
     features: tuple[Tensor | None, ...] | None  # of T2I-Adapters, as UNet.forward takes them
+    # Keys and values (B,T,C) of IP-Adapters, by transformer and block, times their weights.
+    images: tuple[tuple[tuple[KeysValues, ...], ...], ...] | None = None
 
 
 class ControlledUNet(nn.Module):
@@ -115,6 +118,7 @@ class ControlledUNet(nn.Module):
             if own is not None:
                 more = _results(net, own, x, t, context, y)
                 added = more if added is None else tuple(a + b for a, b in zip(added, more, strict=True))
+        cache = cache if control.images is None else with_images(cache, control.images)
         return self.unet(x, t, context, y, cache=cache, control=added, features=control.features)
 
 

@@ -8,7 +8,7 @@ Source: Rombach et al. 2022, sec. 3.3; CompVis attention.py and openaimodel.py.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,25 @@ from ldm_lite.models.ops import GEGLU, AttentionFn, Conv1x1, attention, merge_he
 KeysValues = tuple[Tensor, Tensor]  # of the text, (B,T,C) each
 
 
+class WithImages(NamedTuple):
+    """An entry for attn2 that reads images beside the text, each by an attention of its own: IP-Adapter."""
+
+    text: KeysValues | None  # None = the layer computes its own
+    images: tuple[KeysValues, ...]
+
+
 class Recorded:
     """An entry for attn2 that keeps the layer's result, which can be an entry itself: T-GATE, runtime/shortened.py."""
 
-    def __init__(self, keys_values: KeysValues | None) -> None:
+    def __init__(self, keys_values: KeysValues | WithImages | None) -> None:
         self.keys_values = keys_values
         self.out: Tensor | None = None  # (B,N,C)
 
 
-CrossCache = KeysValues | Recorded | Tensor | None
+CrossCache = KeysValues | WithImages | Recorded | Tensor | None
 BlockCache = tuple[KeysValues | None, CrossCache]  # of attn1 and attn2; None = the layer computes its own
 TransformerCache = tuple[BlockCache | None, ...]  # one entry for each block
+TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
 
 
 class AttentionBlock(nn.Module):
@@ -77,14 +85,18 @@ class CrossAttention(nn.Module):
         """Return keys and values of context (B,T,D), for all heads: (B,T,C) each."""
         return self.to_k(context), self.to_v(context)
 
-    def forward(self, x: Tensor, context: Tensor, cache: KeysValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, cache: KeysValues | WithImages | None = None) -> Tensor:
+        cache, images = cache if isinstance(cache, WithImages) else (cache, ())
         if context is x and self.qkv is not None and self._uses_qkv():
             q, k, v = F.linear(x, self.qkv).chunk(3, dim=-1)  # (B, N, C)
         else:
             k, v = self.keys_values(context) if cache is None else cache
             q = self.to_q(x)
         q, k, v = (split_heads(each, self.num_heads) for each in (q, k, v))  # (B, H, N or T, D)
-        return self.to_out(merge_heads(self.attention(q, k, v)))
+        out = self.attention(q, k, v)
+        for image in images:
+            out = out + self.attention(q, *(split_heads(each, self.num_heads) for each in image))
+        return self.to_out(merge_heads(out))
 
     def join(self) -> None:
         """Move the weights of queries, keys and values of self-attention into one memory, for one product.
@@ -209,7 +221,10 @@ class SpatialTransformer(nn.Module):
 
 
 def call_cached(
-    layer: nn.Module, x: Tensor, context: Tensor | None, cache: KeysValues | BlockCache | TransformerCache | None
+    layer: nn.Module,
+    x: Tensor,
+    context: Tensor | None,
+    cache: KeysValues | WithImages | BlockCache | TransformerCache | None,
 ) -> Tensor:
     """Call a layer with its entry of the text cache; without one it may be any module that takes (x, context)."""
     out: Tensor = layer(x, context) if cache is None else layer(x, context, cache)
@@ -225,3 +240,14 @@ def _is_plain(layer: nn.Linear) -> bool:
 def _is_own(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a layer runs the forward of exactly this class, which takes a cache."""
     return type(layer) is kind and "forward" not in vars(layer)
+
+
+def with_images(cache: TextCache | None, images: tuple[tuple[tuple[KeysValues, ...], ...], ...]) -> TextCache:
+    """Add the keys and values of images, by transformer and block, to a text cache, or to none."""
+    texts = cache if cache is not None else [None] * len(images)
+    found: list[TransformerCache] = []
+    for text, layer in zip(texts, images, strict=True):
+        blocks = text if text is not None else [None] * len(layer)
+        pairs = [(None, None) if block is None else block for block in blocks]
+        found.append(tuple((first, WithImages(own, image)) for (first, own), image in zip(pairs, layer, strict=True)))
+    return tuple(found)

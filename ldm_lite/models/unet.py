@@ -26,9 +26,7 @@ from torch.nn import functional as F
 
 from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
 from ldm_lite.models.shapes import MOST_BLOCKS, Shapes, count, multiple, size
-from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TransformerCache, call_cached
-
-TextCache = tuple[TransformerCache | None, ...]  # one entry for each SpatialTransformer, by its index
+from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TextCache, call_cached
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,7 @@ def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, gu
     marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, *sides))]
     marks += [(tensor, (0, 1)) for tensor in _tensors(conditioning.cache)]  # (B,T,C)
     marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
+    marks += [(tensor, (0,)) for tensor in _tensors(conditioning.control) if tensor.ndim == 3]  # (B,T,C)
     for tensor, axes in marks:
         if tensor is not None:
             for axis in axes:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.ops import channels_last
-from ldm_lite.models.transformer import Recorded
-from ldm_lite.models.unet import TextCache, UNet, plus
+from ldm_lite.models.transformer import Recorded, TextCache
+from ldm_lite.models.unet import UNet, plus
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,17 @@
 import re
 from collections.abc import Iterable
 
+FACE_ID = (
+    "an IP-Adapter FaceID, which reads the embedding of a face by InsightFace's network, which ldm_lite does not have: "
+    "take ip-adapter-plus-face or ip-adapter-full-face"
+)
 FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with `lora`)",
     r"\.hada_w1_a|\.lokr_w1|\.oft_blocks": "a LyCORIS adapter",
     r"^(string_to_param|string_to_token|emb_params|clip_[lg])\b": "a textual inversion embedding (for `embedding`)",
-    r"^(image_proj|ip_adapter)\.": "an IP-Adapter",
+    r"^ip_adapter\.\d+\.to_\w+_lora\.|^image_proj\.perceiver_resampler\.": FACE_ID,
+    r"(?s)\A(?=.*^image_proj\.proj\.0\.)(?=.*^image_proj\.norm\.)": FACE_ID,  # portrait
+    r"(?s)\A(?!.*^ip_adapter\.1\.to_k_ip\.weight$).*^(image_proj|ip_adapter)\.": "an IP-Adapter that is not read",
     r"\.weight\.(absmax|quant_map|quant_state\.\w+)$|\.(SCB|qweight|qzeros)$": "a quantised file (bitsandbytes, GPTQ)",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",

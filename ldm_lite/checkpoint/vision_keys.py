@@ -1,0 +1,60 @@
+"""OpenCLIP's key names of CLIP's image encoder (ViT-H, bigG), mapped to transformers', which ldm_lite has."""
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ldm_lite.models.shapes import Shapes, multiple, size
+
+PREFIX = "visual."
+NAMES = (  # a pattern of OpenCLIP's, and transformers' name
+    (r"^conv1\.", "embeddings.patch_embedding."),
+    (r"^class_embedding$", "embeddings.class_embedding"),
+    (r"^positional_embedding$", "embeddings.position_embedding.weight"),
+    (r"^ln_pre\.", "pre_layrnorm."),
+    (r"^ln_post\.", "post_layernorm."),
+    (r"^transformer\.resblocks\.(\d+)\.", r"encoder.layers.\1."),
+    (r"\.ln_([12])\.", r".layer_norm\1."),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+    (r"\.attn\.out_proj\.", ".self_attn.out_proj."),
+)
+JOINED = re.compile(r"\.attn\.in_proj_(weight|bias)$")
+
+
+def renamed(stored: Shapes, read: Callable[[str], Tensor]) -> tuple[Shapes, Callable[[str], Tensor]] | None:
+    """Return a file's shapes and reader with transformers' names in place of OpenCLIP's; None if it has none.
+
+    Raises ValueError if a shape makes no sense.
+    """
+    if f"{PREFIX}transformer.resblocks.0.attn.in_proj_weight" not in stored:
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, tuple[str, int | None]] = {}  # a name -> the file's, and which third of it
+    for key, shape in stored.items():
+        if not key.startswith(PREFIX):
+            shapes[key], places[key] = shape, (key, None)
+            continue
+        name = key.removeprefix(PREFIX)
+        for pattern, theirs in NAMES:
+            name = re.sub(pattern, theirs, name)
+        if name == "proj":
+            shapes["visual_projection.weight"] = size(stored, key, 2)[::-1]
+            places["visual_projection.weight"] = key, None
+        elif joined := JOINED.search(name):
+            rows, *rest = size(stored, key, 1, 2)
+            for i, part in enumerate("qkv"):
+                own = f"vision_model.{name[: joined.start()]}.self_attn.{part}_proj.{joined[1]}"
+                shapes[own], places[own] = (multiple(rows, 3, f"the length of {key}"), *rest), (key, i)
+        else:
+            shapes[f"vision_model.{name}"], places[f"vision_model.{name}"] = shape, (key, None)
+
+    def read_part(name: str) -> Tensor:
+        key, third = places[name]
+        value = read(key)
+        if third is None:
+            return value.T if name == "visual_projection.weight" and key != name else value
+        return value.unflatten(0, (3, -1))[third]
+
+    return shapes, read_part

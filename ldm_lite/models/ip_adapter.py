@@ -1,0 +1,196 @@
+"""IP-Adapter: tokens of an image, which every cross-attention of a UNet reads beside the text, with keys of their own.
+
+Three ways lead from CLIP's image encoder to tokens: its pooled output by a linear layer (ip-adapter_sd15, _sdxl), its
+hidden states by an MLP (full-face), or by a few learned queries that attend to them (plus).
+
+Shape letters: B batch, N tokens of CLIP, T tokens of the image, E CLIP's width, D the resampler's, C the
+context's.
+Source: Ye et al. 2023; tencent-ailab/IP-Adapter ip_adapter.py, resampler.py and attention_processor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.models.clip_vision import CLIPVisionEncoder
+from ldm_lite.models.ops import merge_heads, split_heads
+from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.models.transformer import KeysValues, SpatialTransformer
+from ldm_lite.models.unet import UNet
+
+HEAD = 64  # channels of a resampler's head
+Images = tuple[tuple[KeysValues, ...], ...]  # keys and values of an image by transformer (its `index`) and block
+
+
+@dataclass(frozen=True)
+class IPAdapterSpec:
+    """Sizes of an IP-Adapter, without those of its UNet."""
+
+    kind: str  # linear, mlp or resampler
+    image_width: int  # of what it reads of the image encoder
+    context_dim: int
+    num_tokens: int  # 0 for an mlp: as many as CLIP has
+    width: int  # of the resampler, like the three below; 0 for the other kinds
+    mlp_width: int
+    depth: int
+    heads: int
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> IPAdapterSpec:
+        """Return the spec of an adapter whose weights have these shapes.  Raises ValueError if they make no sense."""
+        if "image_proj.latents" in shapes:
+            _, num_tokens, width = size(shapes, "image_proj.latents", 3)
+            return IPAdapterSpec(
+                kind="resampler",
+                image_width=size(shapes, "image_proj.proj_in.weight", 2)[1],
+                context_dim=size(shapes, "image_proj.proj_out.weight", 2)[0],
+                num_tokens=num_tokens,
+                width=width,
+                mlp_width=size(shapes, "image_proj.layers.0.1.1.weight", 2)[0],
+                depth=count(shapes, r"image_proj\.layers\.(\d+)\."),
+                heads=multiple(size(shapes, "image_proj.layers.0.0.to_q.weight", 2)[0], HEAD, "the resampler's width"),
+            )
+        if "image_proj.proj.3.weight" in shapes:
+            context_dim, image_width = size(shapes, "image_proj.proj.2.weight", 2)
+            return IPAdapterSpec("mlp", image_width, context_dim, 0, 0, 0, 0, 0)
+        (context_dim,) = size(shapes, "image_proj.norm.weight", 1)
+        rows, image_width = size(shapes, "image_proj.proj.weight", 2)
+        num_tokens = multiple(rows, context_dim, "the width of all tokens")
+        return IPAdapterSpec("linear", image_width, context_dim, num_tokens, 0, 0, 0, 0)
+
+
+class LinearProjection(nn.Module):
+    """CLIP's pooled output (B,E) -> tokens (B,T,C)."""
+
+    def __init__(self, spec: IPAdapterSpec) -> None:
+        super().__init__()
+        self.proj = nn.Linear(spec.image_width, spec.num_tokens * spec.context_dim)
+        self.norm = nn.LayerNorm(spec.context_dim)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.norm(self.proj(pooled).unflatten(1, (-1, *self.norm.normalized_shape)))  # (B, T, C)
+
+
+class MLPProjection(nn.Module):
+    """Hidden states of CLIP (B,N,E) -> as many tokens (B,N,C)."""
+
+    def __init__(self, spec: IPAdapterSpec) -> None:
+        super().__init__()
+        self.proj = nn.Sequential(
+            nn.Linear(spec.image_width, spec.image_width),
+            nn.GELU(),
+            nn.Linear(spec.image_width, spec.context_dim),
+            nn.LayerNorm(spec.context_dim),
+        )
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.proj(states)
+
+
+class PerceiverAttention(nn.Module):
+    """Attention of queries (B,T,D) to states (B,N,D) and to themselves."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.to_q = nn.Linear(width, heads * HEAD, bias=False)
+        self.to_kv = nn.Linear(width, 2 * heads * HEAD, bias=False)
+        self.to_out = nn.Linear(heads * HEAD, width, bias=False)
+
+    def forward(self, states: Tensor, queries: Tensor) -> Tensor:
+        queries = self.norm2(queries)
+        k, v = self.to_kv(torch.cat([self.norm1(states), queries], dim=1)).chunk(2, dim=-1)  # (B, N+T, H*64)
+        q, k, v = (split_heads(each, self.heads) for each in (self.to_q(queries), k, v))
+        return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
+
+
+class Resampler(nn.Module):
+    """Hidden states of CLIP (B,N,E) -> tokens (B,T,C)."""
+
+    def __init__(self, spec: IPAdapterSpec) -> None:
+        super().__init__()
+        width = spec.width
+        self.latents = nn.Parameter(torch.randn(1, spec.num_tokens, width) * width**-0.5)
+        self.proj_in = nn.Linear(spec.image_width, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    PerceiverAttention(width, spec.heads),
+                    nn.Sequential(
+                        nn.LayerNorm(width),
+                        nn.Linear(width, spec.mlp_width, bias=False),
+                        nn.GELU(),
+                        nn.Linear(spec.mlp_width, width, bias=False),
+                    ),
+                ]
+            )
+            for _ in range(spec.depth)
+        )
+        self.proj_out = nn.Linear(width, spec.context_dim)
+        self.norm_out = nn.LayerNorm(spec.context_dim)
+
+    def forward(self, states: Tensor) -> Tensor:
+        states, x = self.proj_in(states), self.latents.expand(len(states), -1, -1)  # (B, N, D), (B, T, D)
+        for attention, feed_forward in self.layers:  # type: ignore[misc]
+            x = x + attention(states, x)
+            x = x + feed_forward(x)
+        return self.norm_out(self.proj_out(x))
+
+
+PROJECTIONS = {"linear": LinearProjection, "mlp": MLPProjection, "resampler": Resampler}
+
+
+class KeysAndValues(nn.Module):
+    """The keys and values that one cross-attention reads of the image's tokens."""
+
+    def __init__(self, context_dim: int, channels: int) -> None:
+        super().__init__()
+        self.to_k_ip = nn.Linear(context_dim, channels, bias=False)
+        self.to_v_ip = nn.Linear(context_dim, channels, bias=False)
+
+    def forward(self, tokens: Tensor) -> KeysValues:
+        return self.to_k_ip(tokens), self.to_v_ip(tokens)
+
+
+class IPAdapter(nn.Module):
+    """What an image encoder says of an image -> keys and values for each cross-attention of a UNet."""
+
+    def __init__(self, spec: IPAdapterSpec, unet: UNet) -> None:
+        super().__init__()
+        self.spec = spec
+        self.image_proj = PROJECTIONS[spec.kind](spec)
+        # Numbers are of diffusers' attention processors: two a block, of which the second is of cross-attention.
+        self._order = [(layer.index, len(layer.transformer_blocks)) for layer in _transformers(unet)]
+        widths = [block.attn2.to_q.out_features for layer in _transformers(unet) for block in layer.transformer_blocks]
+        self.ip_adapter = nn.ModuleDict(
+            {str(2 * i + 1): KeysAndValues(spec.context_dim, width) for i, width in enumerate(widths)}
+        )
+
+    def tokens(self, vision: CLIPVisionEncoder, image: Tensor) -> tuple[Tensor, Tensor]:
+        """An image (1,3,S,S) in [0,1] -> its tokens (1,T,C), and those of the negative prompt's branch.
+
+        The latter are of a pooled output of 0, or of an image that is 0 after normalisation.
+        """
+        if self.spec.kind == "linear":
+            pooled = vision.pooled(image)
+            return self.image_proj(pooled), self.image_proj(torch.zeros_like(pooled))
+        return self.image_proj(vision(image, skip=1)), self.image_proj(vision(vision.mean_like(image), skip=1))
+
+    def forward(self, tokens: Tensor) -> Images:
+        """Tokens (B,T,C) -> their keys and values by the UNet's transformers and blocks."""
+        made = iter([layer(tokens) for layer in self.ip_adapter.values()])
+        found = {index: tuple(next(made) for _ in range(depth)) for index, depth in self._order}
+        return tuple(found[index] for index in sorted(found))
+
+
+def _transformers(unet: UNet) -> Sequence[SpatialTransformer]:
+    """Return a UNet's transformers in the order of diffusers' modules: down, up, middle."""
+    parts = (unet.input_blocks, unet.output_blocks, unet.middle_block)
+    return [layer for part in parts for layer in part.modules() if isinstance(layer, SpatialTransformer)]
