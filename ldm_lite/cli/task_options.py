@@ -196,8 +196,8 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
     )
     control: tuple[Any, ...] = option(
         (),
-        "ControlNet, T2I-Adapter or IP-Adapter with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; START and "
-        "END are shares of the steps; guess: without the negative prompt; pool: for the shuffle network; repeatable",
+        "ControlNet, T2I-Adapter or IP-Adapter with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; START "
+        "and END: shares of the steps; guess: without the negative prompt; pool: for the shuffle network; repeatable",
         common=True,
         metavar="FILE:IMAGE",
     )

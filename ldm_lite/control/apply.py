@@ -38,8 +38,10 @@ class ActiveControls:
         plan: Plan,
         size: tuple[int, int],
         num_branches: Callable[[int], int] = lambda step: 2,
+        negatives: Callable[[int], int] = lambda step: 1,
     ) -> None:
-        """size is (width, height) in pixels; num_branches(step) are those of the guidance that run in a step.
+        """size is (width, height) in pixels; num_branches(step) are those of the guidance that run in a step,
+        negatives(step) how many of them, which come first, are of the negative prompt.
 
         Raises ValueError for sizes and UNets that an adapter does not fit.
         """
@@ -51,7 +53,7 @@ class ActiveControls:
         self._styles: list[tuple[Control, Tensor]] = []
         self._prompts: list[tuple[Control, ImagePrompt]] = []
         self._images: tuple[object, tuple[Any, ...] | None] = None, None
-        self._instructed = model.family.task == "instruct"
+        self._negatives = negatives
         for loaded in controls:
             control, network = loaded.control, loaded.network
             if isinstance(network, Tensor):
@@ -99,17 +101,17 @@ class ActiveControls:
         if not any(acting) and not (acting and self._compiled):
             return None
         assert conditioning.context is not None
-        branches, rows = self._num_branches(step), len(conditioning.context)
-        if self._images[0] != (acting, branches, rows):
-            alone = branches - 1 if self._instructed else min(branches - 1, 1)  # branches of the negative prompt
-            count = alone * rows // branches
+        branches, negatives, rows = self._num_branches(step), self._negatives(step), len(conditioning.context)
+        key = acting, branches, negatives, rows
+        if self._images[0] != key:
+            count = negatives * rows // branches
             adapters = [
                 _rows(prompt, (count, rows - count), acts)
                 for (_, prompt), acts in zip(self._prompts, acting, strict=True)
                 if acts or self._compiled
             ]
             layers = zip(*adapters, strict=True)
-            self._images = (acting, branches, rows), tuple(tuple(zip(*layer, strict=True)) for layer in layers)
+            self._images = key, tuple(tuple(zip(*layer, strict=True)) for layer in layers)
         return self._images[1]
 
     def _acts(self, control: Control, step: int) -> bool:

@@ -19,7 +19,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import guided
 from ldm_lite.conditioning.regions import shares
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.diffusion.guidance import Branches, composed, instructed, regional, skipping
+from ldm_lite.diffusion.guidance import Branches, Conditioning, composed, instructed, regional, skipping
 from ldm_lite.diffusion.noise import Draw, SharedNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
@@ -205,9 +205,10 @@ class Runner:
             rows = batch.rows
             if model.offloader is not None and place % AHEAD == 0:
                 self._text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image.latent_shape)
-            branches = _branches(job, model, image, self._text.encode(rows, image.latent_shape), len(rows))
+            texts = self._text.encode(rows, image.latent_shape)
+            branches = _branches(job, model, image, texts, len(rows))
             if controls is None:
-                controls = _controls(job, image, branches.count_at)
+                controls = _controls(job, image, branches, texts[0].uncond)
             switch = None
             if job.refiner is not None and self._refining is not None:
                 refiner, step = job.refiner
@@ -318,12 +319,18 @@ def _depth_channels(depth: Image.Image, model: Model, latent_shape: tuple[int, i
     return generate.encode(model, to_pixels(to_rgb(depth).resize((factor * w, factor * h)))[None])[0]
 
 
-def _controls(job: Job, image: ImageInputs, num_branches: Callable[[int], int]) -> ActiveControls | None:
+def _controls(job: Job, image: ImageInputs, branches: Branches, uncond: Conditioning | None) -> ActiveControls | None:
     """Prepare the controls for images of this size."""
     if not job.controls or job.plan is None:
         return None
     factor, (_, h, w) = job.model.vae.spec.factor, image.latent_shape
-    return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h), num_branches)
+
+    def negatives(step: int) -> int:
+        own = None if uncond is None else uncond.context
+        used = (branches.conditionings[k].context for k in branches.used_at(step))
+        return sum(context is own for context in used)
+
+    return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h), branches.count_at, negatives)
 
 
 def _branches(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts], num: int) -> Branches:

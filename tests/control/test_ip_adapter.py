@@ -174,6 +174,15 @@ def test_ways_of_running_make_the_same_image(pipe: Pipeline, folder: Path, small
     assert toy.relative_error(several[1:], one.double().numpy()) < 1e-4
 
 
+def test_only_the_negative_prompts_branch_reads_the_empty_image(pipe: Pipeline, folder: Path) -> None:
+    """Two halves of one prompt are that prompt, with and without guidance, of which the latter has no such branch."""
+    given = control(folder, "resampler.bin") | {"cond": None, "uncond": None, "prompt_syntax": "a1111"}
+    for scale in (1.0, 5.0):
+        whole = latents(pipe, **given, scale=scale, prompt="a cat")
+        halves = latents(pipe, **given, scale=scale, prompt="a cat:0.5 AND a cat:0.5")
+        assert toy.relative_error(halves, whole.double().numpy()) < 1e-4
+
+
 def test_openclips_names_of_the_image_encoder(folder: Path, tmp_path: Path) -> None:
     ours, theirs = toy.seer(), {}
     for key, value in ours.items():
