@@ -87,8 +87,8 @@ def _tensors(content: object) -> dict[str, Stored]:
         parts = learned.items() if isinstance(learned, dict) else ()
         content = {f"{INVERSION}.{own.get(key, key)}": value for key, value in parts}
     for name in IP_ADAPTER:  # two dictionaries in one
-        if isinstance(parts := content.get(name), dict):
-            content = {**content, **{f"{name}.{key}": value for key, value in parts.items()}}
+        if isinstance(inner := content.get(name), dict):
+            content = {**content, **{f"{name}.{key}": value for key, value in inner.items()}}
     for key, value in content.items():
         if isinstance(value, Special):
             raise ValueError(f"{key} is {value.kind}, wanted an ordinary tensor")

@@ -55,6 +55,6 @@ def renamed(stored: Shapes, read: Callable[[str], Tensor]) -> tuple[Shapes, Call
         value = read(key)
         if third is None:
             return value.T if name == "visual_projection.weight" and key != name else value
-        return value.unflatten(0, (3, -1))[third]
+        return value.chunk(3)[third]
 
     return shapes, read_part

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.ops import merge_heads, split_heads
 from ldm_lite.models.shapes import Shapes, count, multiple, size
-from ldm_lite.models.transformer import KeysValues, SpatialTransformer
+from ldm_lite.models.transformer import BasicTransformerBlock, KeysValues, SpatialTransformer
 from ldm_lite.models.unet import UNet
 
 HEAD = 64  # channels of a resampler's head
@@ -138,7 +139,8 @@ class Resampler(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         states, x = self.proj_in(states), self.latents.expand(len(states), -1, -1)  # (B, N, D), (B, T, D)
-        for attention, feed_forward in self.layers:  # type: ignore[misc]
+        for layer in self.layers:
+            attention, feed_forward = cast(nn.ModuleList, layer)
             x = x + attention(states, x)
             x = x + feed_forward(x)
         return self.norm_out(self.proj_out(x))
@@ -167,8 +169,13 @@ class IPAdapter(nn.Module):
         self.spec = spec
         self.image_proj = PROJECTIONS[spec.kind](spec)
         # Numbers are of diffusers' attention processors: two a block, of which the second is of cross-attention.
-        self._order = [(layer.index, len(layer.transformer_blocks)) for layer in _transformers(unet)]
-        widths = [block.attn2.to_q.out_features for layer in _transformers(unet) for block in layer.transformer_blocks]
+        self._order: list[tuple[int, int]] = []  # each transformer's index and number of blocks
+        widths: list[int] = []
+        for layer in _transformers(unet):
+            assert layer.index is not None
+            blocks = [cast(BasicTransformerBlock, block) for block in layer.transformer_blocks]
+            self._order.append((layer.index, len(blocks)))
+            widths += [block.attn2.to_q.out_features for block in blocks]
         self.ip_adapter = nn.ModuleDict(
             {str(2 * i + 1): KeysAndValues(spec.context_dim, width) for i, width in enumerate(widths)}
         )

@@ -244,10 +244,13 @@ def _is_own(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
 def with_images(cache: TextCache | None, images: tuple[tuple[tuple[KeysValues, ...], ...], ...]) -> TextCache:
     """Add the keys and values of images, by transformer and block, to a text cache, or to none."""
-    texts = cache if cache is not None else [None] * len(images)
+    texts = cache if cache is not None else (None,) * len(images)
     found: list[TransformerCache] = []
     for text, layer in zip(texts, images, strict=True):
-        blocks = text if text is not None else [None] * len(layer)
-        pairs = [(None, None) if block is None else block for block in blocks]
-        found.append(tuple((first, WithImages(own, image)) for (first, own), image in zip(pairs, layer, strict=True)))
+        blocks: list[BlockCache] = []
+        for i, image in enumerate(layer):
+            first, own = (None, None) if text is None else text[i] or (None, None)
+            assert own is None or isinstance(own, tuple)  # of keys and values
+            blocks.append((first, WithImages(own, image)))  # type: ignore[arg-type]
+        found.append(tuple(blocks))
     return tuple(found)
