@@ -42,8 +42,9 @@ COMMANDS = {
     "evaluate",
     "__main__",
 }
-BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.controlnet": {"models.unet"}, "models.unet_if": {"models.unet"}}
-BLOCKS |= {"models.unet": {"models.transformer"}}
+BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.unet_if": {"models.unet"}, "models.unet": {"models.transformer"}}
+BLOCKS |= {"models.controlnet": {"models.unet", "models.transformer"}}
+BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.transformer", "models.unet"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.style_adapter": {"models.clip", "models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

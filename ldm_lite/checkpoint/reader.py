@@ -188,7 +188,6 @@ NO_WEIGHTS = re.compile(
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$"  # Qwen3's and Lumina's, of no use in Z-Image
 )
 EMA = "model_ema."
-VISION_OUTPUT = "visual_projection.weight"
 
 
 @dataclass(frozen=True)
@@ -231,15 +230,15 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
         if found is None or role in components:
             continue
         keys = {key.removeprefix(found): key for key in stored if key.startswith(found) and key not in used}
-        if role == "vision" and VISION_OUTPUT in stored:  # beside the encoder, without its prefix
-            keys[VISION_OUTPUT] = VISION_OUTPUT
+        if role == "vision":  # its output is beside it, without its prefix
+            keys |= {key: key for key in stored.keys() & {"visual_projection.weight"}}
         used |= set(keys.values())
         components[role] = Component(checkpoint, {key: stored[long] for key, long in keys.items()})
     if "vae" in components:
         components["vae"] = _with_other_half(components["vae"])
     if not components:
-        sample = ", ".join(sorted(stored)[:3])
-        raise ValueError(f"{checkpoint.path}: holds no known UNet, autoencoder or text encoder (it has {sample})")
+        has = _sample(sorted(stored))
+        raise ValueError(f"{checkpoint.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
     ignored = sorted(key for key in stored if key not in used and not NO_WEIGHTS.search(key))
     if ignored:
         log.warning("%s: ignored %d unknown tensors: %s", checkpoint.path.name, len(ignored), _sample(ignored))

@@ -305,7 +305,7 @@ def test_inductor_compiles_a_step_with_controls(pipe: Pipeline, folder: Path, ca
 def test_files_without_a_control_or_for_another_unet_are_refused(
     pipe: Pipeline, folder: Path, small_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="holds no ControlNet and no T2I-Adapter, only unet, vae, text_encoder"):
+    with pytest.raises(ValueError, match="no ControlNet, T2I-Adapter or IP-Adapter, only unet, vae, text_encoder"):
         load_controls(pipe, parse([f"{small_path}:b.png"]))
     other = toy.fill(ControlNet(replace(SMALL.unet, context_dim=48))).state_dict()
     torch.save(other, folder / "other.pth")
