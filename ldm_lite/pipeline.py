@@ -18,6 +18,7 @@ from ldm_lite import generate
 from ldm_lite.checkpoint import lora
 from ldm_lite.checkpoint.merging import MergedLora
 from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.strength import strength_of
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import (
     ConditioningOptions,
@@ -207,16 +208,18 @@ class Pipeline(Model):
             raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
         return generate.encode(self, torch.stack(pixels))[0]
 
-    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float = 1.0) -> MergedLora:
+    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float | str = 1.0) -> MergedLora:
         """Merge a LoRA into the weights: `with pipe.lora(FILE, 0.8): ...`; of a file, PEFT's folder or open_lora.
 
         The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
-        all threads.  Quantised weights stay so: the LoRA is added to them for each forward.
+        all threads.  Quantised weights stay so: the LoRA is added to them for each forward.  weight may be a text
+        too, as behind `lora=FILE:`: "0.8", "te=0.5:unet=1" or "0.8:lbw=OUTD".
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
         if names := ", ".join(repr(each.name) for each in opened.embeddings):
             log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)
-        return lora.merge_lora(self.networks, [(opened, float(weight))], self.offloader)
+        strength = strength_of(weight.split(":")) if isinstance(weight, str) else float(weight)
+        return lora.merge_lora(self.networks, [(opened, strength)], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """Within the block, collect the UNet's attention maps (B,H,N,M) by layer name, one for each call.

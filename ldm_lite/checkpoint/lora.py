@@ -24,7 +24,8 @@ from ldm_lite.checkpoint import adapters, peft
 from ldm_lite.checkpoint.adapters import Change, Changes, Value
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
 from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
-from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
+from ldm_lite.checkpoint.strength import Strength
 from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
 from ldm_lite.checkpoint.transformer_keys import flux_modules, sd3_modules, z_image_modules
 from ldm_lite.cli.files import read_text
@@ -198,31 +199,22 @@ def _alpha(configs: Mapping[str, peft.PeftConfig], module: str, rank: int) -> fl
     return configs[""].alpha_of(module, rank) if "" in configs else float(rank)
 
 
-def parse(text: str) -> tuple[str, float]:
-    """Split "FILE:WEIGHT" into file and weight (default 1); a drive letter's colon belongs to the file."""
-    file, _, weight = text.rpartition(":")
-    try:
-        return (file, float(weight)) if file else (text, 1.0)
-    except ValueError:
-        return text, 1.0
-
-
 # ---- merging --------------------------------------------------------------------------------------------------------
 
 
 def merge_lora(
     networks: Mapping[str, nn.Module],
-    loras: Sequence[tuple[Lora, float]],
+    loras: Sequence[tuple[Lora, float | Strength]],
     offloader: Offloader | None = None,
     *,
     removable: bool = True,
 ) -> MergedLora:
     """Merge LoRAs, each with its weight, into networks by role; the sums are computed in float32.
 
-    Quantised weights keep their bits: the sums are computed for each forward.  offloader is the networks' offloader,
-    if they have one.  removable keeps a copy of every other changed weight on the CPU.  Raises ValueError, with
-    nothing changed, if no module of a file is in the networks, one has another shape, or code that is compiled
-    already would not see the change.
+    A weight is a number, or a Strength by network and block.  Quantised weights keep their bits: the sums are computed
+    for each forward.  offloader is the networks' offloader, if they have one.  removable keeps a copy of every other
+    changed weight on the CPU.  Raises ValueError, with nothing changed, if no module of a file is in the networks, one
+    has another shape, or code that is compiled already would not see the change.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
     places = {(role, name): found for role, network in networks.items() for name, found in targets(network).items()}
@@ -232,13 +224,16 @@ def merge_lora(
             for name in names:
                 table.setdefault(name, []).append((role, module))
     changes: dict[Weight, list[Applied]] = {}
-    for lora, scale in loras:
-        for target, change in _matched(lora, table, places):
+    for lora, given in loras:
+        scale = given if isinstance(given, Strength) else Strength(given, given)
+        with errors_of(lora.name):
+            blocks = scale.by_block(networks)
+        for place, target, change in _matched(lora, table, places):
             _check_seen(lora, target.parameter, offloader)
-            strength = 1.0 if isinstance(change, Value) and change.always else scale
+            strength = 1.0 if isinstance(change, Value) and change.always else scale.of(*place, blocks)
             changes.setdefault(target.parameter, []).append(Applied(target, change, strength))
         count = sum(name in table for name in lora.modules)
-        log.info("%s: %d of %d modules merged, at %g", lora.name, count, len(lora.modules), scale)
+        log.info("%s: %d of %d modules merged, at %s", lora.name, count, len(lora.modules), scale)
     merged = MergedLora(
         offloader or Offloader({}, torch.device("cpu"))
     )  # of no networks: reads and writes weights in place
@@ -264,8 +259,8 @@ Place = tuple[str, str]  # the role of a network, and one of its modules
 
 def _matched(
     lora: Lora, table: Mapping[str, Sequence[Place]], places: Mapping[Place, Mapping[str, Target]]
-) -> list[tuple[Target, Change]]:
-    """Return the changes of a file with their targets.  Logs what is not in the networks.
+) -> list[tuple[Place, Target, Change]]:
+    """Return the changes of a file with their modules and targets.  Logs what is not in the networks.
 
     Raises ValueError if nothing is, if a shape differs, or if two modules of the file are one in a network.
     """
@@ -273,7 +268,7 @@ def _matched(
     if len(left) == len(lora.modules):
         raise ValueError(f"{lora.name}: none of its {len(left)} modules is in this model (has {left[0]})")
     missing: list[str] = []
-    found: list[tuple[Target, Change]] = []
+    found: list[tuple[Place, Target, Change]] = []
     taken: dict[Place, str] = {}
     for name, changes in lora.modules.items():
         if name not in table:
@@ -294,7 +289,7 @@ def _matched(
                     f"{lora.name}: is for another model: its {place[1]}.{parameter} is {theirs}, here it is {ours}"
                 )
             else:
-                found.append((target, change))
+                found.append((place, target, change))
     for what, names in (("modules", left), ("weights or biases", missing)):
         if names:
             some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)

@@ -31,6 +31,7 @@ from ldm_lite.checkpoint.reader import (
     split,
 )
 from ldm_lite.checkpoint.sources import from_files, placed, qwen3_tokenizer_of, t5_tokenizer_of, tokenizer_of
+from ldm_lite.checkpoint.strength import parse as parse_strength
 from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, learn, open_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.schedule import Schedule
@@ -141,7 +142,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
-    loras = [(lora.open_lora(file), weight) for file, weight in map(lora.parse, options.lora)]
+    loras = [(lora.open_lora(file), weight) for file, weight in map(parse_strength, options.lora)]
     checkpoint = options.ckpt if isinstance(options.ckpt, Checkpoint) else open_source(options.ckpt)
     path, title = checkpoint.path, hub.title(checkpoint.path)
     device = pick_device(options.device)

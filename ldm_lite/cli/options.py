@@ -200,7 +200,10 @@ class LoadOptions(RuntimeOptions):
     )
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside its weights)")
     lora: tuple[str, ...] = option(
-        (), "merge a LoRA, a file or PEFT's folder; repeatable", metavar="FILE[:WEIGHT]", common=True
+        (),
+        "merge a LoRA, a file or PEFT's folder; WEIGHT may have parts: 0.8:lbw=OUTD, te=0.5:unet=1; repeatable",
+        metavar="FILE[:WEIGHT]",
+        common=True,
     )
     ema: str = option(
         "auto",

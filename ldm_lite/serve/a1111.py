@@ -15,6 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from PIL import Image, ImageOps
 from pydantic import Field
 
+from ldm_lite.checkpoint.strength import strength_of
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
@@ -38,7 +39,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image 
     "script_name": ("",),
     "image_cfg_scale": (1.5,),
 }
-_LORA = re.compile(r"<lora:([^<>:]{1,200}):?([^<>]{0,40})>")
+_LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}):?([^<>]{0,400})>")
 
 
 class Txt2imgRequest(Body):
@@ -313,13 +314,13 @@ def _check_neutral(given: Txt2imgRequest) -> None:
 
 
 def _loras(prompt: str) -> tuple[str, Loras]:
-    """Take <lora:NAME:WEIGHT> out of a prompt.  Raises ValueError for a weight that is no number."""
+    """Take <lora:NAME:WEIGHT> out of a prompt; WEIGHT may name networks and blocks.  Raises ValueError for others."""
     found = []
     for name, weight in _LORA.findall(prompt):
         try:
-            found.append((name, float(weight or 1)))
-        except ValueError:
-            raise ValueError(f"got the weight {weight!r} of the LoRA {name!r}, wanted a number") from None
+            found.append((name, strength_of(weight.split(":") if weight else [])))
+        except ValueError as error:
+            raise ValueError(f"the LoRA {name!r}: {error}") from None
     return _LORA.sub("", prompt), tuple(found)
 
 

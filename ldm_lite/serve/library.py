@@ -11,6 +11,7 @@ from ldm_lite.checkpoint import lora
 from ldm_lite.checkpoint.merging import MergedLora
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.checkpoint.strength import Strength
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import FROM_FILES
 from ldm_lite.diffusion.step import denoise_step
@@ -21,7 +22,7 @@ from ldm_lite.zoo.detection import with_vae
 log = logging.getLogger("ldm_lite")
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
-Loras = tuple[tuple[str, float], ...]  # (name, weight)
+Loras = tuple[tuple[str, float | Strength], ...]  # (name, weight)
 
 
 class Library:

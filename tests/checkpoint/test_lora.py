@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import generate
-from ldm_lite.checkpoint.lora import Lora, file_names, merge_lora, open_lora, parse, targets
+from ldm_lite.checkpoint.lora import Lora, file_names, merge_lora, open_lora, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
@@ -301,20 +301,6 @@ def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path
     with pytest.raises(ValueError, match=r"is not a LoRA .*give a whole checkpoint as `ckpt`"):
         open_lora(small_path)
     assert torch.equal(small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"), before)
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("a.safetensors", ("a.safetensors", 1.0)),
-        ("a.safetensors:0.5", ("a.safetensors", 0.5)),
-        ("a.safetensors:-1", ("a.safetensors", -1.0)),
-        (r"C:\loras\a.safetensors", (r"C:\loras\a.safetensors", 1.0)),
-        (r"C:\loras\a.safetensors:0.8", (r"C:\loras\a.safetensors", 0.8)),
-    ],
-)
-def test_a_file_and_its_weight(text: str, wanted: tuple[str, float]) -> None:
-    assert parse(text) == wanted
 
 
 def test_loading_with_loras(tmp_path: Path, small: Pipeline, small_path: Path) -> None:

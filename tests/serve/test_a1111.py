@@ -38,3 +38,14 @@ def test_only_masked(library: Library) -> None:
     assert inpainting(library, inpaint_full_res=True, inpaint_full_res_padding=32).only_masked == 32
     assert inpainting(library, inpaint_full_res=False, inpaint_full_res_padding=32).only_masked is None
     assert inpainting(library).masked_content == "fill"
+
+
+def test_tags_weigh_networks_and_blocks() -> None:
+    from ldm_lite.checkpoint.strength import Strength
+    from ldm_lite.serve.a1111 import _loras
+
+    prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")
+    assert prompt == "a car "
+    assert found == (("one", Strength(0.5, 0.5, "OUTD")), ("two", Strength(0.5, 1)), ("three", Strength()))
+    with pytest.raises(ValueError, match="the LoRA 'one': got the weight 'much', wanted a number"):
+        _loras("<lora:one:much>")
