@@ -50,7 +50,6 @@ NOT_SUPPORTED = {
     r"\.trainable_tokens_": "trained tokens",
     r"\.bias_(indices|values|size)$": "a sparse bias",
     r"\.reshape_weight$": "weights of another shape (reshape_weight)",
-    r"^lora_controlnet$": "a Control-LoRA",
 }
 SUPPORTED = "LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, full differences, norms and biases are"
 # A key that names a module: what it would change must not be left out.
@@ -156,6 +155,8 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 
     Raises ValueError for other unknown keys, and if there is no change.
     """
+    if "lora_controlnet" in keys:
+        raise ValueError("is a Control-LoRA, to be used with a checkpoint: `control=FILE:IMAGE`")
     for pattern, what in NOT_SUPPORTED.items():
         if found := [key for key in keys if re.search(pattern, key)]:
             raise ValueError(f"holds {what}, which is not supported: {SUPPORTED} ({len(found)} tensors: {found[0]})")

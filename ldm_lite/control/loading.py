@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, split
 from ldm_lite.control.control import Control, unit_pixels
+from ldm_lite.control.low_rank import MARK, differences
 from ldm_lite.image import clip_crop
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.controlnet import ControlNet, infer_spec
@@ -159,9 +160,15 @@ def _read(
         role not in ("style", "ip_adapter") and model.offloader is not None and model.offloader.offload == "sequential"
     )
     home = torch.device("cpu") if by_block else model.device
+    differs, whole = "difference" in found.checkpoint.shapes, set[str]()
+    if MARK in found.shapes:
+        with errors_of(source):
+            wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+            found, whole = differences(found, wanted, _base(model))
+        differs = True
     load_weights(network, found, "control", home, model.dtype)
-    if "difference" in found.checkpoint.shapes:
-        _add_base(network, model)
+    if differs:
+        _add_base(network, model, whole)
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
     if isinstance(network, ControlNet):
         prepare_like(network, model.unet, model.device)
@@ -192,6 +199,8 @@ def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter |
         _check_fit(model, {"context": ip_adapter.context_dim})
         assert isinstance(model.unet, UNet)
         return IPAdapter(ip_adapter, model.unet)
+    if MARK in shapes:
+        return ControlNet(replace(unet, guidance_dim=None))
     spec = replace(infer_spec(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
     _check_fit(model, _numbers(spec))
     if spec.in_channels > unet.in_channels:
@@ -233,13 +242,20 @@ def _check_heads(unet: UNetSpec, about: Mapping[str, str]) -> None:
             )
 
 
-def _add_base(network: nn.Module, model: Model) -> None:
-    """Add the UNet's weights, wherever they are stored, to a control that holds differences from them."""
-    base = dict(model.unet.named_parameters())
+def _base(model: Model) -> dict[str, nn.Parameter | BlockLinear]:
+    """Return the UNet's weights by key, wherever they are stored."""
     in_blocks = {f"{name}.weight": each for name, each in model.unet.named_modules() if isinstance(each, BlockLinear)}
+    return {**dict(model.unet.named_parameters()), **in_blocks}
+
+
+def _add_base(network: nn.Module, model: Model, whole: Container[str]) -> None:
+    """Add the UNet's weights to a control that holds differences from them, but to those that are `whole`."""
+    base = _base(model)
     for key, value in network.state_dict().items():
-        if key in base:
-            own = base[key].data if model.offloader is None else model.offloader.read(base[key], value.device)
-            value.copy_(value.float() + own.float())
-        elif key in in_blocks:
-            value.copy_(value.float() + in_blocks[key].weight.to(value.device, torch.float32))
+        if key in whole or (own := base.get(key)) is None:
+            continue
+        if isinstance(own, BlockLinear):
+            weight = own.weight.to(value.device)
+        else:
+            weight = own.data if model.offloader is None else model.offloader.read(own, value.device)
+        value.copy_(value.float() + weight.float())

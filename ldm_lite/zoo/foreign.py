@@ -17,7 +17,6 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"\.weight\.(absmax|quant_map|quant_state\.\w+)$|\.(SCB|qweight|qzeros)$": "a quantised file (bitsandbytes, GPTQ)",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
-    r"^lora_controlnet$": "a Control-LoRA",
     r"\blllite_": "a ControlNet-LLLite",
     r"^controlnet_(single_)?blocks\.": "a ControlNet for Stable Diffusion 3, Flux or another diffusion transformer",
     r"^controlnet_\w+\.": "a ControlNet in the format of diffusers, of a kind that is not read",

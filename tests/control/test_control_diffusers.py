@@ -276,7 +276,6 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
         refused(pipe, folder, {**whole, key: one}, message)
     for key, message in (
         ("control_model.enc_zero_convs_out.0.0.weight", "is a ControlNet-XS"),
-        ("lora_controlnet", "is a Control-LoRA"),
         ("ip_adapter.0.to_q_lora.down.weight", "is an IP-Adapter FaceID"),
         ("image_proj.proj.weight", "is an IP-Adapter that is not read"),
         ("lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.down.0.weight", "is a ControlNet-LLLite"),
