@@ -327,8 +327,8 @@ def _controls(job: Job, image: ImageInputs, branches: Branches, uncond: Conditio
 
     def negatives(step: int) -> int:
         own = None if uncond is None else uncond.context
-        used = (branches.conditionings[k].context for k in branches.used_at(step))
-        return sum(context is own for context in used)
+        before = branches.used_at(step)[:-1]  # the last one is never the negative prompt's
+        return sum(branches.conditionings[k].context is own for k in before)
 
     return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h), branches.count_at, negatives)
 

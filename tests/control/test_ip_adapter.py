@@ -183,6 +183,16 @@ def test_only_the_negative_prompts_branch_reads_the_empty_image(pipe: Pipeline, 
         assert toy.relative_error(halves, whole.double().numpy()) < 1e-4
 
 
+def test_guidance_acts_on_the_image_where_both_prompts_are_one(pipe: Pipeline, folder: Path) -> None:
+    """An image alone, without any text: as users run it."""
+    text = {"cond": None, "uncond": None, "prompt": ""}
+    context, _ = toy.embeddings()
+    for given in (text, {"cond": context, "uncond": context}):
+        given = control(folder, "linear.bin") | given
+        little, much = (latents(pipe, **given, scale=scale) for scale in (2.0, 5.0))
+        assert toy.relative_error(little, much.double().numpy()) > 1e-3
+
+
 def test_openclips_names_of_the_image_encoder(folder: Path, tmp_path: Path) -> None:
     ours, theirs = toy.seer(), {}
     for key, value in ours.items():
