@@ -16,6 +16,7 @@ import pytest
 import random_checkpoint
 import toy
 import toy_flow
+import toy_z_image
 
 import ldm_lite
 from ldm_lite.pipeline import Pipeline
@@ -72,10 +73,11 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session", params=["flux_dev", "sd35_medium"])
+@pytest.fixture(scope="session", params=["flux_dev", "sd35_medium", "z_image_turbo"])
 def flow_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """FLUX.1 dev, then Stable Diffusion 3.5 medium, in miniature with random weights."""
-    return toy_flow.write(tmp_path_factory.mktemp("flow"), request.param)
+    """FLUX.1 dev, Stable Diffusion 3.5 medium, then Z-Image Turbo, in miniature with random weights."""
+    write = toy_z_image.write_whole if request.param == "z_image_turbo" else toy_flow.write
+    return write(tmp_path_factory.mktemp("flow"), request.param)
 
 
 @pytest.fixture(scope="session")

@@ -222,7 +222,7 @@ def test_skip_layer_guidance_runs_in_a_part_of_the_steps(pipes: dict[str, Pipeli
         ({"sampler": "plms"}, "PLMS is not defined for rectified flow"),
         ({"spacing": "ays"}, "not for rectified flow"),
         ({"compat": True}, "`compat` is for scripts of Stable Diffusion 1 and 2"),
-        ({"prompt_syntax": "a1111"}, "T5, which has no weights"),
+        ({"prompt": "a (cat)", "prompt_syntax": "a1111"}, "no weights: got 'cat' with the weight 1.1"),
         ({"clip_skip": 2}, "only CLIP's pooled output"),
         ({"height": 40}, "multiples of 16"),
         ({"spacing": "flow:shift=0"}, "wanted a number above 0"),
@@ -230,7 +230,7 @@ def test_skip_layer_guidance_runs_in_a_part_of_the_steps(pipes: dict[str, Pipeli
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, pipes: dict[str, Pipeline]) -> None:
     with pytest.raises(ValueError, match=message):
-        pipes["flux_dev"].txt2img("a", **options)
+        pipes["flux_dev"].txt2img(**{"prompt": "a", **options})
 
 
 # ---- how networks run -----------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ class Maker:
         options = dataclasses.replace(job.text, num_chunks=items[0].chunks, size=(height, width))
         with model.phase(*text_roles(model.family.text_encoders)):
             cond = _encoded(model, [item.prompt for item in items], options)
+            encoder.warn_of_unused([item.negative_prompt for item in items])
             if not encoder.guided:
                 return dataclasses.replace(job, cond=cond)
             negative = dataclasses.replace(options, negative=True)

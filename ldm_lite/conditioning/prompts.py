@@ -25,7 +25,7 @@ from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.ops import guidance_embedding, timestep_embedding
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
-from ldm_lite.text.prompt import Chunks, chunks, weighted
+from ldm_lite.text.prompt import Chunks, chunks, weighted, without_weights
 from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.families import text_roles
 from ldm_lite.zoo.networks import EncoderSpec
@@ -61,6 +61,9 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
 
     A warning names the words that do not fit into the text encoder, once per prompt.
     """
+    prompts = _as_read(model, prompts, options.syntax)
+    if model.family.conditioner in UNWEIGHTED:
+        options = replace(options, syntax="plain")
     tokenizer = _longest(model)
     if options.syntax == "plain" and tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
@@ -107,8 +110,14 @@ def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "pla
     """Return the number of chunks of the longest prompt, to which all prompts of a job are padded."""
     length = LENGTHS.get(model.family.conditioner)
     if length is not None or model.tokenizer is None:
-        return max(1 if length is None or not prompt else length(model, prompt) for prompt in prompts)
+        texts = _as_read(model, prompts, syntax)
+        return max(1 if length is None or not text else length(model, text) for text in texts)
     return max(len(chunks(model.tokenizer, prompt or "", syntax).ids) for prompt in prompts)
+
+
+def most_chunks(model: Model) -> int:
+    """Return the number of chunks that every prompt fits into: padded to it, all have one shape."""
+    return MOST.get(model.family.conditioner, 1)
 
 
 def clip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
@@ -164,7 +173,8 @@ def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
 
     schnell was trained with 256 tokens.  black-forest-labs/flux conditioner.py.
     """
-    _check_t5(model, options)
+    if options.clip_skip != 1:
+        raise ValueError(f"{model.family.title} reads only CLIP's pooled output: leave out `clip_skip`")
     encoder = model.text_encoder
     assert model.tokenizer is not None
     assert isinstance(encoder, CLIPTextEncoder)
@@ -179,7 +189,6 @@ def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     T5 has at least 77 tokens, at most 256; without T5 they are 77 zeros.  y is both pooled outputs, of which only
     bigG's is projected.  Stability-AI/sd3.5, sd3_infer.py, get_cond; Esser et al. 2024, sec. 4 and appendix B.3.
     """
-    _check_t5(model, options, clip_skip=True)
     encoder = model.text_encoder
     assert model.tokenizer is not None
     assert isinstance(encoder, CLIPTextEncoder)
@@ -198,7 +207,6 @@ def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
 
     T is a multiple of 32, at most 512.  Tongyi-MAI/Z-Image pipeline.py.
     """
-    _check_plain(model, options, "Qwen3")
     if options.clip_skip != 1:
         raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
     assert model.tokenizer is not None
@@ -304,18 +312,10 @@ def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
     return encoder(ids.to(model.device))
 
 
-def _check_t5(model: Model, options: PromptOptions, clip_skip: bool = False) -> None:
-    """Raises ValueError for options that families with T5 do not have."""
-    _check_plain(model, options, "T5")
-    if options.clip_skip != 1 and not clip_skip:
-        raise ValueError(f"{model.family.title} reads only CLIP's pooled output: leave out `clip_skip`")
-
-
-def _check_plain(model: Model, options: PromptOptions, encoder: str) -> None:
-    if options.syntax != "plain":
-        raise ValueError(
-            f"{model.family.title} reads prompts with {encoder}, which has no weights: leave out `prompt_syntax`"
-        )
+def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:
+    """Return prompts as plain text where the text encoder has no weights.  Raises ValueError for a prompt with some."""
+    plain = syntax != "plain" and model.family.conditioner in UNWEIGHTED
+    return [without_weights(prompt) if plain and prompt else prompt for prompt in prompts]
 
 
 def _learned(model: Model, encoder: nn.Module) -> Tensor | None:
@@ -376,6 +376,7 @@ CONDITIONERS: dict[str, Conditioner] = {
     "label_maps": lambda model, prompts, options: inputs.label_maps(model, prompts, _size(model, options)),
     "embeddings": lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
 }
+UNWEIGHTED = ("flux", "sd3", "z_image")  # conditioners whose text encoders, T5 and Qwen3, read plain text
 # Number of tokens, or of 32 tokens, of a prompt, of which CLIP's chunks are not what counts.
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
@@ -383,5 +384,6 @@ LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "sd3": lambda model, prompt: _num_tokens(model, prompt),
     "z_image": lambda model, prompt: -(-_num_qwen3(model, prompt) // MULTIPLE),
 }
+MOST = {"sd3": 256, "z_image": 512 // MULTIPLE}  # of these numbers, where they vary
 OPTIONAL = ("nothing",)  # conditioners that read no prompt
 FROM_FILES = ("layouts", "label_maps", "embeddings")  # conditioners whose prompts are names of files

@@ -44,7 +44,10 @@ def is_constant(prompt: str | None, syntax: str) -> bool:
 
 
 def _parts(prompt: str, syntax: str) -> list[Part]:
-    return split(prompt) if syntax == "a1111" else [Part(prompt, 1.0)]
+    if syntax != "a1111":
+        return [Part(prompt, 1.0)]
+    parts = split(prompt)  # whose spaces around AND count for Qwen3
+    return parts if len(parts) == 1 else [part._replace(text=part.text.strip()) for part in parts]
 
 
 def _schedule(text: str | None, syntax: str, calls: Calls) -> list[Until]:
@@ -67,8 +70,8 @@ class PromptEncoder:
         composed = any(weights_of(job, row) != (1.0,) for row in range(len(job.prompts)))
         unguided = job.guidance == 1 and job.image_scale in (None, 1) and not composed
         self.guided = not distilled and not unguided
-        if distilled and (job.negative_prompt is not None or job.uncond is not None):
-            log.warning("%s has its guidance distilled into it: the negative prompt is not used", model.family.title)
+        if self.own:
+            self.warn_of_unused([job.negative_prompt], job.uncond)
         self._schedules: dict[str | None, list[Until]] = {}
         texts = set[str | None]()
         if job.cond is None or not self.own:
@@ -81,6 +84,17 @@ class PromptEncoder:
         alike = len(chunks) == 1 and job.cond is None and job.uncond is None
         self.options = dataclasses.replace(job.text, num_chunks=max(chunks), alike=alike)
         self._cache: OrderedDict[object, Conditioning] = OrderedDict()
+
+    def warn_of_unused(self, negative: Sequence[str | None], uncond: Conditioning | None = None) -> None:
+        """Say that negative prompts, or conditioning in their place, are not used, if so."""
+        if self.guided or (uncond is None and not any(negative)):
+            return
+        title, scale = self.model.family.title, self.model.family.scale
+        if self.model.family.distilled:
+            log.warning("%s has its guidance distilled into it: the negative prompt is not used", title)
+        else:
+            own = f" ({title}'s own)" if scale == 1 else ""
+            log.warning("a guidance scale of 1%s uses no negative prompt: leave it out, or take a larger `scale`", own)
 
     def encode(self, rows: list[int], latent_shape: tuple[int, int, int]) -> list[Texts]:
         """Return the conditioning of the prompts in these rows, whose parts have the same weights, in order of use."""

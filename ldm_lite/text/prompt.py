@@ -66,6 +66,21 @@ def parse(text: str) -> list[tuple[str, float]]:
     return _merged(pieces) or [("", 1.0)]
 
 
+def without_weights(text: str) -> str:
+    """Return a prompt in A1111's syntax as plain text, for T5 and Qwen3, which have no chunks to BREAK into either.
+
+    Raises ValueError for a prompt with weights.
+    """
+    pieces = [(" ", 1.0) if piece == BREAK else (piece, weight) for piece, weight in parse(text)]
+    for piece, weight in pieces:
+        if weight != 1:
+            raise ValueError(
+                f"this model's text encoder has no weights: got {piece!r:.60} with the weight {weight:g}, take its "
+                "brackets out, or leave out `prompt_syntax`"
+            )
+    return "".join(piece for piece, _ in pieces)
+
+
 def _merged(pieces: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     merged: list[tuple[str, float]] = []
     for piece, weight in pieces:

@@ -1,4 +1,4 @@
-"""The server with FLUX.1 and Stable Diffusion 3 in miniature."""
+"""The engine with FLUX.1, Stable Diffusion 3 and Z-Image in miniature."""
 
 from collections.abc import Iterator
 from pathlib import Path

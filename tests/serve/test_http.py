@@ -4,6 +4,7 @@ import base64
 import http.client
 import io
 import json
+import shutil
 import socket
 import struct
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 
 import ldm_lite
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import Engine
@@ -229,6 +231,51 @@ def test_a1111s_progress_and_interrupt(server: Running) -> None:
     assert opened(answer["images"][0]).size == (32, 32)
     assert answers[OPENAI][0] == 200
     assert server.ask("/sdapi/v1/progress")[1]["progress"] == 0
+
+
+@pytest.mark.slow
+def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_path: Path) -> None:
+    """FLUX.1, Stable Diffusion 3 and Z-Image: each task gives the pipeline's bits, and models take turns."""
+    openai, webuiapi = pytest.importorskip("openai"), pytest.importorskip("webuiapi")
+    shutil.copy(small_path, tmp_path / "other.safetensors")
+    loaded = LoadOptions(ckpt=flow_path, device="cpu"), ServeOptions(models=str(tmp_path))
+    server, pipe = Running(Library(*loaded)), ldm_lite.load(flow_path, device="cpu")
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        given: dict[str, Any] = {"prompt": "an apple", "extra_body": {"seed": 3, "steps": 3}}
+        made = client.images.generate(n=2, size="48x32", **given)
+        size: dict[str, Any] = {"steps": 3, "width": 48, "height": 32}
+        for each, seed in zip(made.data, (3, 4), strict=True):
+            [wanted] = pipe.txt2img("an apple", seed=seed, **size)
+            assert opened(each.b64_json).tobytes() == wanted.tobytes()
+            assert opened(each.b64_json).info["parameters"] == wanted.info["parameters"]
+        events = list(client.images.generate(size="48x32", stream=True, partial_images=1, **given))
+        assert [each.type.split(".")[1] for each in events] == ["partial_image", "completed"]
+        assert opened(events[1].b64_json).tobytes() == opened(made.data[0].b64_json).tobytes()
+        hole = ("b.png", picture((0, 0, 0, 0), "RGBA"))
+        edited = client.images.edit(image=("a.png", picture()), mask=hole, **given)
+        assert opened(edited.data[0].b64_json).size == (32, 32)
+
+        webui = webuiapi.WebUIApi(host="127.0.0.1", port=server.port)
+        asked: dict[str, Any] = {"prompt": "a cat", "seed": 3, "steps": 3, "width": 48, "height": 32}
+        for name in ("Euler", "DPM++ 2M"):
+            image = webui.txt2img(sampler_name=name, cfg_scale=3.0, **asked).image
+            options = {"sampler": f"webui {name}", "scale": 3.0, "negative_prompt": ""}
+            assert image.tobytes() == pipe.txt2img("a cat", seed=3, **size, **options)[0].tobytes()
+        red = Image.new("RGB", (48, 32), "red")
+        again = webui.img2img(images=[red], denoising_strength=0.7, sampler_name="Euler", **asked)
+        assert again.image.size == (48, 32)
+        status, message = server.refused(TXT2IMG, {**asked, "prompt": "a (cat:1.2)"})
+        assert status == 422
+        assert "has no weights: got 'cat' with the weight 1.2" in message
+        assert server.ask(TXT2IMG, {**asked, "override_settings": {"sd_model_checkpoint": "other"}})[0] == 200
+        assert server.ask(TXT2IMG, asked)[0] == 200
+        assert server.engine.totals["swaps"] == 2
+        assert server.refused(OPENAI, {"prompt": "x", "size": "40x40"})[0] == 422
+        numbers = server.ask("/metrics")[1]
+        assert f"ldm_lite_images_total {server.engine.totals['images']}.0" in numbers
+    finally:
+        server.close()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
