@@ -5,7 +5,7 @@ Shard K is the folder K of .npy files, which training maps into memory:
     index.json            what there is; written last, so its presence means that everything is there
     00000/moments.npy     (n,2C,h,w) float16: mean and log variance of the latents, unscaled
     00000/context.npy     (n,T,D) float16: what the UNet reads of the captions, if it reads text
-    00000/y.npy           (n,V) float32: the vectors that SDXL reads besides
+    00000/y.npy           (n,V) float32: the vectors that some families read besides (Z-Image: the number of tokens)
     00000/captions.jsonl  n lines, each a JSON string
     empty/                context.npy and y.npy of the empty caption, for caption dropout
 """
@@ -30,7 +30,8 @@ from ldm_lite.batch.task import Report, Task, collected
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.files import read_json
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
+from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, most_chunks
+from ldm_lite.models.ops import finite_half
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.existing import contents
 from ldm_lite.train.data import ImageFolder, open_data
@@ -93,9 +94,14 @@ class EncodeWorker:
 
     def _text(self, captions: Sequence[str]) -> dict[str, NDArray[Any]]:
         side = self.model.family.resolution
-        found = encode_prompts(self.model, captions, PromptOptions(size=(side, side)))
+        options = PromptOptions(num_chunks=most_chunks(self.model), size=(side, side))
+        found = encode_prompts(self.model, captions, options)
         values = {"context": (found.context, torch.float16), "y": (found.y, torch.float32)}
-        return {name: value.to(dtype).cpu().numpy() for name, (value, dtype) in values.items() if value is not None}
+        return {
+            name: finite_half(value.to(dtype)).cpu().numpy()
+            for name, (value, dtype) in values.items()
+            if value is not None
+        }
 
     def _digest(self, indices: Sequence[int]) -> str:
         """Digest images and captions, by the files' contents; of tar files, by all of them."""
@@ -108,7 +114,7 @@ class EncodeWorker:
 
     def _job(self) -> dict[str, Any]:
         model, options = self.model, self.task.options
-        texts = [part for part in (model.text_encoder, model.text_encoder_2) if part is not None]
+        texts = model.text_encoders
         return {
             "shard": options.shard_size,
             "batch_size": options.batch_size,

@@ -6,12 +6,12 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
     index.json               what there is; written last, so a folder with it is complete
     00000/moments.npy        (n,2C,h,w) float16, mean and log variance of the latents, unscaled
     00000/context.npy        (n,T,D) float16, if the text is encoded
-    00000/y.npy              (n,V) float32, what SDXL reads of it besides
+    00000/y.npy              (n,V) float32, what some families read of it besides
     00000/sizes.npy          (n,6) int32, of the whole images and their crops: in a run's own folder
     00000/mask.npy           (n,1,H,W) uint8, if the loss is masked
     00000/hint.npy           (n,3,H,W) uint8, what a ControlNet reads
     00000/captions.jsonl     n JSON strings
-    empty/context.npy        (1,T,D) float16, the empty caption, if the text is encoded
+    empty/context.npy        (1,T,D) float16, the empty caption, if the text is encoded; and y.npy
 """
 
 import contextlib
@@ -72,12 +72,12 @@ class EncodedDataset:
         arrays = {name: self._row(shard, name, row) for name in KINDS if self.about.get(name) is not None}
         return Example(arrays.pop("moments"), captions[row], **arrays)
 
-    def empty(self) -> Tensor | None:
-        """Return the embeddings (T,D) of the empty caption, if the text is encoded.  Raises as example does."""
-        if self.about["context"] is None:
+    def empty(self, name: str) -> Tensor | None:
+        """Return the "context" (T,D) or "y" (V,) of the empty caption, if it is encoded.  Raises as example does."""
+        if self.about.get(name) is None:
             return None
-        shape = (1, *self.about["context"])
-        return _finite(_mapped(self.folder / "empty" / "context.npy", self.written, shape, "<f2"), 0)
+        path = self.folder / "empty" / f"{name}.npy"
+        return _finite(_mapped(path, self.written, (1, *self.about[name]), KINDS[name][0]), 0)
 
     def _path(self, shard: int, name: str) -> Path:
         return self.folder / f"{shard:05}" / name

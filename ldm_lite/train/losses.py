@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, guided, with_numbers
+from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, guided, most_chunks, with_numbers
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models import z_image
 from ldm_lite.models.clip import EncoderLayer
@@ -208,7 +208,12 @@ def read(model: Model, batch: Batch, dropped: Tensor, empty: Conditioning | None
         text = Conditioning(chosen.get("context"), chosen.get("y"))
     else:
         captions = [None if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
-        text = CONDITIONERS[model.family.conditioner](model, captions, PromptOptions())
+        options = PromptOptions(num_chunks=most_chunks(model))
+        text = CONDITIONERS[model.family.conditioner](model, captions, options)
+    if model.family.conditioner == "z_image":
+        assert text.context is not None
+        assert text.y is not None
+        text = text._replace(context=text.context[:, : int(text.y.max())])
     if model.family.conditioner == "sdxl":
         assert text.y is not None
         side = model.family.resolution

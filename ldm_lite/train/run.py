@@ -135,9 +135,7 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
 
 def _data(options: TrainOptions, model: Model, given: Dataset) -> Data:
     """Open and encode the data of a diffusion model's run."""
-    # A flow's several encoders read the captions in every step, also where embeddings are at hand.
-    reads_text = "text_encoder" not in trained_networks(options, model) and not model.schedule.is_flow
-    reads_text = reads_text and options.stage != "embedding"
+    reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
     others = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
 
     def latents(dataset: Dataset, name: str) -> Dataset:

@@ -257,16 +257,17 @@ def check_encoded(options: TrainOptions, model: Model, dataset: EncodedDataset, 
         raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
     if about.get("text_encoder") != digest(*model.text_encoders):
         raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
-    if model.family.conditioner == "sdxl" and about.get("y") is None:
-        raise ValueError(f"{where}: holds no pooled text embeddings, which SDXL reads: encode the data again")
+    if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
+        raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")
 
 
 def no_caption(model: Model, dataset: EncodedDataset) -> Conditioning:
     """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
-    context = dataset.empty()
+    context = dataset.empty("context")
     assert context is not None
     if model.family.conditioner != "sdxl":
-        return Conditioning(context[None].float())
+        y = dataset.empty("y")
+        return Conditioning(context[None].float(), None if y is None else y[None])
     return Conditioning(torch.zeros_like(context[None], dtype=torch.float32), torch.zeros(1, *dataset.about["y"]))
 
 

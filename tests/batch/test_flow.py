@@ -1,18 +1,21 @@
-"""Batch jobs with FLUX.1 and Stable Diffusion 3 in miniature."""
+"""Batch jobs with FLUX.1, Stable Diffusion 3 and Z-Image in miniature."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import toy
 from batch_files import members
 from numpy.typing import NDArray
 from PIL import Image
 
 import ldm_lite
 from ldm_lite.batch.__main__ import main
+from ldm_lite.train import __main__ as train
 
 Write = Callable[..., Path]
 SIZE: dict[str, Any] = {"steps": 2, "width": 48, "height": 32}
@@ -53,3 +56,31 @@ def test_the_images_of_a_job_are_those_of_the_tasks(tmp_path: Path, flow_path: P
     for number, each in enumerate(wanted):
         assert np.array_equal(image(tmp_path / "alone", number), each)
         assert abs(image(tmp_path / "pairs", number) - each).max() <= 1
+
+
+# Of one token, of more than 32 (a chunk of Z-Image), and of more than 77 (the least of Stable Diffusion 3).
+CAPTIONS = ("cat", "a dog on a red table under a tree", "a long text " * 20, "two", "words", "a")
+
+
+@pytest.mark.slow
+def test_captions_of_any_length_are_encoded_and_train(tmp_path: Path, flow_path: Path) -> None:
+    """With the losses of training from the images, up to float16: all that the networks read is in the shards."""
+    (tmp_path / "images").mkdir()
+    for i, caption in enumerate(CAPTIONS):
+        Image.fromarray(toy.photo(64, 64)).save(tmp_path / "images" / f"{i}.png")
+        (tmp_path / "images" / f"{i}.txt").write_text(caption)
+    ckpt = ["--ckpt", flow_path, "--device", "cpu"]
+    given = [tmp_path / "images", "--encode", "--out", tmp_path / "encoded", "--shard-size", 4, "--batch-size", 1]
+    assert main(list(map(str, [*given, *ckpt]))) == 0
+    about = json.loads((tmp_path / "encoded" / "index.json").read_text())
+    assert about["y"] is not None
+    for name in ("context", "y"):
+        shards = [np.load(tmp_path / "encoded" / f"0000{i}" / f"{name}.npy") for i in range(2)]
+        assert [list(each.shape) for each in shards] == [[4, *about[name]], [2, *about[name]]]
+    more = ["--lora-rank", 2, "--steps", 3, "--batch", 2, "--workers", 0, "--caption-dropout", 0.5, *ckpt]
+    losses = []
+    for data in ("images", "encoded"):
+        out = tmp_path / f"of-{data}"
+        assert train.main(list(map(str, ["--data", tmp_path / data, "--out", out, *more]))) == 0
+        losses.append([json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
