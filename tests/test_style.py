@@ -86,13 +86,14 @@ def test_runs_that_it_steers_end_as_the_originals(pipe: Pipeline, folder: Path) 
     assert toy.relative_error(latents[""], GOLDEN["latents"]) > 1e-3
 
 
-def test_tokens_are_the_last_branchs_alone() -> None:
+def test_tokens_are_not_for_the_negative_prompt() -> None:
     context, tokens = toy.normal(0, 6, 5, 4), toy.normal(1, 1, 2, 4)
-    longer = styled(context, tokens, 3)
+    longer = styled(context, tokens, 4)
     assert torch.equal(longer[:, :5], context)
     assert torch.equal(longer[4:, 5:], tokens.expand(2, -1, -1))
     assert torch.equal(longer[:4, 5:], context[:4, 3:])
-    assert torch.equal(styled(context, tokens, 1)[:, 5:], tokens.expand(6, -1, -1))
+    assert torch.equal(styled(context, tokens, 0)[:, 5:], tokens.expand(6, -1, -1))
+    assert styled(context, toy.normal(1, 1, 7, 4), 1).shape == (6, 12, 4)  # more than the context has
 
 
 def test_the_released_file_is_this_network() -> None:
@@ -121,7 +122,7 @@ def test_the_command_and_its_mistakes(
         (clip, "got --clip-vision, which only a --control with a style adapter or an IP-Adapter uses: leave it out"),
         (
             ["--control", asked(folder), "--clip-vision", str(folder / "style.pth")],
-            "style.pth: holds no CLIP image encoder with the names of Hugging Face or OpenCLIP, only style",
+            "style.pth: holds no image encoder of CLIP or SigLIP with the names of Hugging Face or OpenCLIP, only",
         ),
         (["--control", asked(folder, net="narrow.pth"), *clip], "is for UNets with context 32 "),
     ):

@@ -147,6 +147,7 @@ COMPONENTS = (
     ("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
     ("style", "style_embedding", ("adapter.", "")),
     ("ip_adapter", "ip_adapter.1.to_k_ip.weight", ("",)),
+    ("redux", "redux_up.weight", ("",)),
     ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
     ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
@@ -182,10 +183,9 @@ NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
     r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
     r"|^low_scale_model\.|^(cond_stage_model\.)?(transformer\.)?to_logits\."
-    # inpainting_big holds its autoencoder a second time
-    r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."
+    r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."  # a second time in inpainting_big
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
-    r"|(^|\.)lm_head\.weight$|^norm_final\.weight$"  # Qwen3's and Lumina's, of no use in Z-Image
+    r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
 )
 EMA = "model_ema."
 

@@ -196,8 +196,8 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
     )
     control: tuple[Any, ...] = option(
         (),
-        "ControlNet, T2I-Adapter or IP-Adapter with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; START "
-        "and END: shares of the steps; guess: without the negative prompt; pool: for the shuffle network; repeatable",
+        "ControlNet, T2I-Adapter, IP-Adapter or Redux with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; "
+        "START, END: shares of the steps; guess: not for the negative prompt; pool: for the shuffle network; repeatable",
         common=True,
         metavar="FILE:IMAGE",
     )
@@ -207,7 +207,9 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
         png="Control preprocess",
     )
     clip_vision: str | None = option(
-        None, "CLIP image encoder, for style adapters (ViT-L/14) and IP-Adapters (ViT-H, bigG)", metavar="FILE"
+        None,
+        "image encoder: CLIP's for style adapters (ViT-L/14) and IP-Adapters (ViT-H, bigG), SigLIP's for FLUX.1 Redux",
+        metavar="FILE",
     )
     refiner: Any = option(
         None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"

@@ -26,9 +26,9 @@ class ActiveControls:
     """The controls of a plan, for images of one size: a generate.StepControl.
 
     A step without any control runs the UNet alone.  If steps are compiled, all other steps run all controls, with
-    weight 0 outside their range, since leaving one out would need another graph.  Style adapters append tokens to the
-    context, only within their range.  An IP-Adapter's image has a separate attention, of the branches but the negative
-    prompt's.
+    weight 0 outside their range, since leaving one out would need another graph.  Style adapters and Redux append
+    tokens to the context, only within their range.  An IP-Adapter's image has a separate attention.  None of these
+    three is for the negative prompt's branches.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ActiveControls:
         """Return the network for a step, counted from 0, on all branches of guidance, and its conditioning."""
         tokens = [tokens for control, tokens in self._styles if self._acts(control, step)]
         if tokens and conditioning.context is not None:
-            longer = styled(conditioning.context, torch.cat(tokens, dim=1), self._num_branches(step))
+            first = self._negatives(step) * len(conditioning.context) // self._num_branches(step)
+            longer = styled(conditioning.context, torch.cat(tokens, dim=1), first)
             conditioning = conditioning._replace(context=longer)
         if not any(self._acts(control, step) for control, _ in (*self._nets, *self._adapters, *self._prompts)):
             return self._unet, conditioning

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
@@ -17,7 +18,9 @@ from ldm_lite.control.low_rank import MARK, differences
 from ldm_lite.image import clip_crop
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.controlnet import ControlNet, infer_spec
+from ldm_lite.models.flux import Flux, FluxSpec
 from ldm_lite.models.ip_adapter import Images, IPAdapter, IPAdapterSpec
+from ldm_lite.models.redux import Redux, ReduxSpec, SiglipSpec, SiglipVisionEncoder
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
@@ -30,6 +33,10 @@ from ldm_lite.runtime.setup import prepare_like
 log = logging.getLogger("ldm_lite")
 
 
+Network = ControlNet | T2IAdapter | StyleAdapter | IPAdapter | Redux
+Seer = CLIPVisionEncoder | SiglipVisionEncoder
+
+
 class ImagePrompt(NamedTuple):
     """The keys and values of an image for every cross-attention, and those for the negative prompt's branch."""
 
@@ -39,7 +46,7 @@ class ImagePrompt(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoadedControl:
-    """A control with its network, or with what a style adapter (tokens (1,T,C)) or an IP-Adapter made of its image."""
+    """A control with its network, or with what was made of its image: tokens (1,T,C), an IP-Adapter's ImagePrompt."""
 
     control: Control
     network: ControlNet | T2IAdapter | Tensor | ImagePrompt
@@ -50,59 +57,70 @@ def load_controls(
 ) -> list[LoadedControl]:
     """Load the controls' networks, in the model's dtype, onto its device: whole, or offloaded by block like its UNet.
 
-    clip_vision is the file of CLIP's image encoder, which style adapters and IP-Adapters need.  Raises
-    FileNotFoundError or ValueError, one line, for files that hold no control, or one for a different UNet.
+    clip_vision is the file of the image encoder that style adapters and IP-Adapters (CLIP's) and Redux (SigLIP's) need.
+    Raises FileNotFoundError or ValueError, one line, for files that hold no control, or one for a different network.
     """
     if not controls and clip_vision is None:
         return []
-    if not isinstance(model.unet, UNet):
+    if not isinstance(model.unet, UNet | Flux):
         raise ValueError(f"{model.family.title} has no UNet that a control could act on")
     loaded = [_load(model, control) for control in controls]
     vision = _load_vision(model, clip_vision, [network for _, network in loaded])
     return [LoadedControl(control, _with_image(network, vision, control)) for control, network in loaded]
 
 
-def _load_vision(
-    model: Model, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]
-) -> CLIPVisionEncoder | None:
+SEERS = {  # what the networks that read an image encoder need
+    StyleAdapter: "a style adapter needs CLIP ViT-L/14's image encoder: give its file with `clip_vision=FILE`, for "
+    "instance openai/clip-vit-large-patch14/model.safetensors",
+    IPAdapter: "an IP-Adapter needs the image encoder that it was trained with (CLIP ViT-H, or bigG for "
+    "ip-adapter_sdxl): give its file with `clip_vision=FILE`, for instance "
+    "h94/IP-Adapter/models/image_encoder/model.safetensors",
+    Redux: "FLUX.1 Redux needs SigLIP's image encoder: give its file with `clip_vision=FILE`, for instance "
+    "black-forest-labs/FLUX.1-Redux-dev/image_encoder/model.safetensors",
+}
+
+
+def _load_vision(model: Model, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]) -> Seer | None:
     """Load the image encoder, if a network reads one.  Raises ValueError if there is one too many or too few."""
-    styles = any(isinstance(network, StyleAdapter) for network in networks)
-    prompts = any(isinstance(network, IPAdapter) for network in networks)
-    if source is None and (styles or prompts):
-        raise ValueError(
-            "a style adapter needs CLIP ViT-L/14's image encoder: give its file with `clip_vision=FILE`, for instance "
-            "openai/clip-vit-large-patch14/model.safetensors"
-            if styles
-            else "an IP-Adapter needs the image encoder that it was trained with (CLIP ViT-H, or bigG for "
-            "ip-adapter_sdxl): give its file with `clip_vision=FILE`, for instance "
-            "h94/IP-Adapter/models/image_encoder/model.safetensors"
-        )
+    needed = [text for kind, text in SEERS.items() if any(isinstance(network, kind) for network in networks)]
     if source is None:
+        if needed:
+            raise ValueError(needed[0])
         return None
-    if not styles and not prompts:
+    if not needed:
         raise ValueError(
-            "got `clip_vision`, which only a `control` with a style adapter or an IP-Adapter uses: leave it out"
+            "got `clip_vision`, which only a `control` with a style adapter, an IP-Adapter or FLUX.1 Redux uses: "
+            "leave it out"
         )
     components = split(open_source(source))
     if "vision" not in components:
         raise ValueError(
-            f"{source}: holds no CLIP image encoder with the names of Hugging Face or OpenCLIP, only "
+            f"{source}: holds no image encoder of CLIP or SigLIP with the names of Hugging Face or OpenCLIP, only "
             f"{', '.join(components)}"
         )
+    shapes = components["vision"].shapes
+    if ("embeddings.class_embedding" in shapes) == any(isinstance(network, Redux) for network in networks):
+        raise ValueError(f"{source}: is not the right image encoder: {needed[0]}")
+    vision: Seer
     with errors_of(source), on_meta():
-        vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(components["vision"].shapes))
+        if "embeddings.class_embedding" in shapes:
+            vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(shapes))
+        else:
+            vision = SiglipVisionEncoder(SiglipSpec.from_shapes(shapes))
     load_weights(vision, components["vision"], "image encoder", model.device, model.dtype)
     return vision
 
 
 @torch.no_grad()
 def _with_image(
-    network: ControlNet | T2IAdapter | StyleAdapter | IPAdapter, vision: CLIPVisionEncoder | None, control: Control
+    network: Network, vision: Seer | None, control: Control
 ) -> ControlNet | T2IAdapter | Tensor | ImagePrompt:
-    """Compute once per job what a style adapter or an IP-Adapter makes of its image, times its weight."""
+    """Compute once per job what a style adapter, an IP-Adapter or Redux makes of its image, times its weight."""
+    if isinstance(network, Redux):
+        return _redux_tokens(network, vision, control)
     if not isinstance(network, StyleAdapter | IPAdapter):
         return network
-    assert vision is not None
+    assert isinstance(vision, CLIPVisionEncoder)
     linear = isinstance(network, IPAdapter) and network.spec.kind == "linear"
     wanted = network.spec.image_width if isinstance(network, IPAdapter) else network.spec.width
     got = vision.spec.projection if linear else vision.spec.width
@@ -120,6 +138,18 @@ def _with_image(
     return ImagePrompt(*(_scaled(network(tokens), control.weight) for tokens in (given, never)))
 
 
+def _redux_tokens(network: Redux, vision: Seer | None, control: Control) -> Tensor:
+    """Return Redux's tokens (1,N,C) of an image, which is stretched to a square, times its weight."""
+    assert isinstance(vision, SiglipVisionEncoder)
+    if vision.spec.width != network.spec.width:
+        raise ValueError(
+            f"{control.source}: needs an image encoder {network.spec.width} wide, got one of {vision.spec.width}"
+        )
+    side = vision.spec.size
+    pixels = unit_pixels(control.rgb().resize((side, side), Image.Resampling.BICUBIC))
+    return control.weight * network(vision(pixels.to(network.redux_up.weight)))
+
+
 FACES = 512  # width of InsightFace's embeddings, which InstantID reads
 WIDTHS = {  # of image encoders, by whether the pooled output is read
     (True, 1024): " (CLIP ViT-H)",
@@ -135,7 +165,7 @@ def _scaled(images: Images, weight: float) -> Images:
     return tuple(tuple((k, weight * v) for k, v in blocks) for blocks in images)
 
 
-def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdapter | StyleAdapter | IPAdapter]:
+def _load(model: Model, control: Control) -> tuple[Control, Network]:
     """Load a control's network; return the control, updated from the network's configuration, and the network."""
     if model.unet not in control.networks:
         control.networks[model.unet] = _read(model, control.source)
@@ -143,22 +173,19 @@ def _load(model: Model, control: Control) -> tuple[Control, ControlNet | T2IAdap
     return replace(control, pool=True) if pools else control, network
 
 
-def _read(
-    model: Model, source: str | os.PathLike[str]
-) -> tuple[ControlNet | T2IAdapter | StyleAdapter | IPAdapter, bool]:
+def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
     """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
     components = split(open_source(source))
-    role = next((role for role in ("control", "adapter", "style", "ip_adapter") if role in components), None)
+    role = next((role for role in ROLES if role in components), None)
     if role is None:
         raise ValueError(f"{source}: holds no ControlNet, T2I-Adapter or IP-Adapter, only {', '.join(components)}")
     found = components[role]
     with errors_of(source), on_meta():
         network = _build(model, role, found.shapes)
-        _check_heads(model.family.unet, found.checkpoint.metadata)
-    # Style adapters and IP-Adapters run now.
-    by_block = (
-        role not in ("style", "ip_adapter") and model.offloader is not None and model.offloader.offload == "sequential"
-    )
+        if isinstance(model.family.unet, UNetSpec):
+            _check_heads(model.family.unet, found.checkpoint.metadata)
+    runs_now = isinstance(network, StyleAdapter | IPAdapter | Redux)
+    by_block = not runs_now and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
     differs, whole = "difference" in found.checkpoint.shapes, set[str]()
     if MARK in found.shapes:
@@ -180,12 +207,20 @@ def _read(
     return network, pools
 
 
-def _build(model: Model, role: str, shapes: Shapes) -> ControlNet | T2IAdapter | StyleAdapter | IPAdapter:
+ROLES = ("control", "adapter", "style", "ip_adapter", "redux")  # components that are a control
+
+
+def _build(model: Model, role: str, shapes: Shapes) -> Network:
     """Build the network of a role for weights of these shapes.
 
-    Raises ValueError if they make no sense, or are for UNets of another kind.
+    Raises ValueError if they make no sense, or are for networks of another kind.
     """
     unet = model.family.unet
+    if role == "redux":
+        redux = ReduxSpec.from_shapes(shapes)
+        if not isinstance(unet, FluxSpec) or unet.context_dim != redux.context_dim:
+            raise ValueError(f"is for FLUX.1 with T5 {redux.context_dim} wide, not for {model.family.title}")
+        return Redux(redux)
     if not isinstance(unet, UNetSpec):
         raise ValueError(f"is for UNets, but {model.family.title} is a transformer, for which there is no control here")
     if role == "adapter":

@@ -53,7 +53,11 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"quick_gelu": quick_gelu, "gelu": F.gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": quick_gelu,
+    "gelu": F.gelu,
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+}
 
 
 class Embeddings(nn.Module):
@@ -101,12 +105,14 @@ class MLP(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, width: int, mlp_width: int, heads: int, activation: str, causal: bool) -> None:
+    def __init__(
+        self, width: int, mlp_width: int, heads: int, activation: str, causal: bool, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         self.self_attn = SelfAttention(width, heads, causal)
-        self.layer_norm1 = nn.LayerNorm(width)
+        self.layer_norm1 = nn.LayerNorm(width, eps)
         self.mlp = MLP(width, mlp_width, activation)
-        self.layer_norm2 = nn.LayerNorm(width)
+        self.layer_norm2 = nn.LayerNorm(width, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))

@@ -59,12 +59,12 @@ class StyleAdapter(nn.Module):
         return self.ln_post(x[:, -self.spec.num_tokens :]) @ self.proj
 
 
-def styled(context: Tensor, tokens: Tensor, num_branches: int) -> Tensor:
-    """Append tokens (1,T',C) to the last of the K branches in a context (K*B,T,C): (K*B,T+T',C).
+def styled(context: Tensor, tokens: Tensor, first: int) -> Tensor:
+    """Append tokens (1,T',C) to all but the first rows, of the negative prompt, of a context (B,T,C): (B,T+T',C).
 
-    The other branches repeat their own last T' tokens, as in the original's ddim.py.
+    These rows repeat their own last T' tokens, as in the original's ddim.py.
     """
-    first = len(context) - len(context) // num_branches
-    others, last = context[:first], context[first:]
-    more = torch.cat([others[:, -tokens.shape[1] :], tokens.to(last).expand(len(last), -1, -1)])
+    others, steered = context[:first], context[first:]
+    last = torch.arange(-tokens.shape[1], 0, device=context.device) % context.shape[1]
+    more = torch.cat([others[:, last], tokens.to(steered).expand(len(steered), -1, -1)])
     return torch.cat([context, more], dim=1)

@@ -1,0 +1,123 @@
+"""FLUX.1 Redux: its image encoder, its tokens and a run with them, against diffusers and transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+import toy_flow
+from flow_files import of_diffusers
+from PIL import Image
+from random_checkpoint import SMALL
+from safetensors.torch import save_file
+
+import ldm_lite
+from ldm_lite.checkpoint.reader import open_checkpoint, split
+from ldm_lite.cli.task_options import Txt2imgOptions as Options
+from ldm_lite.control.control import parse
+from ldm_lite.control.loading import load_controls
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.generate import DenoisingState
+from ldm_lite.models.redux import ReduxSpec, SiglipSpec
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.txt2img import txt2img
+from ldm_lite.txt2img import main
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "redux.npz")
+RELEASED = {  # shapes of flux1-redux-dev and of SigLIP So400m, patch 14, 384 px
+    "redux_up.weight": (12288, 1152),
+    "redux_down.weight": (4096, 12288),
+    "embeddings.patch_embedding.weight": (1152, 3, 14, 14),
+    "embeddings.position_embedding.weight": (729, 1152),
+    "encoder.layers.0.mlp.fc1.weight": (4304, 1152),
+    "encoder.layers.26.mlp.fc1.weight": (4304, 1152),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FLUX.1 dev with the golden's weights, Redux, SigLIP as its file has it, with its pooling head, and a photo."""
+    path = tmp_path_factory.mktemp("redux")
+    toy_flow.write(path, "flux_dev")
+    parts = toy_flow.weights(toy_flow.small("flux_dev"))
+    dev = split(open_checkpoint(toy_flow.save(path / "d.safetensors", of_diffusers("flux_dev"))))["unet"]
+    parts["unet"] = {key: dev.checkpoint.read(stored) for key, stored in dev.keys.items()}
+    toy_flow.save(path / "dev.safetensors", toy_flow.all_in_one(toy_flow.small("flux_dev"), parts))
+    save_file(toy_flow.redux(), path / "redux.safetensors")
+    siglip = {f"vision_model.{key}": value for key, value in toy_flow.siglip().items()}
+    head = {"vision_model.head.probe": torch.ones(1, 1, 128), "vision_model.head.mlp.fc1.bias": torch.ones(192)}
+    save_file(siglip | head, path / "siglip.safetensors")
+    save_file({f"vision_model.{key}": value for key, value in toy.vision().items()}, path / "clip.safetensors")
+    Image.fromarray(toy.photo(48, 72)).save(path / "photo.png")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return ldm_lite.load(folder / "dev.safetensors", device="cpu")
+
+
+def asked(folder: Path, rest: str = "", net: str = "redux") -> str:
+    return f"{folder / net}.safetensors:{folder / 'photo.png'}{rest}"
+
+
+def test_the_released_sizes() -> None:
+    assert ReduxSpec.from_shapes(RELEASED) == ReduxSpec(1152, 12288, 4096)
+    assert SiglipSpec.from_shapes(RELEASED) == SiglipSpec(384, 14, 1152, 4304, 27, 16)
+
+
+def test_tokens_are_those_of_diffusers(pipe: Pipeline, folder: Path) -> None:
+    """Of an image that is not square, from its file."""
+    [control] = load_controls(pipe, parse([asked(folder, ":0.5")]), str(folder / "siglip.safetensors"))
+    assert toy.relative_error(control.network, 0.5 * GOLDEN["tokens"]) < 1e-5
+
+
+def test_a_run_is_that_of_diffusers(pipe: Pipeline, folder: Path) -> None:
+    """The tokens follow the text's in its range of steps; beyond it, the run is another."""
+    x, _, context, y = toy_flow.run_inputs(pipe.family.unet)
+    latents: dict[str, torch.Tensor] = {}
+    for rest in ("", ":1:0-0.5"):
+        given: dict[str, Any] = {"control": (asked(folder, rest),), "clip_vision": str(folder / "siglip.safetensors")}
+        given |= {"cond": Conditioning(context, y), "noise": x, "scale": toy_flow.SCALE}
+        options = Options(steps=toy_flow.STEPS, height=48, width=80, **given)
+
+        def keep(state: DenoisingState, rest: str = rest) -> None:
+            latents[rest] = state.latents.clone()
+
+        list(txt2img(pipe, replace(options, batch_size=2), on_step=keep))
+    assert toy.relative_error(latents[""], GOLDEN["run"]) < 2e-5
+    assert toy.relative_error(latents[":1:0-0.5"], GOLDEN["run"]) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_command_and_guidance(folder: Path, tmp_path: Path) -> None:
+    """schnell with guidance has a negative prompt, which the image is not for; two images follow each other."""
+    toy_flow.write(tmp_path, "flux_schnell")
+    given = ["a cat", "--ckpt", str(tmp_path / "flux_schnell.safetensors"), "--device", "cpu", "--steps", "2"]
+    given += ["--H", "32", "--W", "48", "--scale", "2", "--negative-prompt", "a dog"]
+    redux = ["--control", asked(folder), "--clip-vision", str(folder / "siglip.safetensors")]
+    made = []
+    for name, more in (("plain", []), ("one", redux), ("two", [*redux, "--control", asked(folder, ":0.3")])):
+        assert main([*given, *more, "--out", str(tmp_path / f"{name}.png")]) == 0
+        made.append(Image.open(tmp_path / f"{name}.png").tobytes())
+    assert len(set(made)) == 3
+
+
+def test_what_does_not_fit_is_one_line(pipe: Pipeline, folder: Path, small_path: Path) -> None:
+    siglip, clip = (str(folder / f"{name}.safetensors") for name in ("siglip", "clip"))
+    wide = {key: torch.zeros(48, 96) if key == "redux_down.weight" else each for key, each in toy_flow.redux().items()}
+    save_file(wide, folder / "wide.safetensors")
+    for model, net, vision, message in (
+        (pipe, "redux", None, "FLUX.1 Redux needs SigLIP's image encoder: give its file with `clip_vision=FILE`"),
+        (pipe, "redux", clip, "clip.safetensors: is not the right image encoder: FLUX.1 Redux needs SigLIP's"),
+        (pipe, "wide", siglip, "wide.safetensors: is for FLUX.1 with T5 48 wide, not for"),
+        (ldm_lite.load(small_path, device="cpu"), "redux", siglip, "is for FLUX.1 with T5 32 wide, not for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_controls(model, parse([asked(folder, net=net)]), vision)
+    save_file(toy.control(SMALL.unet), folder / "net.safetensors")
+    with pytest.raises(ValueError, match="is a transformer, for which there is no control here"):
+        load_controls(pipe, parse([asked(folder, net="net")]))
