@@ -30,6 +30,7 @@ from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.blocks import BlockLinear, Blocks
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.foreign import foreign
+from ldm_lite.zoo.transformers import TRANSFORMERS
 
 log = logging.getLogger("ldm_lite")
 
@@ -151,9 +152,7 @@ COMPONENTS = (
     ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
     ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
-    ("unet", "double_blocks.0.img_attn.norm.key_norm.scale", ("model.diffusion_model.", "")),  # FLUX.1
-    ("unet", "joint_blocks.0.context_block.attn.qkv.weight", ("model.diffusion_model.", "")),  # Stable Diffusion 3
-    ("unet", "cap_pad_token", ("model.diffusion_model.", "diffusion_model.", "")),  # Z-Image
+    *(("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in TRANSFORMERS),
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
     ("vae", "encoder.0.weight", ("",)),

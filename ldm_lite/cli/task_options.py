@@ -197,7 +197,7 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
     control: tuple[Any, ...] = option(
         (),
         "ControlNet, T2I-Adapter, IP-Adapter or Redux with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; "
-        "START, END: shares of the steps; guess: not for the negative prompt; pool: for the shuffle network; repeatable",
+        "START, END: shares of the steps; guess: without the negative prompt; pool: for shuffle; repeatable",
         common=True,
         metavar="FILE:IMAGE",
     )

@@ -16,20 +16,15 @@ from torch.nn import functional as F
 
 from ldm_lite.checkpoint.lora import file_names
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.models import z_image
 from ldm_lite.models.clip import CLIPTextEncoder, EncoderLayer
-from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
-from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import patch, unpatch
 from ldm_lite.train.kinds import KINDS
+from ldm_lite.zoo.transformers import BLOCKS
 
-PARTS = (
-    *(SpatialTransformer, EncoderLayer, ResidualAttentionBlock),
-    *(DoubleStreamBlock, SingleStreamBlock, JointBlock, z_image.Block),
-)
+PARTS = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
 
 
 class Place(NamedTuple):

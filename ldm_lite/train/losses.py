@@ -18,11 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, guided, most_chunks, with_numbers
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.models import z_image
 from ldm_lite.models.clip import EncoderLayer
 from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
-from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.open_clip import ResidualAttentionBlock
 from ldm_lite.models.ops import wide
 from ldm_lite.models.unet import Block
@@ -30,6 +27,7 @@ from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.examples import to_float
 from ldm_lite.train.weighting import Weighting, uniform
+from ldm_lite.zoo.transformers import BLOCKS
 
 
 class Loss(Protocol):
@@ -223,10 +221,7 @@ def read(model: Model, batch: Batch, dropped: Tensor, empty: Conditioning | None
     return conditioning
 
 
-CHECKPOINTED = (
-    *(Block, EncoderLayer, ResidualAttentionBlock),
-    *(DoubleStreamBlock, SingleStreamBlock, JointBlock, z_image.Block),
-)
+CHECKPOINTED = (Block, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
 
 
 def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:

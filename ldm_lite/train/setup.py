@@ -102,7 +102,7 @@ def check_model(options: TrainOptions, model: Model) -> None:
         raise ValueError(f"{family.title}: has no KL autoencoder, the only kind that can be trained with here")
     if options.stage == "autoencoder":
         return
-    if family.conditioner in ("flux", "sd3", "z_image") and family.task == "txt2img":
+    if model.schedule.is_flow and family.task == "txt2img":
         _check_flow(options, family)
         return
     if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":

@@ -1,17 +1,17 @@
-"""Find the row of a diffusion transformer by its shapes, and the places of its text encoders."""
+"""The diffusion transformers: the row of one by its shapes, the places of its text encoders, its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ldm_lite.models.clip import CLIPTextSpec
-from ldm_lite.models.flux import FluxSpec
-from ldm_lite.models.mmdit import MMDiTSpec
+from ldm_lite.models.flux import DoubleStreamBlock, FluxSpec, SingleStreamBlock
+from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.qwen3 import Qwen3Spec
 from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Spec
-from ldm_lite.models.z_image import ZImageSpec
+from ldm_lite.models.z_image import Block, ZImageSpec
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import EncoderSpec, TextSpec, infer_vae
 
@@ -22,6 +22,7 @@ TRANSFORMERS: dict[str, type[FluxSpec] | type[MMDiTSpec] | type[ZImageSpec]] = {
     "joint_blocks.0.context_block.attn.qkv.weight": MMDiTSpec,
     "cap_pad_token": ZImageSpec,
 }
+BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, Block)  # what LoRAs change, and training may recompute
 TEXTS: dict[str, type[EncoderSpec]] = {
     "embeddings.token_embedding.weight": CLIPTextSpec,
     "ln_final.weight": OpenCLIPTextSpec,
