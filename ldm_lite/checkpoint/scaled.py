@@ -16,13 +16,15 @@ from ldm_lite.models.shapes import Shapes
 
 SCALE = re.compile(r"^(.*\.)(?:scale_weight|weight_scale)$")
 BESIDE = re.compile(r"(?:^|\.)(?:scale_input|input_scale|comfy_quant|scaled_fp8)$")  # of no use where nothing is in fp8
+MARK = re.compile(r"(?:^|\.)(?:comfy_quant|scaled_fp8)$")
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 QUANTIZATION = "_quantization_metadata"
 
 
 def is_scaled(keys: Iterable[str]) -> bool:
-    """Whether a file has such scales."""
-    return any(SCALE.match(key) for key in keys)
+    """Whether a file has such scales, or is marked as one that has."""
+    return any(SCALE.match(key) or MARK.search(key) for key in keys)
 
 
 def unscaled(
@@ -30,10 +32,13 @@ def unscaled(
 ) -> tuple[Shapes, Callable[[str], Tensor]]:
     """Return the shapes without the scales, and a function that reads a tensor, multiplied by its scale: float32.
 
-    Raises ValueError for another format than fp8, and for a scale that does not fit its weight.
+    Raises ValueError for another format than fp8, for a scale that does not fit its weight, and for a marked file with
+    weights in fp8 and no scales.
     """
     scales = {f"{match[1]}weight": key for key in shapes if (match := SCALE.match(key))}
     _check_formats(shapes, metadata, read)
+    if not scales and any(read(key).dtype in FP8 for key, shape in shapes.items() if len(shape) == 2):
+        raise ValueError("is marked as scaled fp8, but its scales are missing: take a whole file")
     for key, scale in scales.items():
         if key not in shapes or not _fits(shapes[scale], shapes[key]):
             raise ValueError(
@@ -42,7 +47,7 @@ def unscaled(
 
     def read_unscaled(key: str) -> Tensor:
         value = read(key)
-        if key not in scales or value.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        if key not in scales or value.dtype not in FP8:
             return value
         scale = read(scales[key]).float()
         if scale.ndim != 3:

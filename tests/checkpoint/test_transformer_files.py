@@ -186,6 +186,16 @@ def test_scales_that_make_no_sense_are_refused(change: dict[str, Tensor], match:
         ldm_lite.load(save(tmp_path / "f.safetensors", stored | change), device="cpu")
 
 
+def test_scales_that_are_missing(tmp_path: Path) -> None:
+    """A marked file without any is refused, unless nothing in it is in fp8."""
+    parts = weights(toy_flow.small("flux_schnell"))
+    stored, _ = scaled(parts["unet"], "scalar")
+    stored = {key: each for key, each in stored.items() if not key.endswith((".scale_weight", ".scale_input"))}
+    with pytest.raises(ValueError, match=r"f.safetensors: is marked as scaled fp8, but its scales are missing"):
+        open_checkpoint(save(tmp_path / "f.safetensors", stored))
+    assert "scaled_fp8" not in open_checkpoint(save(tmp_path / "f.safetensors", stored | parts["unet"])).shapes
+
+
 @NAMES
 @pytest.mark.thin(7)
 def test_a_random_checkpoint_of_the_benchmark_loads(name: str, tmp_path: Path) -> None:
