@@ -1,6 +1,7 @@
 """Prompts that change while an image is made, and prompts of several parts: what the network reads at each call."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +140,26 @@ def test_a_run_that_begins_later_has_the_texts_of_its_time() -> None:
         part = branches.from_call(start)
         assert all(part.at(call) is branches.at(start + call) for call in range(9))
     assert [branches.at(call) for call in (0, 2, 3, 4, 5, 7, 99)] == [a, a, b, b, c, b, b]
+
+
+@pytest.mark.slow
+def test_flows_read_the_syntax_without_weights(flow_path: Path) -> None:
+    """Escapes, BREAK, editing and AND, which needs guidance; the spaces around AND do not count."""
+    pipe = ldm_lite.load(flow_path, device="cpu")
+    skips = {"skip_layer_scale": 0.0} if pipe.family.skip_layers else {}
+
+    def made(prompt: str, syntax: str = "a1111", **more: Any) -> bytes:
+        [image] = pipe.txt2img(prompt, prompt_syntax=syntax, height=32, width=32, steps=2, **more)
+        return image.tobytes()
+
+    assert made(r"a \(cat\)") == made("a (cat)", "plain") != made("a cat", "plain")
+    assert made("a BREAK cat") == made("a cat", "plain")
+    assert len({made(text) for text in ("[cat:dog:0.5]", "[cat|dog] x", "cat", "dog")}) == 4
+    with pytest.raises(ValueError, match="no weights: got 'cat' with the weight 1.2"):
+        made("a (cat:1.2)")
+    if pipe.family.distilled:
+        with pytest.raises(ValueError, match="needs a model with classifier-free guidance"):
+            made("a cat AND a dog")
+    else:
+        both = {made(text, scale=4.0, **skips) for text in ("a cat AND a dog", "a cat  AND  a dog", "a cat")}
+        assert len(both) == 2
