@@ -32,8 +32,7 @@ RELEASED = {  # shapes of flux1-redux-dev and of SigLIP So400m, patch 14, 384 px
     "redux_down.weight": (4096, 12288),
     "embeddings.patch_embedding.weight": (1152, 3, 14, 14),
     "embeddings.position_embedding.weight": (729, 1152),
-    "encoder.layers.0.mlp.fc1.weight": (4304, 1152),
-    "encoder.layers.26.mlp.fc1.weight": (4304, 1152),
+    **{f"encoder.layers.{i}.mlp.fc1.weight": (4304, 1152) for i in range(27)},
 }
 
 
