@@ -17,7 +17,7 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts, guided
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
@@ -153,10 +153,11 @@ def _sample_grid(
     height, width = (model.family.resolution,) * 2 if hint is None else (hint.shape[1], hint.shape[2])
     noise = SeededNoise(range(SAMPLES), model.latent_shape(height, width))()
     extras = generate.Extras(control=None if control is None or hint is None else steered(model, control, hint, plan))
-    uncond = encode_prompts(model, [None] * SAMPLES)
+    options = PromptOptions(num_chunks=count_chunks(model, [None, *prompts]))
+    uncond = encode_prompts(model, [None] * SAMPLES, options)
     images = []
     for prompt in prompts:
-        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES), uncond, model.family.scale)
+        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES, options), uncond, model.family.scale)
         latents = generate.denoise(model, noise, branches, plan, extras=extras)
         images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
     return grid(images, columns=SAMPLES)

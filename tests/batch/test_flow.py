@@ -77,7 +77,21 @@ def test_captions_of_any_length_are_encoded_and_train(tmp_path: Path, flow_path:
     for name in ("context", "y"):
         shards = [np.load(tmp_path / "encoded" / f"0000{i}" / f"{name}.npy") for i in range(2)]
         assert [list(each.shape) for each in shards] == [[4, *about[name]], [2, *about[name]]]
-    more = ["--lora-rank", 2, "--steps", 3, "--batch", 2, "--workers", 0, "--caption-dropout", 0.5, *ckpt]
+    more = [
+        "--lora-rank",
+        2,
+        "--steps",
+        3,
+        "--batch",
+        2,
+        "--workers",
+        0,
+        "--caption-dropout",
+        0.5,
+        "--samples",
+        "a",
+        *ckpt,
+    ]
     losses = []
     for data in ("images", "encoded"):
         out = tmp_path / f"of-{data}"
