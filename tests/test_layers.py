@@ -45,7 +45,8 @@ COMMANDS = {
 BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.unet_if": {"models.unet"}, "models.unet": {"models.transformer"}}
 BLOCKS |= {"models.controlnet": {"models.unet", "models.transformer"}}
 BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.transformer", "models.unet"}}
-BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.style_adapter": {"models.clip", "models.open_clip"}}
+BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip"}}
+BLOCKS |= {"models.style_adapter": {"models.clip", "models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

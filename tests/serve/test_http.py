@@ -260,7 +260,7 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
         asked: dict[str, Any] = {"prompt": "a cat", "seed": 3, "steps": 3, "width": 48, "height": 32}
         for name in ("Euler", "DPM++ 2M"):
             image = webui.txt2img(sampler_name=name, cfg_scale=3.0, **asked).image
-            options = {"sampler": f"webui {name}", "scale": 3.0, "negative_prompt": ""}
+            options: dict[str, Any] = {"sampler": f"webui {name}", "scale": 3.0, "negative_prompt": ""}
             assert image.tobytes() == pipe.txt2img("a cat", seed=3, **size, **options)[0].tobytes()
         red = Image.new("RGB", (48, 32), "red")
         again = webui.img2img(images=[red], denoising_strength=0.7, sampler_name="Euler", **asked)
