@@ -199,10 +199,18 @@ def parse_prediction(name: str) -> Prediction:
     return short  # type: ignore[return-value]
 
 
+CONTROLS = {  # roles of what needs a checkpoint beside it
+    "control": "a ControlNet",
+    "adapter": "a T2I-Adapter",
+    "style": "a style adapter",
+    "ip_adapter": "an IP-Adapter",
+    "redux": "FLUX.1 Redux",
+}
+
+
 def check_complete(found: Collection[str], required: Iterable[str]) -> None:
     """Raise ValueError if one of the required roles of networks was not found."""
-    if set(found) in ({"control"}, {"adapter"}):
-        what = "a ControlNet" if "control" in found else "a T2I-Adapter"
+    if len(found) == 1 and (what := CONTROLS.get(next(iter(found)))):
         raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
     if missing := [role for role in required if role not in found]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))

@@ -217,7 +217,7 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     ),
     "flux.2": ({"double_stream_modulation_img.lin.weight": (36864, 6144)}, "FLUX.2, which is not read: take FLUX.1"),
     "flux.2 single": ({f"{UNET}single_stream_modulation.lin.weight": (18432, 6144)}, "FLUX.2"),
-    "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "redux"),
+    "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "is FLUX.1 Redux, to be used"),
     "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "another diffusion transformer"),
     "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "another diffusion transformer"),
     "lumina": ({"cap_embedder.1.weight": (2304, 2304), "layers.0.x": (1,)}, "Lumina, which is not read"),
