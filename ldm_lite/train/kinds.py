@@ -1,7 +1,7 @@
 """Small trained changes of a frozen layer: LoRA, DoRA, LoHa and LoKr, with the parameter names of LyCORIS's files.
 
-A change is called with a layer's input x, its frozen weight W (out,in) and x W^T without the bias, and returns what is
-to be added to the output; it is 0 at first.  Layers are linears, x (...,in), or 1x1 convolutions, x (B,in,h,w).
+A change is called with a layer's input x, its frozen weight W (out,in), its output and its bias, and returns what is to
+be added to the output; it is 0 at first.  Layers are linears, x (...,in), or 1x1 convolutions, x (B,in,h,w).
 Shape letters: r rank; LoKr's W is the Kronecker product of (a,c) and (b,d), out = a b, in = c d.
 """
 
@@ -30,8 +30,9 @@ class LoRA(nn.Module):
         self.register_buffer("alpha", torch.tensor(float(alpha)))
         self.scale = alpha / rank
 
-    def forward(self, x: Tensor, weight: Tensor, base: Tensor) -> Tensor:
-        return self.scale * self.lora_up(self.lora_down(x))
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
+        return _times(self.scale * _times(x, down), up)
 
 
 class DoRA(LoRA):
@@ -45,13 +46,14 @@ class DoRA(LoRA):
         lengths = weight.detach().float().flatten(1).norm(dim=1)
         self.dora_scale = nn.Parameter(lengths.view(-1, *[1] * (weight.ndim - 1)).clone())
 
-    def forward(self, x: Tensor, weight: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         with torch.no_grad():
             up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
             norm = (weight + self.scale * up @ down).norm(dim=1)
         factor = self.dora_scale.flatten() / norm
-        factor = factor[:, None, None] if self.dora_scale.ndim == 4 else factor
-        return (factor - 1) * base + factor * super().forward(x, weight, base)
+        factor, shape = (factor[:, None, None], (-1, 1, 1)) if self.dora_scale.ndim == 4 else (factor, (-1,))
+        base = out if bias is None else out - bias.view(shape)
+        return (factor - 1) * base + factor * super().forward(x, weight, out, bias)
 
 
 class LoHa(nn.Module):
@@ -66,7 +68,7 @@ class LoHa(nn.Module):
         self.register_buffer("alpha", torch.tensor(float(alpha)))
         self.scale = alpha / rank
 
-    def forward(self, x: Tensor, weight: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         change = (self.hada_w1_a @ self.hada_w1_b) * (self.hada_w2_a @ self.hada_w2_b)
         return _times(x, self.scale * change)
 
@@ -88,7 +90,7 @@ class LoKr(nn.Module):
         self.scale = 1.0 if self.full else alpha / rank
         self.register_buffer("alpha", torch.tensor(float(rank if self.full else alpha)))  # LyCORIS reads it so
 
-    def forward(self, x: Tensor, weight: Tensor, base: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         w2 = self.lokr_w2.flatten(1) if self.full else self.lokr_w2_a @ self.lokr_w2_b
         channels_first = x.ndim == 4
         x = x.movedim(1, -1) if channels_first else x

@@ -110,9 +110,7 @@ class AttachedLoRA:
 
     def added(self, place: Place, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """Return what a change adds to a layer's output."""
-        bias = place.bias
-        shape = (-1, 1, 1) if place.weight.ndim == 4 else (-1,)
-        return change(x, place.weight.flatten(1), out if bias is None else out - bias.view(shape))
+        return change(x, place.weight.flatten(1), out, place.bias)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

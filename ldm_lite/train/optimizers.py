@@ -10,6 +10,22 @@ PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodi
 BETAS = (0.9, 0.99)
 
 
+class _AdamW(torch.optim.AdamW):
+    """AdamW whose fused CPU kernel gets weights with channels last as contiguous views: it would copy them all."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        # This fills the lists: weights, gradients, averages, step numbers.
+        result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for each in lists:
+            each[:] = [_contiguous(tensor) for tensor in each]
+        return result
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.detach().permute(0, 2, 3, 1) if last else tensor
+
+
 def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """Return the optimiser of a name for groups of parameters.
 
@@ -18,7 +34,7 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
     """
     if name == "adamw":
         fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
-        return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
+        return _AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
     package, path = PACKAGES[name]
     try:
         found: Any = importlib.import_module(package)

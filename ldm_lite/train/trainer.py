@@ -319,8 +319,12 @@ class Trainer:
         return value
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
-        """Plain attention on a CPU, where the backward pass of flash attention takes four times as long."""
-        return sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else contextlib.nullcontext()
+        """Plain attention on a CPU in bfloat16, where the backward pass of flash attention takes four times as long.
+
+        In float32 both passes take 0.4 to 0.7 of plain attention's time, and the maps are never in memory.
+        """
+        slow = self.device.type == "cpu" and self.config.bf16
+        return sdpa_kernel(SDPBackend.MATH) if slow else contextlib.nullcontext()
 
     @torch.no_grad()
     def _update_ema(self) -> None:

@@ -1,5 +1,7 @@
 """Winograd's convolutions against the plain ones in float64, and when they run."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -76,8 +78,29 @@ def test_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert taken(wide, toy.normal(0, 2, 128, 16, 16), monkeypatch) == [2]
         assert taken(wide, toy.normal(0, 1, 128, 8, 8), monkeypatch) == []
         assert taken(narrow, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []
-    assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []  # gradients are the plain way's
+    assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []  # with gradients it is too narrow
     assert list(network.state_dict()) == before
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the plain convolution in float64, for an input and weights of either layout in memory."""
+    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(winograd, "MIN_TRAINED", 4)
+    conv = nn.Conv2d(6, 4, 3, padding=1)
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    exact = copy.deepcopy(conv).double()
+    assert winograd.use(conv) == 1
+    conv.requires_grad_(not frozen)
+    x, grad = toy.normal(0, 2, 6, 33, 35), toy.normal(1, 2, 4, 33, 35)
+    inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
+    out = conv(x)
+    assert "_Convolution" in type(out.grad_fn).__name__
+    found = torch.autograd.grad(out, inputs, grad)
+    double = x.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(exact(double), [double, *exact.parameters()], grad.double())
+    for one, other in zip(found, wanted, strict=False):
+        assert toy.relative_error(one, other.numpy()) < 4e-6
 
 
 def test_only_plain_convolutions_can_take_it() -> None:

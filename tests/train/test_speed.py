@@ -1,0 +1,55 @@
+"""What makes a training step fast changes no result."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+
+from ldm_lite.train import run
+from ldm_lite.train.batches import Batch, Draws
+from ldm_lite.train.losses import DiffusionLoss
+from ldm_lite.train.optimizers import make_optimizer
+from ldm_lite.train.run import train
+from tests.train.test_train import load_options, options
+
+
+def test_adamw_of_weights_with_channels_last_is_torchs() -> None:
+    """Bit for bit, and its state has the layout of the weights."""
+    shapes = [(4, 6, 3, 3), (5, 4, 1, 1), (7, 3), (9,)]
+    values = [toy.normal(i, *shape) for i, shape in enumerate(shapes)]
+    last = torch.channels_last
+    both = [[(v.to(memory_format=last) if v.ndim == 4 else v).clone() for v in values] for _ in range(2)]
+    ours = make_optimizer("adamw", [{"params": both[0]}], 1e-2, 0.1)
+    theirs = torch.optim.AdamW(both[1], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    for step in range(3):
+        for each in both:
+            for i, value in enumerate(each):
+                value.grad = toy.normal(10 * step + i, *value.shape).to(value)
+        ours.step()
+        theirs.step()
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one, other)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.state[one][name], theirs.state[other][name])
+            assert ours.state[one][name].stride() == one.stride()
+
+
+def test_attention_is_plain_only_where_that_is_faster(
+    folder: Path, tmp_path: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU flash attention's backward pass is faster than the plain one's in float32, and slower in bfloat16."""
+    seen: list[bool] = []
+    original = DiffusionLoss.__call__
+
+    def call(loss: DiffusionLoss, batch: Batch, draws: Draws) -> torch.Tensor:
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return original(loss, batch, draws)
+
+    monkeypatch.setattr(DiffusionLoss, "__call__", call)
+    for fast in (False, True):
+        monkeypatch.setattr(run, "has_fast_bf16", lambda device, fast=fast: fast)
+        train(options(folder, tmp_path / str(fast), steps=1, lora_rank=1), load_options(small_path))
+    assert seen[0]
+    assert not seen[-2]
+    assert torch.backends.cuda.flash_sdp_enabled()
