@@ -6,8 +6,8 @@ m+2 by m+2: Y = A^T [(G w G^T) * (B^T d B)] A.  Over all channels the product * 
 can be out of date.
 
 For float32 on a CPU; everything else runs the plain convolution.  In training the gradient of the input is such a
-convolution too, with the same weights turned around; that of the weights is PyTorch's.  Relative errors against float64,
-with 640 channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
+convolution too, with the same weights turned around; that of the weights is PyTorch's.  Relative errors against
+float64, with 640 channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
 
 Shape letters: B batch, C channels in, K channels out, T tiles.  Source: Lavin and Gray 2016, secs. 4.1 and 4.3;
 the choice of points: Barabasz et al. 2018.
