@@ -238,7 +238,7 @@ def _origin(options: TrainOptions, dataset: Dataset) -> str:
         parts: list[object] = [(str(path), caption, stat.st_size, stat.st_mtime_ns) for stat, path, caption in stats]
         parts.append((dataset.size, dataset.masked, dataset.hinted))
     elif isinstance(dataset, TarShards):
-        parts = [(str(path), changed) for path, changed in dataset.tars]
+        parts = [(str(path), state) for path, state in dataset.tars]
     else:
         parts = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
     return hashlib.sha256(repr((parts, getattr(dataset, "resolution", None))).encode()).hexdigest()[:32]

@@ -27,7 +27,7 @@ class TarShards:
     Only the shards in use have their lists of files in memory.
     """
 
-    tars: tuple[tuple[Path, int], ...]  # with the time of their last change, in ns
+    tars: tuple[tuple[Path, tuple[int, int]], ...]  # with their size and the time of their last change, in ns
     shards: tuple[int, ...]
     resolution: int
 
@@ -38,8 +38,8 @@ class TarShards:
     def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        path, changed = self.tars[shard]
-        name, image, text, is_json = _members(path, changed)[index - int(self._ends[shard])]
+        path, state = self.tars[shard]
+        name, image, text, is_json = _members(path, state)[index - int(self._ends[shard])]
         where = f"{path}, {name}"
         with open_file(path) as file:
             caption = _read(file, text, where).decode("utf-8-sig", errors="replace")
@@ -57,7 +57,8 @@ class TarShards:
 
 def open_tars(paths: Sequence[Path], resolution: int) -> TarShards:
     """Open WebDataset shards.  Raises ValueError, one line, if one cannot be read, or a caption is missing."""
-    tars = tuple((path, path.stat().st_mtime_ns) for path in paths)
+    stats = [path.stat() for path in paths]
+    tars = tuple((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in zip(paths, stats, strict=True))
     counts = tuple(len(_members(*tar)) for tar in tars)
     if not sum(counts):
         raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
@@ -68,7 +69,7 @@ _Place = tuple[int, int]  # offset and size of a file in a tar
 
 
 @functools.lru_cache(maxsize=OPEN_SHARDS)
-def _members(path: Path, changed: int) -> list[tuple[str, _Place, _Place, bool]]:
+def _members(path: Path, state: tuple[int, int]) -> list[tuple[str, _Place, _Place, bool]]:
     """Return the examples of a tar: name, image, caption, and whether that is JSON."""
     images: dict[str, _Place] = {}
     texts: dict[str, _Place] = {}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import tarfile
 from collections import Counter
@@ -24,6 +25,7 @@ from ldm_lite.train.batches import Batch, Draws, Order, Share
 from ldm_lite.train.data import open_data
 from ldm_lite.train.examples import Dataset, Example
 from ldm_lite.train.run import train
+from ldm_lite.train.tars import TarShards
 from tests.train.test_train import load_options, losses, options
 
 
@@ -98,6 +100,19 @@ def test_mistakes_in_tars_are_one_line(tmp_path: Path, folder: Path, files: dict
     path = tar(tmp_path / "a.tar", {name: image if data == b"IMAGE" else data for name, data in files.items()})
     with pytest.raises(ValueError, match=re.escape(message)):
         open_data(path, 16).example(0)
+
+
+def test_a_tar_replaced_within_its_time_of_change_is_read_anew(tmp_path: Path, folder: Path) -> None:
+    image = next(folder.glob("*.png")).read_bytes()
+    path = tar(tmp_path / "a.tar", {"a.png": image, "a.txt": b"one"})
+    before, times = open_data(path, 16), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    tar(path, {f"{name}.{kind}": data for name in "abcdefgh" for kind, data in (("png", image), ("txt", b"two"))})
+    tar_size = path.stat().st_size
+    os.utime(path, ns=times)
+    after = open_data(path, 16)
+    assert isinstance(before, TarShards) and isinstance(after, TarShards)
+    assert before.tars != after.tars and after.tars[0][1] == (tar_size, times[1])
+    assert after.example(7).caption == "two"
 
 
 def test_files_that_are_no_tars_are_one_line(tmp_path: Path, shards: Path) -> None:
