@@ -16,14 +16,14 @@ class _AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         # This fills the lists: weights, gradients, averages, step numbers.
         result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for each in lists:
-            each[:] = [_contiguous(tensor) for tensor in each]
+        filled = [each for each in lists if each]
+        for i, of_one in enumerate(zip(*filled, strict=True)):
+            shaped = [tensor for tensor in of_one if tensor.ndim == 4]
+            # Averages that were stored may lie otherwise than their weights; then all stay as they are.
+            if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in shaped):
+                for each in filled:
+                    each[i] = each[i].detach().permute(0, 2, 3, 1) if each[i].ndim == 4 else each[i]
         return result
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.detach().permute(0, 2, 3, 1) if last else tensor
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """What makes a training step fast changes no result."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import toy
 from ldm_lite.train import run
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.optimizers import make_optimizer
+from ldm_lite.train.optimizers import make_optimizer, restore
 from ldm_lite.train.run import train
 from tests.train.test_train import load_options, options
 
@@ -33,6 +34,24 @@ def test_adamw_of_weights_with_channels_last_is_torchs() -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(ours.state[one][name], theirs.state[other][name])
             assert ours.state[one][name].stride() == one.stride()
+
+
+def test_adamw_takes_stored_averages_of_another_layout() -> None:
+    """Averages stored without channels last are not paired with weights in another order."""
+    results = []
+    stored: dict[str, Any] = {}
+    for layout in (torch.channels_last, torch.contiguous_format):
+        weight = toy.normal(1, 4, 6, 3, 3).contiguous(memory_format=layout)
+        for step in range(3):
+            optimizer = make_optimizer("adamw", [{"params": [weight]}], 1e-2, 0.1)
+            if step:
+                restore(optimizer, stored)
+            weight.grad = toy.normal(10 + step, 4, 6, 3, 3).contiguous(memory_format=layout)
+            optimizer.step()
+            stored = optimizer.state_dict()
+            stored["state"] = {0: {name: value.contiguous() for name, value in stored["state"][0].items()}}
+        results.append(weight)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 def test_attention_is_plain_only_where_that_is_faster(
