@@ -110,8 +110,10 @@ def test_a_tar_replaced_within_its_time_of_change_is_read_anew(tmp_path: Path, f
     tar_size = path.stat().st_size
     os.utime(path, ns=times)
     after = open_data(path, 16)
-    assert isinstance(before, TarShards) and isinstance(after, TarShards)
-    assert before.tars != after.tars and after.tars[0][1] == (tar_size, times[1])
+    assert isinstance(before, TarShards)
+    assert isinstance(after, TarShards)
+    assert before.tars != after.tars
+    assert after.tars[0][1] == (tar_size, times[1])
     assert after.example(7).caption == "two"
 
 
