@@ -23,6 +23,7 @@ from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.train import run
 from ldm_lite.train.batches import Batch, BucketOrder, Draws
 from ldm_lite.train.data import in_buckets, open_folder
 from ldm_lite.train.embedding import Vectors
@@ -294,3 +295,35 @@ def test_images_of_all_ratios_are_trained_in_buckets(tmp_path: Path, files: dict
     train(given, load(files, "sdxl_base"))
     assert len(losses(tmp_path / "run")) == 3
     assert len(list((tmp_path / "run" / "latents").glob("*x*/index.json"))) == 4
+
+
+@pytest.mark.slow
+def test_latents_kept_by_size_give_the_losses_of_the_images(
+    tmp_path: Path, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a LoRA of XL in buckets, where each batch brings the sizes of its own images, up to float16."""
+    (tmp_path / "data").mkdir()
+    random = np.random.default_rng(0)
+    for i, (width, height) in enumerate([(200, 100), (100, 220), (90, 90), (190, 95)]):
+        pixels = random.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "data" / f"{i}.png")
+    seen: list[tuple[torch.dtype, list[tuple[int, ...]]]] = []
+    original = DiffusionLoss.__call__
+
+    def call(loss: DiffusionLoss, given: Batch, draws: Draws) -> Tensor:
+        assert given.sizes is not None
+        seen.append((given.pixels.dtype, [tuple(row) for row in given.sizes.tolist()]))
+        return original(loss, given, draws)
+
+    monkeypatch.setattr(DiffusionLoss, "__call__", call)
+    more: dict[str, Any] = {"steps": 6, "lora_rank": 2, "buckets": True, "caption": "noise"}
+    for name in ("kept", "images"):
+        if name == "images":
+            monkeypatch.setattr(run, "encoded", lambda options, dataset, vae, name: dataset)
+        train(options(tmp_path / "data", tmp_path / name, **more), load(files, "sdxl_base"))
+    kept, images = ([sizes for dtype, sizes in seen if dtype == wanted] for wanted in (torch.float16, torch.uint8))
+    assert kept == images
+    assert len({sizes[0][4:] for sizes in kept}) == 3  # of each bucket
+    assert len(set(losses(tmp_path / "kept"))) == 6
+    assert losses(tmp_path / "kept") == pytest.approx(losses(tmp_path / "images"), rel=1e-3)
+    assert not (tmp_path / "images" / "latents").exists()
