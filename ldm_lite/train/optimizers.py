@@ -11,18 +11,28 @@ BETAS = (0.9, 0.99)
 
 
 class _AdamW(torch.optim.AdamW):
-    """AdamW whose fused CPU kernel gets weights with channels last as contiguous views: it would copy them all."""
+    """AdamW for weights with channels last: PyTorch's fused kernel for a CPU copies them all in each step.
+
+    It gets contiguous views of them.  If averages or gradients lie otherwise, it would pair their values wrongly.
+    """
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's; averages take the layout of their weights, whose values were perhaps divided when stored."""
+        super().load_state_dict(state_dict)
+        for weight, values in self.state.items():
+            for name, value in values.items():
+                if value.ndim and value.stride() != weight.stride():
+                    values[name] = torch.empty_like(weight).copy_(value)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         # This fills the lists: weights, gradients, averages, step numbers.
         result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        filled = [each for each in lists if each]
-        for i, of_one in enumerate(zip(*filled, strict=True)):
-            shaped = [tensor for tensor in of_one if tensor.ndim == 4]
-            # Averages that were stored may lie otherwise than their weights; then all stay as they are.
-            if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in shaped):
+        last, filled = torch.channels_last, [each for each in lists if each]
+        for i, weight in enumerate(filled[0] if filled else ()):
+            if weight.ndim == 4 and weight.is_contiguous(memory_format=last):
                 for each in filled:
-                    each[i] = each[i].detach().permute(0, 2, 3, 1) if each[i].ndim == 4 else each[i]
+                    if each[i].ndim:
+                        each[i] = each[i].detach().contiguous(memory_format=last).permute(0, 2, 3, 1)
         return result
 
 
