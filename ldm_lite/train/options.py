@@ -68,6 +68,10 @@ class LearnedOptions(CheckedOptions):
     lokr_factor: int = option(
         -1, "size of LoKr's first factor (default: as near to a square as possible)", within=(-1, 2**16)
     )
+    lcm: bool = option(
+        False, "distil the model into the LoRA: images in 4 steps with --sampler lcm --scale 1 (LCM-LoRA)"
+    )
+    lcm_guidance: float = option(7.5, "guidance w of what is distilled: --scale less 1", within=FINITE)
     token: str | None = option(None, "textual inversion: the name in captions that is learned")
     init_word: str = option("image", "textual inversion: the word that it begins as")
     vectors: int = option(1, "textual inversion: number of vectors", within=(1, 75))
@@ -150,7 +154,8 @@ _OF_CHECKPOINTS = (
 )
 _OF_WEIGHTS = ("freeze_text", "min_snr", "weighting", "class_data", "class_prompt", "validation")
 _OF_DIFFUSION = (*_OF_WEIGHTS, "lora_alpha", "lora_text", "caption_dropout", "tokens", "samples", "masked", "buckets")
-_OF_LORA = ("lora_alpha", "lora_text", "lora_kind", "lokr_factor")
+_OF_LORA = ("lora_alpha", "lora_text", "lora_kind", "lokr_factor", "lcm")
+_NOT_OF_LCM = ("lora_text", "caption_dropout", "masked", *_OF_WEIGHTS[1:])
 _OF_EMBEDDING = ("token", "init_word", "vectors")
 _OF_FOLDERS = ("caption", "buckets", "masked")
 
@@ -208,6 +213,10 @@ def _check_stage(options: TrainOptions, load: LoadOptions) -> None:
         _refuse(options, _OF_LORA, "without `lora_rank`")
     else:
         _refuse(options, ("freeze_text",), "with `lora_rank`, which keeps the model frozen")
+    if options.lcm:
+        _refuse(options, _NOT_OF_LCM, "with `lcm`")
+    else:
+        _refuse(options, ("lcm_guidance",), "without `lcm`")
     if options.lora_kind != "lokr":
         _refuse(options, ("lokr_factor",), "without `lora_kind=lokr`")
     if options.min_snr is not None and options.weighting is not None:

@@ -59,7 +59,7 @@ def save(
         trainer.averages.store(trainer.folder, trainer.step)
     if options.stage not in ("autoencoder", "text"):
         with _with_ema(model, trainer, ema) as averaged:
-            sheet = _sample_grid(averaged, options.samples.split("|"), ema.get("control"), hint)
+            sheet = _sample_grid(averaged, options, ema.get("control"), hint)
         write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
     plot_losses(trainer.folder)
 
@@ -146,19 +146,22 @@ def _checkpoint(
 
 
 def _sample_grid(
-    model: Model, prompts: list[str], control: nn.Module | None = None, hint: Tensor | None = None
+    model: Model, options: TrainOptions, control: nn.Module | None = None, hint: Tensor | None = None
 ) -> Image.Image:
     """Draw a row of images for each prompt, from the same noise at every checkpoint, after the hint if there is one."""
-    plan = make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
+    plan = make_plan("lcm", model.schedule, 4) if options.lcm else make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
+    scale = 1.0 if options.lcm else model.family.scale
     height, width = (model.family.resolution,) * 2 if hint is None else (hint.shape[1], hint.shape[2])
-    noise = SeededNoise(range(SAMPLES), model.latent_shape(height, width))()
+    shape = model.latent_shape(height, width)
     extras = generate.Extras(control=None if control is None or hint is None else steered(model, control, hint, plan))
-    options = PromptOptions(num_chunks=count_chunks(model, [None, *prompts]))
-    uncond = encode_prompts(model, [None] * SAMPLES, options)
+    prompts = options.samples.split("|")
+    padded = PromptOptions(num_chunks=count_chunks(model, [None, *prompts]))
+    uncond = encode_prompts(model, [None] * SAMPLES, padded)
     images = []
     for prompt in prompts:
-        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES, options), uncond, model.family.scale)
-        latents = generate.denoise(model, noise, branches, plan, extras=extras)
+        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES, padded), uncond, scale)
+        draw = SeededNoise(range(SAMPLES), shape)
+        latents = generate.denoise(model, draw(), branches, plan, draw=draw, extras=extras)
         images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
     return grid(images, columns=SAMPLES)
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.train import distributed, outputs
+from ldm_lite.train.averages import using
 from ldm_lite.train.config import CONFIG, as_toml, with_config
+from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.examples import Dataset, write_atomically
 from ldm_lite.train.loggers import open_logger
@@ -110,6 +113,8 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
         if isinstance(loss, DiffusionLoss):
             loss.prior = _prior(options, model, attached)
         trainer = _trainer(options, model, loss)
+        if isinstance(loss, ConsistencyLoss) and attached is not None:
+            loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
         if data.validation is not None and isinstance(loss, DiffusionLoss):
             every = options.validate_every or options.save_every
             trainer.validation = Validation(loss, data.validation, options.batch, every)

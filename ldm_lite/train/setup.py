@@ -26,6 +26,7 @@ from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Order, in_order, reported_workers
+from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.control import new_control
 from ldm_lite.train.data import (
     BESIDE,
@@ -102,6 +103,8 @@ def check_model(options: TrainOptions, model: Model) -> None:
         raise ValueError(f"{family.title}: has no KL autoencoder, the only kind that can be trained with here")
     if options.stage == "autoencoder":
         return
+    if options.lcm and (model.schedule.is_flow or family.unet.guidance_dim is not None):
+        raise ValueError(f"{family.title}: `lcm` distils Stable Diffusion 1, 2 and XL only: leave it out")
     if model.schedule.is_flow and family.task == "txt2img":
         _check_flow(options, family)
         return
@@ -302,6 +305,8 @@ def make_loss(options: TrainOptions, model: Model, empty: Conditioning | None = 
         networks["weighting"] = weighting = LearnedWeighting().to(model.device)
     elif options.weighting is not None or options.min_snr is not None:
         weighting = of_x0(options.weighting or "min_snr", model.schedule.prediction, options.min_snr or 5.0)
+    if options.lcm:
+        return ConsistencyLoss(model, networks, empty=empty, guidance=options.lcm_guidance)
     return DiffusionLoss(model, networks, options.caption_dropout, weighting, empty, control=control)
 
 

@@ -3,7 +3,10 @@
 Losses are compared with their formulas, written again here, and gradients with differences in float64.
 """
 
-from collections.abc import Callable
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,14 @@ from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.train import run
+from ldm_lite.train.averages import using
 from ldm_lite.train.batches import Batch, BucketOrder, Draws
+from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.data import in_buckets, open_folder
 from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.examples import Buckets, Example, bucket_sizes
@@ -32,7 +39,8 @@ from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
-from ldm_lite.train.setup import make_loss
+from ldm_lite.train.setup import check_model, make_loss
+from ldm_lite.zoo.families import FAMILIES as FAMILY_ROWS
 from tests.train.test_train import losses, options
 
 FAMILIES = ("sd2", "sdxl_base")
@@ -61,6 +69,18 @@ def batch(pipe: Pipeline, *captions: str) -> Batch:
     return Batch(moments, list(captions), None, tuple(range(len(captions))), sizes=sizes[: len(captions)])
 
 
+def text_of(pipe: Pipeline, given: Batch, captions: Sequence[str | None]) -> tuple[Tensor | None, Tensor | None]:
+    """What the network reads of captions, of XL with the sizes of the images."""
+    text = encode_prompts(pipe, captions)
+    if pipe.family.conditioner != "sdxl":
+        return text.context, None
+    assert text.y is not None
+    assert given.sizes is not None
+    angles = given.sizes.numpy()[:, :, None] * 10000 ** (-np.arange(128) / 128)
+    sinusoids = np.concatenate([np.cos(angles), np.sin(angles)], axis=2).reshape(2, -1)
+    return text.context, torch.cat([text.y[:, :96], torch.from_numpy(sinusoids).float()], dim=1)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_loss_is_the_mean_squared_error_of_what_the_family_predicts(name: str, files: dict[str, Path]) -> None:
     """v = a eps - s x0 for Stable Diffusion 2; eps for XL, which reads each image's sizes and pooled text."""
@@ -77,19 +97,87 @@ def test_the_loss_is_the_mean_squared_error_of_what_the_family_predicts(name: st
     x0 = pipe.family.scale_factor * (mean + np.exp(logvar / 2) * z)
     alpha_bar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)[t][:, None, None, None]
     a, s = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar)
-    text = encode_prompts(pipe, given.captions)
-    y = text.y
-    if name == "sdxl_base":
-        assert y is not None
-        frequencies = 10000 ** (-np.arange(128) / 128)
-        assert given.sizes is not None
-        angles = given.sizes.numpy()[:, :, None] * frequencies
-        sinusoids = np.concatenate([np.cos(angles), np.sin(angles)], axis=2).reshape(2, -1)
-        y = torch.cat([y[:, :96], torch.from_numpy(sinusoids).float()], dim=1)
+    context, y = text_of(pipe, given, given.captions)
     target = a * noise - s * x0 if name == "sd2" else noise
     with torch.no_grad():
-        out = pipe.unet(torch.from_numpy(a * x0 + s * noise).float(), torch.from_numpy(t), text.context, y)
+        out = pipe.unet(torch.from_numpy(a * x0 + s * noise).float(), torch.from_numpy(t), context, y)
     assert got == pytest.approx(float(np.mean((out.numpy() - target) ** 2)), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_distillation_has_the_papers_loss(name: str, files: dict[str, Path]) -> None:
+    """Luo et al. 2023, algorithm 1 and appendix: one DDIM step of 20 timesteps, the last down to 0."""
+    pipe = opened(files, name)
+    teacher, student, average = (copy.deepcopy(pipe.unet) for _ in range(3))
+    loras = [LoRA({"unet": teacher}, rank=2) for _ in range(2)]
+    for i, lora in enumerate(loras):
+        for j, value in enumerate(lora.parameters()):
+            value.data = 0.2 * toy.normal(100 * i + j, *value.shape)
+        lora.attach({"unet": (student, average)[i]})
+    attached, other = loras[0].attach({"unet": pipe.unet}), functools.partial(using, {"lora": loras[0]})
+    loss = ConsistencyLoss(
+        pipe, {"lora": loras[0]}, guidance=4.0, base=attached.off, average=lambda: other({"lora": loras[1]})
+    )
+    given = batch(pipe, "a cat", "a dog on a log")
+    seed = next(seed for seed in range(999) if np.random.default_rng([1, seed, 0]).integers(50) == 0)
+    value = loss(given, Draws(seed, given.numbers))
+
+    draws = [np.random.default_rng([1, seed, number]) for number in given.numbers]
+    t = 20 * np.array([int(d.integers(50)) for d in draws]) + 19
+    before = np.maximum(t - 20, 0)
+    assert before[0] == 0
+    z, noise = (np.stack([d.standard_normal((4, 8, 12), dtype=np.float32) for d in draws]) for _ in range(2))
+    mean, logvar = given.pixels.numpy()[:, :4], given.pixels.numpy()[:, 4:]
+    alpha_bar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)[:, None, None, None]
+    a, s = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar)
+    x = a[t] * pipe.family.scale_factor * (mean + np.exp(logvar / 2) * z) + s[t] * noise
+    text, no_text = (text_of(pipe, given, captions) for captions in (given.captions, [None, None]))
+
+    def predicted(unet: nn.Module, x: Any, t: Any, text: tuple[Tensor | None, Tensor | None]) -> tuple[Any, Any]:
+        with torch.no_grad():
+            out = unet(torch.from_numpy(x).float(), torch.from_numpy(t), *text).numpy()
+        if name == "sd2":
+            return a[t] * x - s[t] * out, s[t] * x + a[t] * out
+        return (x - s[t] * out) / a[t], out
+
+    def consistent(unet: nn.Module, x: Any, t: Any) -> Any:
+        scaled = (t / 0.1)[:, None, None, None]
+        skip, rest = 0.5**2 / (scaled**2 + 0.5**2), scaled / np.sqrt(scaled**2 + 0.5**2)
+        return skip * x + rest * predicted(unet, x, t, text)[0]
+
+    (x0, eps), (no_x0, no_eps) = (predicted(teacher, x, t, each) for each in (text, no_text))
+    steps = [a[before] * x0 + s[before] * eps, a[before] * no_x0 + s[before] * no_eps]
+    target = consistent(average, (1 + 4.0) * steps[0] - 4.0 * steps[1], before)
+    distance = np.sqrt((consistent(student, x, t) - target) ** 2 + 1e-3**2) - 1e-3
+    assert value.item() == pytest.approx(distance.mean(), rel=1e-4)
+    value.backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None for p in loras[0].parameters())
+    assert all(p.grad is None for p in (*loras[1].parameters(), *pipe.unet.parameters()))
+
+
+@pytest.mark.slow
+def test_a_distillation_goes_on_where_it_stopped(tmp_path: Path, folder: Path, files: dict[str, Path]) -> None:
+    """With the same losses, though its targets depend on the average; the LoRA makes images in four steps."""
+    more: dict[str, Any] = {"lora_rank": 2, "lcm": True, "ema_decay": 0.5, "steps": 5}
+    path = train(options(folder, tmp_path / "a", **more), load(files, "sd2"))
+    train(options(folder, tmp_path / "b", minutes=1e-9, **more), load(files, "sd2"))
+    assert len(losses(tmp_path / "b")) == 1
+    again = train(options(folder, tmp_path / "b", resume=True, **more), load(files, "sd2"))
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    assert again.read_bytes() == path.read_bytes()
+    pipe = opened(files, "sd2")
+    merge_lora(pipe.networks, [(open_lora(path), 1.0)])
+    [result] = txt2img(pipe, Txt2imgOptions(prompt="a cat", sampler="lcm", steps=4, scale=1.0))
+    assert np.isfinite(result.pixels.numpy()).all()
+
+
+@pytest.mark.parametrize("other", ["lcm", "flux_dev"])
+def test_what_cannot_be_distilled_is_refused(other: str, files: dict[str, Path]) -> None:
+    pipe, family = opened(files, "sd2"), FAMILY_ROWS[other]
+    model = replace(pipe, family=family, schedule=family.noise.schedule(family.prediction))
+    with pytest.raises(ValueError, match="`lcm` distils Stable Diffusion 1, 2 and XL only: leave it out"):
+        check_model(TrainOptions(data="a", lora_rank=2, lcm=True), model)
 
 
 def check_gradient(value: Callable[[], Tensor], parameters: list[nn.Parameter]) -> None:

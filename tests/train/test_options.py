@@ -55,6 +55,10 @@ AUTOENCODER = {"stage": "autoencoder"}
         ({"stage": "control", "class_prompt": "a"}, {}, "`class_prompt` has no effect with `stage=control`"),
         ({"lora_kind": "loha"}, {}, "`lora_kind` has no effect without `lora_rank`"),
         ({"lora_rank": 2, "lokr_factor": 4}, {}, "`lokr_factor` has no effect without `lora_kind=lokr`"),
+        ({"lcm": True}, {}, "`lcm` has no effect without `lora_rank`"),
+        ({"lora_rank": 2, "lcm_guidance": 2.0}, {}, "`lcm_guidance` has no effect without `lcm`"),
+        ({"lora_rank": 2, "lcm": True, "lora_text": True}, {}, "`lora_text` has no effect with `lcm`"),
+        ({"lora_rank": 2, "lcm": True, "validation": "0.1"}, {}, "`validation` has no effect with `lcm`"),
         ({"min_snr": 5.0, "weighting": "snr"}, {}, "got `min_snr` and `weighting=snr`: wanted one of them"),
         ({"prior_weight": 2.0}, {}, "`prior_weight` has no effect without `class_data` or `class_prompt`"),
         ({"validate_every": 2}, {}, "`validate_every` has no effect without `validation`"),
@@ -87,7 +91,7 @@ def test_every_refused_option_exists() -> None:
     from ldm_lite.train import options
 
     assert set(options._OF_CHECKPOINTS) <= {each.name for each in fields(LoadOptions)}
-    assert set(options._OF_DIFFUSION) <= {each.name for each in fields(TrainOptions)}
+    assert set(options._OF_DIFFUSION) | set(options._NOT_OF_LCM) <= {each.name for each in fields(TrainOptions)}
 
 
 def test_the_options_and_the_package_do_without_torch() -> None:
