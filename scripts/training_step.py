@@ -1,15 +1,18 @@
-"""A training step of ours against that of diffusers' train_text_to_image.py, in turn, on the same batches.
+"""A training step of ours against that of diffusers' scripts, in turn, on the same batches.
 
-    python scripts/training_step.py --rounds 7
+    python scripts/training_step.py --rounds 7                                       # train_text_to_image.py
+    python scripts/training_step.py --rounds 3 --channels 320 --lora 16              # train_text_to_image_lora.py
+    python scripts/training_step.py --rounds 2 --only ours                           # peak memory
 
-Needs diffusers.  Both train the same UNet with random weights from the same latents and text embeddings: noise,
-forward, mean squared error, backward, clipped gradients, AdamW, EMA.  The script's own encoding of images and captions
-in each step, which ours does once, is left out.  Prints the median seconds of a step, and the largest difference of
-losses.
+Needs diffusers and peft.  Both train the same UNet with random weights from the same latents and text embeddings:
+noise, forward, mean squared error, backward, clipped gradients, AdamW, EMA (diffusers' LoRA has none).  Ours is set up
+as `python -m ldm_lite.train` does it; both LoRAs are of the same layers, with the same values.  The scripts' own
+encoding of images and captions in each step, which ours does once, is left out.  Prints the median seconds of a step,
+and the largest difference of losses; with --only the peak memory of the process.
 """
 
 import argparse
-import copy
+import resource
 import statistics
 import tempfile
 import time
@@ -18,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import diffusers
+import peft
 import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
@@ -26,15 +30,19 @@ import ldm_lite
 from ldm_lite.bench import peers
 from ldm_lite.bench.checkpoints import random_tensor
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.unet import UNet
+from ldm_lite.runtime.setup import prepare
 from ldm_lite.train.batches import Batch, Draws
+from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.norm import use_fast_backward
 from ldm_lite.train.trainer import TrainConfig, Trainer
-from ldm_lite.zoo.families import SD1
+from ldm_lite.zoo.families import SD1, Family
 
 LR, DECAY, TOKENS = 1e-5, 0.999, 77
+LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]  # as kohya's LoRAs
 Step = Callable[[int], float]  # number of a step -> its loss
 
 
@@ -47,55 +55,92 @@ def batch(number: int, options: argparse.Namespace, width: int) -> Batch:
     return Batch(moments, [""] * options.batch, torch.randn(options.batch, TOKENS, width), tuple(numbers))
 
 
-def ours(model: Model, options: argparse.Namespace, folder: Path) -> Step:
+def weights(family: Family) -> dict[str, Tensor]:
+    """Random weights of a UNet."""
+    with torch.device("meta"):
+        unet = UNet(family.unet)
+    return {key: random_tensor(key, tuple(value.shape)) for key, value in unet.state_dict().items()}
+
+
+def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     """The trainer, with a batch of its own in each step."""
-    width = model.family.unet.context_dim
-    for weight in (p for p in model.unet.parameters() if p.ndim == 4):
+    with torch.device("meta"):
+        unet = UNet(family.unet)
+    unet.load_state_dict(weights(family), assign=True)
+    unet.requires_grad_(False).eval()
+    prepare({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
+    model: Model = replace(ldm_lite.load(device="cpu"), family=family, unet=unet, schedule=family.noise.schedule("eps"))
+    networks: dict[str, nn.Module] = {"unet": unet}
+    if options.lora:
+        lora = LoRA(networks, options.lora)
+        fill(lora)
+        lora.attach(networks)
+        networks = {"lora": lora}
+    for weight in (p for network in networks.values() for p in network.parameters() if p.ndim == 4):
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-    loss = DiffusionLoss(
-        model, {"unet": model.unet.requires_grad_(True)}, empty=Conditioning(torch.zeros(1, TOKENS, width))
-    )
+    empty = Conditioning(torch.zeros(1, TOKENS, family.unet.context_dim))
     config = TrainConfig(
         steps=10**6, batch=options.batch, accumulate=1, lr=LR, warmup=0, weight_decay=0.01, ema_decay=DECAY, clip=1.0,
         seed=0, minutes=None, save_every=10**6, workers=0, bf16=False,
     )  # fmt: skip
-    trainer = Trainer(loss, config, folder)
-    use_fast_backward(model.unet)
+    trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
+    for network in networks.values():
+        use_fast_backward(network)
 
     def step(number: int) -> float:
-        value = trainer._step(iter([batch(number, options, width)]), lambda step: None)
+        value = trainer._step(iter([batch(number, options, family.unet.context_dim)]), lambda step: None)
         trainer.step += 1
         return value
 
     return step
 
 
-def theirs(unet: nn.Module, model: Model, options: argparse.Namespace) -> Step:
-    """The arithmetic of a step of train_text_to_image.py, with --use_ema."""
-    width = model.family.unet.context_dim
-    unet.requires_grad_(True).train()
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
-    ema = EMAModel(unet.parameters(), decay=DECAY)
+def theirs(family: Family, options: argparse.Namespace, folder: Path) -> Step:
+    """The arithmetic of a step of train_text_to_image.py with --use_ema, or of train_text_to_image_lora.py."""
+    unet = peers.unet(family, {f"model.diffusion_model.{key}": value for key, value in weights(family).items()})
+    unet.requires_grad_(not options.lora).train()
+    if options.lora:
+        _add_lora(unet, options.lora)
+    trained = [p for p in unet.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
+    ema = None if options.lora else EMAModel(trained, decay=DECAY)
     noises = diffusers.DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 
     def step(number: int) -> float:
-        given = batch(number, options, width)
+        given = batch(number, options, family.unet.context_dim)
         draws = Draws(0, given.numbers)
         _, noise = (draws.normal(given.pixels[:, :4].shape[1:]) for _ in range(2))
-        latents = given.pixels[:, :4] * model.family.scale_factor
+        latents = given.pixels[:, :4] * family.scale_factor
         timesteps = draws.integers(1000)
         noisy = noises.add_noise(latents, noise, timesteps)
         predicted: Tensor = unet(noisy, timesteps, given.context, return_dict=False)[0]
         loss = nn.functional.mse_loss(predicted.float(), noise.float(), reduction="mean")
         value = loss.detach().item()
         loss.backward()
-        nn.utils.clip_grad_norm_(unet.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ema.step(unet.parameters())
+        if ema is not None:
+            ema.step(trained)
         return value
 
     return step
+
+
+def fill(lora: LoRA) -> None:
+    """Give a LoRA the values that depend on the names of its weights alone."""
+    for name, value in lora.named_parameters():
+        value.data.copy_(random_tensor(name, tuple(value.shape)))
+
+
+def _add_lora(unet: nn.Module, rank: int) -> None:
+    """Add peft's LoRA, with the values of ours."""
+    unet.add_adapter(peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=LAYERS))  # type: ignore[operator]
+    for name, value in unet.named_parameters():
+        if value.requires_grad:
+            layer, part = name.split(".lora_")
+            key = f"lora_unet_{layer.replace('.', '_')}.lora_{'down' if part[0] == 'A' else 'up'}.weight"
+            value.data.copy_(random_tensor(key, tuple(value.shape)))
 
 
 def main() -> None:
@@ -105,17 +150,13 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=128, help="width of the UNet; 320 is Stable Diffusion 1")
     parser.add_argument("--latents", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRAs of this rank")
+    parser.add_argument("--only", choices=MAKERS, help="run one of them, and print the peak memory")
     options = parser.parse_args()
-    base = ldm_lite.load(device="cpu")
-
     family = replace(SD1, unet=replace(SD1.unet, model_channels=options.channels))
-    unet = UNet(family.unet)
-    values = {key: random_tensor(key, tuple(value.shape)) for key, value in unet.state_dict().items()}
-    unet.load_state_dict(values)
-    model = replace(base, family=family, unet=unet, schedule=family.noise.schedule("eps"))
-    other = peers.unet(family, {f"model.diffusion_model.{key}": value for key, value in copy.deepcopy(values).items()})
     with tempfile.TemporaryDirectory() as folder:
-        steps = {"ours": ours(model, options, Path(folder)), "diffusers": theirs(other, model, options)}
+        makers = {name: make for name, make in MAKERS.items() if options.only in (None, name)}
+        steps = {name: make(family, options, Path(folder)) for name, make in makers.items()}
         times: dict[str, list[float]] = {name: [] for name in steps}
         difference = 0.0
         for number in range(options.rounds + 1):
@@ -124,17 +165,19 @@ def main() -> None:
                 start = time.perf_counter()
                 losses.append(steps[name](number))
                 times[name].append(time.perf_counter() - start)
-            difference = max(difference, abs(losses[0] - losses[1]) / losses[0])
-    count = sum(p.numel() for p in unet.parameters()) / 1e6
+            difference = max(difference, abs(losses[0] - losses[-1]) / losses[0])
+    print(f"{options}, {torch.get_num_threads()} threads")
     medians = {name: statistics.median(each[1:]) for name, each in times.items()}  # the first is a warm-up
-    print(
-        f"{count:.0f} M parameters, batch {options.batch}, latents {options.latents}, {torch.get_num_threads()} threads"
-    )
     for name, each in times.items():
         spread = (max(each[1:]) - min(each[1:])) / medians[name]
         print(f"{name}: {medians[name]:.3f} s a step, spread {spread:.1%}")
-    print(f"ratio {medians['ours'] / medians['diffusers']:.3f}, losses within {difference:.1e}")
+    if options.only is None:
+        print(f"ratio {medians['ours'] / medians['diffusers']:.3f}, losses within {difference:.1e}")
+    else:
+        print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
+
+MAKERS: dict[str, Callable[[Family, argparse.Namespace, Path], Step]] = {"ours": ours, "diffusers": theirs}
 
 if __name__ == "__main__":
     main()
