@@ -28,7 +28,7 @@ from ldm_lite.diffusion.step import Network, denoise_step, rows
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import runs_as_written
-from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+from ldm_lite.runtime.shortened import Call, Shortcuts, ShortenedUNet
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.zoo.networks import Autoencoder
 
@@ -146,9 +146,9 @@ def stream(
         yield from each_image(lambda *parts: stream(model, *parts), x, branches, plan, (draw, extras))
         return
     device, dtype = model.device, model.dtype
-    stages = [_Stage(model, branches, 0, extras.shortcuts)]
-    if extras.refiner is not None:
-        stages.append(_Stage(extras.refiner.model, extras.refiner.branches, extras.refiner.step, None))
+    stages = [_Stage(model, branches, 0, extras)]
+    if (switch := extras.refiner) is not None:
+        stages.append(_Stage(switch.model, switch.branches, switch.step, extras._replace(control=None)))
     mask = None if extras.mask is None else extras.mask.to(device)
     x = noise.to(device, torch.float32) * plan.initial
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
@@ -169,7 +169,7 @@ def stream(
                 phase.enter_context(now.model.phase("unet"))
                 stage = now
                 stage.read_text()
-            network, conditioning = stage.inputs(step, i, extras.control if stage is stages[0] else None)
+            network, conditioning = stage.inputs(Call.of(plan, i, stage.branches))
             guidance = stage.guidance(step)
             plain = guidance.combine is None and not isinstance(network, ShortenedUNet)
             run = stage.model.step if plain else denoise_step
@@ -192,14 +192,14 @@ def _with_latents(registers: Tensor, latents: Tensor) -> Tensor:
 class _Stage:
     """A model that runs some of the steps, with its inputs on the device."""
 
-    def __init__(self, model: Model, branches: Branches, first_step: int, shortcuts: Shortcuts | None) -> None:
+    def __init__(self, model: Model, branches: Branches, first_step: int, extras: Extras) -> None:
         self.model, self.branches, self.first_step, self.device = model, branches, first_step, model.device
         # On the device, with the text's keys and values, by the conditionings and which of them run.
         self._ready: OrderedDict[tuple[int, tuple[int, ...]], Conditioning] = OrderedDict()
-        self._caches_text = False
+        self._caches_text, self._control = False, extras.control
         self._guidance: tuple[object, Guidance] | None = None
         self._combine = branches.combine.begin() if isinstance(branches.combine, Projection) else branches.combine
-        self._shortened = None if shortcuts is None else ShortenedUNet(model.unet, shortcuts)
+        self._shortened = None if extras.shortcuts is None else ShortenedUNet(model.unet, extras.shortcuts)
 
     def read_text(self) -> None:
         """Have the keys and values of the text computed once for all steps, within the UNet's phase.
@@ -211,19 +211,19 @@ class _Stage:
         self._caches_text = as_written and not torch.is_autocast_enabled(self.device.type)
         self._ready.clear()
 
-    def inputs(self, step: int, call: int, control: StepControl | None) -> tuple[Network, Conditioning]:
-        """Return the network that runs a call of a step, and its conditioning."""
+    def inputs(self, call: Call) -> tuple[Network, Conditioning]:
+        """Return the network that runs a call, and its conditioning."""
         network: Network = self.model.unet
-        ready = self._conditioning(self.branches.at(call), self.branches.used_at(step))
+        ready = self._conditioning(call.texts, call.used)
         conditioning = ready._replace(cache=None)
-        if control is not None:
-            network, conditioning = control(step, conditioning)
+        if self._control is not None:
+            network, conditioning = self._control(call.step, conditioning)
         own = network.unet if isinstance(network, ControlledUNet) else network  # other wrappers may take no cache
         if own is self.model.unet:
             if conditioning.context is ready.context:
                 conditioning = conditioning._replace(cache=ready.cache)
             if self._shortened is not None:
-                network = self._shortened.at(call, step, network)
+                network = self._shortened.at(call, network)
         return network, conditioning
 
     def _conditioning(self, conditionings: Sequence[Conditioning], used: tuple[int, ...]) -> Conditioning:

@@ -66,3 +66,15 @@ def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
 def test_wrong_options_are_one_line(options: dict[str, object], message: str, pipe: Pipeline) -> None:
     with pytest.raises(ValueError, match=message):
         pipe.txt2img("a", **(RUN | options))
+
+
+def test_prompts_of_several_parts_and_texts_that_change(pipe: Pipeline) -> None:
+    """T-GATE has fewer rows after the gate than before, and DeepCache must not keep what it made of an earlier text."""
+    run = {**RUN, "prompt_syntax": "a1111"}
+    for more in ({}, {"regions": "0,0,0.5,1; 0.5,0,1,1"}):
+        both = [pipe.txt2img(f"a AND {part}", **run, gate_step=2, **more)[0] for part in ("b", "c")]
+        assert not np.array_equal(*both)
+    plain = pipe.txt2img("[a:b:2]", **run)[0]
+    assert np.array_equal(pipe.txt2img("[a:b:2]", **run, deep_cache="1")[0], plain)
+    always = pipe.txt2img("[a|b]", **run)[0]  # a whole call wherever the text changes
+    assert np.array_equal(pipe.txt2img("[a|b]", **run, deep_cache="3")[0], always)

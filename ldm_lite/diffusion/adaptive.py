@@ -80,7 +80,10 @@ def each_image(
     """
     draw, extras = more
     if any(part is not None for part in extras):
-        raise ValueError("DPM adaptive has no fixed steps for controls, a mask or a refiner: take another sampler")
+        raise ValueError(
+            "DPM adaptive has no fixed steps for controls, a mask, a refiner, DeepCache, T-GATE or FreeU: take another "
+            "sampler"
+        )
     drawn: list[Any] = []
     latents, count = noise * plan.initial, len(noise)
     clean = latents * 0

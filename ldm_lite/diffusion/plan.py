@@ -64,6 +64,10 @@ class Plan:
         logs = np.log(s / np.maximum(a, 2.0**-24))
         return replace(self, t=abs(np.log(schedule.sigmas) - logs[:, None]).argmin(axis=1).astype(np.float64))
 
+    def rises_before(self, call: int) -> int:
+        """Return how often the noise has risen before a call by over a tenth of all timesteps, as Restart's does."""
+        return int((np.diff(self.t[: call + 1]) > 100).sum())
+
     @property
     def num_steps(self) -> int:
         """The number of steps; len(plan.t) is the number of model calls."""

@@ -158,8 +158,13 @@ class BasicTransformerBlock(nn.Module):
         self.norm2 = nn.LayerNorm(channels)
         self.norm3 = nn.LayerNorm(channels)
 
-    def text_cache(self, context: Tensor) -> BlockCache:
-        """Return keys and values of context (B,T,D) for the layers that read it: attn2, and attn1 if `cross_only`."""
+    def text_cache(self, context: Tensor | None) -> BlockCache:
+        """Return keys and values of context (B,T,D) for the layers that read it: attn2, and attn1 if `cross_only`.
+
+        None gives entries with which the layers compute their own.
+        """
+        if context is None:
+            return None, None
         first = self.attn1.keys_values(context) if self.cross_only and _is_own(self.attn1, CrossAttention) else None
         return first, self.attn2.keys_values(context) if _is_own(self.attn2, CrossAttention) else None
 
@@ -194,7 +199,7 @@ class SpatialTransformer(nn.Module):
         )
         self.proj_out = nn.Linear(channels, channels) if linear_proj else Conv1x1(channels, channels)
 
-    def text_cache(self, context: Tensor) -> TransformerCache | None:
+    def text_cache(self, context: Tensor | None) -> TransformerCache | None:
         """Return keys and values of context (B,T,D) for each block; None if this layer's forward was replaced."""
         if not _is_own(self, SpatialTransformer):
             return None

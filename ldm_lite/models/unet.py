@@ -311,10 +311,10 @@ class UNet(Encoder):
             nn.GroupNorm(32, channels), nn.SiLU(inplace=True), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
         )
 
-    def text_cache(self, context: Tensor) -> TextCache:
+    def text_cache(self, context: Tensor | None) -> TextCache:
         """Compute the keys and values of all layers for the text (B,T,D) in the weights' dtype: forward's `cache`.
 
-        They depend only on the text, so they are valid for all its steps.
+        They depend only on the text, so they are valid for all its steps.  None gives empty entries of all layers.
         """
         layers = {layer.index: layer for layer in self.modules() if isinstance(layer, SpatialTransformer)}
         return tuple(layers[i].text_cache(context) if i in layers else None for i in range(self._num_transformers))

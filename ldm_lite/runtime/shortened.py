@@ -1,23 +1,44 @@
 """A UNet that leaves out work it can do without: DeepCache, T-GATE and FreeU, on the network as it is.
 
 - DeepCache (Ma et al. 2024): the deep blocks run only in every n-th call; between, their last output is used again.
+  They also run where a text changes, a branch of guidance begins again, the noise rises again (Restart), or T-GATE
+  records.
 - T-GATE (Zhang et al. 2024): from a step on, the result of cross-attention is that of the step before, the mean over
-  the branches of guidance; only the conditional branch runs then, which is guidance_steps.Within's part.
+  the branches of guidance; only the conditional branch runs then, which is guidance_steps.Within's part.  Regions have
+  a branch each that runs on: with the mean of its own result and the unconditional one.
 - FreeU (Si et al. 2024) saves nothing but changes the image: features that come up are amplified, and the low
   frequencies of the skips weakened.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.diffusion.guidance import Branches, Conditioning
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.ops import channels_last
 from ldm_lite.models.transformer import Recorded, TextCache
 from ldm_lite.models.unet import UNet, plus
+
+
+class Call(NamedTuple):
+    """A call of the network in a run, and what it reads besides latents."""
+
+    number: int  # from 0
+    step: int  # that it belongs to, from 0
+    texts: tuple[Conditioning, ...] = ()  # of all branches of guidance
+    used: tuple[int, ...] = (0,)  # which of them run
+    descent: int = 0  # how often the noise has risen before
+
+    @staticmethod
+    def of(plan: Plan, number: int, branches: Branches) -> "Call":
+        """Return a call of a plan."""
+        step = int(plan.step[number])
+        return Call(number, step, branches.at(number), branches.used_at(step), plan.rises_before(number))
 
 
 @dataclass(frozen=True)
@@ -43,13 +64,13 @@ class ShortenedUNet(nn.Module):
         if shortcuts.gate is not None and unet.spec.context_dim is None:
             raise ValueError("T-GATE needs cross-attention, and this UNet reads no text")
         self.unet, self.shortcuts = unet, shortcuts
-        self._call, self._step = 0, 0
-        self._deep: Tensor | None = None  # the input of the first output block that always runs
-        self._crossed: TextCache | None = None  # the results of cross-attention from the gate on
+        self._call = Call(0, 0)
+        self._deep: tuple[Tensor, Call] | None = None  # the input of the first output block that always runs
+        self._crossed: tuple[TextCache, tuple[int, ...]] | None = None  # cross-attention's results, of which branches
 
-    def at(self, call: int, step: int, network: Any) -> nn.Module:
-        """Return the network for a call of a step: this one, or `network`'s ControlNets on it."""
-        self._call, self._step = call, step
+    def at(self, call: Call, network: Any) -> nn.Module:
+        """Return the network for a call: this one, or `network`'s ControlNets on it."""
+        self._call = call
         return ControlledUNet(self, network.nets) if isinstance(network, ControlledUNet) else self
 
     def forward(
@@ -65,15 +86,16 @@ class ShortenedUNet(nn.Module):
     ) -> Tensor:
         """Run as UNet.forward."""
         gate = self.shortcuts.gate
-        if gate is None or self._step < gate - 1 or context is None:
+        if gate is None or self._call.step < gate - 1 or context is None:
             return self._run(x, (t, context, y), cache, control, features)
-        if self._step >= gate and self._crossed is not None:
-            crossed = _map(self._crossed, lambda results: _mean(results, len(x)))
+        if not self._records and self._crossed is not None:
+            results, had = self._crossed
+            crossed = _map(results, lambda each: _mean(each, had, self._call.used))
             return self._run(x, (t, context, y), crossed, control, features)
-        whole = cache if cache is not None else self.unet.text_cache(context)
-        recorded = _map(whole, Recorded)
+        # Without a cache the layers compute their keys and values: their weights may be elsewhere, or in 8 bits, now.
+        recorded = _map(self.unet.text_cache(None) if cache is None else cache, Recorded)
         out = self._run(x, (t, context, y), recorded, control, features)
-        self._crossed = _map(recorded, lambda each: each.out)
+        self._crossed = _map(recorded, lambda each: each.out), self._call.used
         return out
 
     def _run(
@@ -86,9 +108,7 @@ class ShortenedUNet(nn.Module):
     ) -> Tensor:
         unet, (t, context, y) = self.unet, inputs
         whole, kept = len(unet.input_blocks), 1 + self.shortcuts.branch
-        deep = self._deep[-len(x) :] if self._deep is not None and self._call % self.shortcuts.every else None
-        deep = deep if deep is not None and len(deep) == len(x) else None  # more branches run than before
-        x = channels_last(x)
+        deep, x = self._kept(), channels_last(x)
         emb, skips = unet.embed(t, y, x.dtype), []  # (B, E)
         for i, block in enumerate(unet.input_blocks[: whole if deep is None else kept]):
             x = block(x, emb, context, None, cache)
@@ -103,12 +123,28 @@ class ShortenedUNet(nn.Module):
             if deep is not None and i < whole - kept:
                 continue
             if i == whole - kept and self.shortcuts.every > 1 and deep is None:
-                self._deep = x
+                self._deep = x, self._call
             skip = skips.pop()
             if self.shortcuts.free is not None:
                 x, skip = self._freed(x, skip, self._levels[i])
             x = block(torch.cat([x, skip], dim=1), emb, context, skips[-1].shape[2:] if skips else None, cache)
         return unet.out(x)
+
+    @property
+    def _records(self) -> bool:
+        """Whether this call keeps the results of cross-attention: of all blocks."""
+        gate = self.shortcuts.gate
+        return gate is not None and self._call.step >= gate - 1 and (self._call.step < gate or self._crossed is None)
+
+    def _kept(self) -> Tensor | None:
+        """Return the deep features of the branches that run now; None if the deep blocks have to run."""
+        if self._deep is None or self._call.number % self.shortcuts.every == 0 or self._records:
+            return None
+        (features, had), now = self._deep, self._call
+        if had.texts is not now.texts or had.descent != now.descent or not set(now.used) <= set(had.used):
+            return None
+        each = features.view(len(had.used), -1, *features.shape[1:])  # (K, B, C, h, w)
+        return features if now.used == had.used else each[[had.used.index(k) for k in now.used]].flatten(0, 1)
 
     @property
     def _levels(self) -> list[int]:
@@ -143,6 +179,15 @@ def _map(cache: TextCache, make: Callable[[Any], Any]) -> TextCache:
     )
 
 
-def _mean(results: Tensor, count: int) -> Tensor:
-    """Return the mean over the branches of recorded results (K*B,N,C), for `count` = B rows."""
-    return results if len(results) <= count else results.view(-1, count, *results.shape[1:]).mean(dim=0)
+def _mean(results: Tensor, had: tuple[int, ...], now: tuple[int, ...]) -> Tensor:
+    """Return results of cross-attention (K*B,N,C) of the branches `had`, as the branches that run now use them.
+
+    One branch uses the mean over all; several, each the mean of its own and the unconditional one, the branch 0.
+    """
+    if had == now:
+        return results
+    each = results.view(len(had), -1, *results.shape[1:])  # (K, B, N, C)
+    if len(now) == 1:
+        return each.mean(dim=0)
+    own = each[[had.index(branch) for branch in now]]
+    return ((own + each[:1]) / 2).flatten(0, 1)

@@ -340,6 +340,8 @@ def _branches(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts]
     for key, each in zip(keys, texts, strict=True):
         made.setdefault(key, _branches_of(job, model, image, each, num))
     changes = tuple((each.first, made[key].conditionings) for key, each in zip(keys[1:], texts[1:], strict=True))
+    if job.plan is not None:
+        job.tricks.check_changes((call for call, _ in changes), job.plan)
     first = made[keys[0]]
     threshold = None if job.threshold is None else (job.threshold, math.inf)
     return dataclasses.replace(first, rescale=job.rescale, threshold=threshold, later=changes)

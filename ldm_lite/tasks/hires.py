@@ -52,6 +52,7 @@ def second_pass(model: Model, options: Txt2imgOptions, job: Job, shape: tuple[in
             f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, wanted at most 1000"
         )
     plan = plan_of(model.sized(larger), options, last=steps, steps=whole)
+    job.tricks.report(plan)
     start = Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1]))
     calls = dataclasses.replace(calls_of(model, options, plan), before=job.calls.total)
     enlarge = partial(_in_latents, given.hires_upscaler, larger)

@@ -279,7 +279,11 @@ def resolve(
         raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
     seeds = _seeds(options, len(prompts) * options.repeats * num_images)
     refiner = _refiner(model, options, plan, skipped)  # loads a checkpoint: after all that is quickly checked
-    check_used([model] if refiner is None else [model, refiner[0]], extra)
+    models = [model] if refiner is None else [model, refiner[0]]
+    check_used(models, extra)
+    tricks = tricks_of(options, *models)
+    if plan is not None:
+        tricks.report(plan)
     scale = model.family.scale if options.scale is None else options.scale
     return Job(
         model=model,
@@ -305,7 +309,7 @@ def resolve(
         refiner=refiner,
         depth=None if options.depth is None else _depth(options.depth, model.family.task),
         skip=skip_of(model, options),
-        tricks=tricks_of(options, model),
+        tricks=tricks,
         compat=options.compat,
         settings=settings_of(model, options, plan, refiner, image_scale),
     )

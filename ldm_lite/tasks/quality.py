@@ -33,7 +33,7 @@ from ldm_lite.diffusion.names import SAMPLERS, make_plan
 from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+from ldm_lite.runtime.shortened import Call, Shortcuts, ShortenedUNet
 from ldm_lite.tasks.tricks import tricks_of
 from ldm_lite.zoo.networks import SD1_UNET
 
@@ -123,7 +123,7 @@ class Cost:
 
     @torch.no_grad()
     def _flops(self, run: ShortenedUNet, call: int, step: int) -> int:
-        run.at(call, step, self._unet)
+        run.at(Call(call, step), self._unet)
         with FlopCounterMode(display=False) as counter:
             run(self._x, torch.zeros(1, device="meta"), self._context, cache=self._text)
         return int(counter.get_total_flops())

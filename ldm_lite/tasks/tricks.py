@@ -1,7 +1,10 @@
 """From options to what saves evaluations of the network: guidance in some steps, shortcuts in the UNet."""
 
 import dataclasses
+import inspect
+import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ldm_lite.checkpoint.model import Model
@@ -11,7 +14,10 @@ from ldm_lite.diffusion.guidance_steps import Interval, scheduled, within
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import number
+from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+
+log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Tricks:
         asked = [self.interval, self.schedule, self.projection, self.gate]
         if plan is None or all(each is None for each in asked):
             return branches
-        if len(branches.conditionings) == 1 and self.gate is None:
+        alone = len(branches.conditionings) == 1 or branches.weights == branches.unguided
+        if alone and (self.interval, self.schedule, self.projection) != (None, None, None):
             raise ValueError(
                 "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
                 "`scale` other than 1, and a checkpoint that is not distilled"
@@ -51,19 +58,42 @@ class Tricks:
         if self.interval is not None:
             branches = within(branches, self.interval.steps(plan))
         if self.gate is not None:
-            branches = within(branches, tuple(step < self.gate for step in range(plan.num_steps)))
+            # One branch is enough then, also of a prompt with AND, since all would have the same cross-attention.
+            unguided = None if branches.maps is None else branches.unguided
+            active = tuple(step < self.gate for step in range(plan.num_steps))
+            branches = within(dataclasses.replace(branches, unguided=unguided), active)
         return branches
 
+    def check_changes(self, calls: Iterable[int], plan: Plan) -> None:
+        """Raises ValueError if the text changes in a call of the network after T-GATE has read it for the last time."""
+        for call in calls:
+            if self.gate is not None and call < len(plan.step) and plan.step[call] >= self.gate:
+                raise ValueError(
+                    f"the prompt changes in step {plan.step[call] + 1}, but after step {self.gate} (`gate_step`) no "
+                    "text is read: take a larger `gate_step`, or an earlier change"
+                )
 
-def tricks_of(options: Txt2imgOptions, model: Model | None = None) -> Tricks:
-    """Return the tricks of the options.  Raises ValueError for wrong ones, and for those the model cannot do."""
+    def report(self, plan: Plan) -> None:
+        """Log what has no effect in the steps of a plan."""
+        steps = plan.num_steps
+        if self.gate is not None and self.gate >= steps:
+            log.warning("`gate_step` %d is not reached in %d steps: it has no effect", self.gate, steps)
+        if self.interval is not None and not any(self.interval.steps(plan)):
+            log.warning("none of %d steps is within `guidance_interval`: there is no guidance", steps)
+
+
+def tricks_of(options: Txt2imgOptions, *models: Model) -> Tricks:
+    """Return the tricks of the options.  Raises ValueError for wrong ones, and for those a model cannot do."""
     if options.guidance_schedule is not None:
         scheduled(options.guidance_schedule, 1.0, 1)
     every, branch = _whole(options.deep_cache)
     free = None if options.freeu is None else _four(options.freeu)
     shortcuts = Shortcuts(every, branch, options.gate_step, free)
-    if model is not None and shortcuts != Shortcuts():
+    for model in models if shortcuts != Shortcuts() else ():
         ShortenedUNet(model.unet, shortcuts)  # raises ValueError for one that it does not fit
+    plain_steps = options.apg is not None or shortcuts != Shortcuts()
+    if plain_steps and any(isinstance(inspect.unwrap(model.step), CompiledStep) for model in models):
+        log.warning("DeepCache, T-GATE, FreeU and APG run uncompiled steps: `compile` has no effect with them")
     return Tricks(
         None if options.guidance_interval is None else Interval.read(options.guidance_interval),
         options.guidance_schedule,
