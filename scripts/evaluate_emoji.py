@@ -9,6 +9,11 @@ Composition: of two, both are right, and on the sides that the prompt names.  Co
 and all are right.  Colour: of the same emoji drawn in every colour, the one asked for is nearest.  All with Wilson's
 95 % interval, for wordings that the training captions have and for others.  The judge itself is judged first, on clean
 and on degraded renders of the same prompts.  Prints a table and one line of JSON.
+
+    python scripts/evaluate_emoji.py --compare quality.json --count 24 [--compare-steps 5,10,20]
+
+adds identity and background to the points of `python -m ldm_lite.samplers --compare`, which then draws them. A run that
+was stopped goes on.
 """
 
 import argparse
@@ -55,6 +60,7 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite import generate
+from ldm_lite.cli import options
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
@@ -62,6 +68,7 @@ from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.tasks import quality
 
 # No training caption is worded like these.
 NEW_WORDINGS = (
@@ -602,6 +609,40 @@ def curves(
     return points
 
 
+def compare(
+    pipe: Pipeline,
+    prompts: Sequence[Prompt],
+    path: Path,
+    steps: Sequence[int],
+    classify: Classify,
+    say: Callable[[str], None],
+) -> None:
+    """Add the accuracies to the points of a file of tasks/quality.py, all of the same prompts and noise.
+
+    Raises ValueError for a file of another checkpoint.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: python -m ldm_lite.samplers --compare makes it")
+    kept = quality.read(path, {"model": pipe.name})
+    shape, count = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution), len(prompts)
+    cond, uncond = (encode_prompts(pipe, texts) for texts in ([each.text for each in prompts], [""] * count))
+    branches = classifier_free(cond, uncond, kept["scale"])
+    cases = {case.name: case for case in quality.cases(pipe)}
+    points = [each for each in kept["points"].values() if each["steps"] in steps and each["name"] in cases]
+    for point in sorted(points, key=lambda each: steps.index(each["steps"])):
+        if point.get("count") == count:
+            continue
+        case = cases[point["name"]]
+        plan = quality.plan_for(pipe, case, point["steps"], kept["spacing"])
+        made = quality.latents(pipe, case, plan, branches, SeededNoise([each.seed for each in prompts], shape))
+        images = torch.stack([(pixels + 1) / 2 for pixels in generate.decode(pipe, made)])
+        verdicts = judge(images, prompts, classify)
+        shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}
+        point |= {**shares, "count": count}
+        quality.write(path, kept)
+        say(f"{case.name}, {point['steps']} steps: identity {shares['identity']:.0%}, {shares['background']:.0%}")
+
+
 def plot(points: Sequence[dict[str, object]], path: Path) -> None:
     """Identity (solid) and background (dashed) over the scale, and identity over steps.  Needs matplotlib."""
     from matplotlib.figure import Figure
@@ -670,6 +711,9 @@ def run(args: argparse.Namespace) -> None:
     rates = judge_the_judge(prompts, classify)
     for name, numbers in rates.items():
         say(f"the judge on {name} renders of the same prompts: {_line(numbers)}")
+    if args.compare is not None:
+        compare(pipe, prompts, args.compare, options.numbers(args.compare_steps, "`compare_steps`"), classify, say)
+        return
     start = time.perf_counter()
     verdicts, images = evaluate(pipe, prompts, settings, classify)
     groups = by_group(verdicts)
@@ -716,6 +760,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="images at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and noise (default: %(default)s)")
     parser.add_argument("--curves", action="store_true", help="accuracy against scale and, per sampler, steps")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="add to the results of ldm_lite.samplers --compare"
+    )
+    parser.add_argument(
+        "--compare-steps", default="5,10,20", metavar="N,N", help="at these steps (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/evaluation"), metavar="DIR", help="%(default)s")
     parser.add_argument("--device", metavar="NAME", help="default: the best there is")
     parser.add_argument("--font", metavar="FILE", help="another file of the emoji font")

@@ -1,7 +1,8 @@
 """Quality over cost: how far samplers and tricks are from the converged image, against the work of the network.
 
 Cost is counted in calls of the whole network on one branch of guidance, by the multiplications that a run does: a step
-with guidance costs 2, one of DeepCache's short calls a share.
+with guidance costs 2, one of DeepCache's short calls a share.  scripts/evaluate_emoji.py adds the accuracy of a
+text-to-emoji checkpoint to the results, point by point, and then it is drawn too.
 """
 
 import dataclasses
@@ -28,17 +29,18 @@ from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
-from ldm_lite.diffusion.guidance import Branches
+from ldm_lite.diffusion.guidance import Branches, Scheduled, cfg_plus_plus
 from ldm_lite.diffusion.names import SAMPLERS, make_plan
-from ldm_lite.diffusion.noise import SeededNoise
+from ldm_lite.diffusion.noise import Draw, SeededNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.shortened import Call, Shortcuts, ShortenedUNet
-from ldm_lite.tasks.tricks import tricks_of
+from ldm_lite.tasks.tricks import Tricks, tricks_of
 from ldm_lite.zoo.networks import SD1_UNET
 
 log = logging.getLogger("ldm_lite")
 
+ACCURACIES = ("identity", "background")  # shares of images, which scripts/evaluate_emoji.py measures
 BASE = "dpmpp_2m"  # the sampler that tricks are tried with
 
 
@@ -74,10 +76,9 @@ TRICKS = (
 
 
 def cases(model: Model) -> list[Case]:
-    """Return the curves: samplers that add no noise, then tricks."""
-    plans = {name: make_plan(name, model.schedule, 20) for name in SAMPLERS if name != "ddim_cfgpp"}
-    plain = [name for name, plan in plans.items() if not plan.draws.any() and plan.adaptive is None]
-    return [*(Case(name, name) for name in plain), *TRICKS]
+    """Return the curves: samplers with a fixed number of calls, then tricks."""
+    fixed = [name for name in SAMPLERS if make_plan(name, model.schedule, 20).adaptive is None]
+    return [*(Case(name, name) for name in fixed), *TRICKS]
 
 
 def plan_for(model: Model, case: Case, steps: int, spacing: str) -> Plan:
@@ -85,12 +86,20 @@ def plan_for(model: Model, case: Case, steps: int, spacing: str) -> Plan:
     return make_plan(case.sampler, model.schedule, steps, spacing=case.spacing or spacing)
 
 
-def latents(model: Model, case: Case, plan: Plan, branches: Branches, noise: Tensor) -> Tensor:
-    """Run a case from unit noise (B,C,h,w) and return the last latents."""
+def guided_by(case: Case, tricks: Tricks, branches: Branches, plan: Plan) -> Branches:
+    """Return the branches of classifier-free guidance as a case guides them."""
+    if case.sampler == "ddim_cfgpp":
+        assert isinstance(branches.weights, tuple)
+        branches = dataclasses.replace(branches, weights=Scheduled(cfg_plus_plus(plan, branches.weights[-1])))
+    return tricks.guide(branches, plan)
+
+
+def latents(model: Model, case: Case, plan: Plan, branches: Branches, draw: Draw) -> Tensor:
+    """Run a case from the unit noise (B,C,h,w) that `draw` returns first, and return the last latents."""
     tricks = tricks_of(case.options(plan.num_steps), model)
-    start = noise / plan.initial * plan.level[0, 1]  # the noise of the first level, whatever the sampler starts from
+    start = draw() / plan.initial * plan.level[0, 1]  # the noise of the first level, whatever the sampler starts from
     extras = generate.Extras(shortcuts=tricks.shortcuts)
-    return generate.denoise(model, start, tricks.guide(branches, plan), plan, extras=extras)
+    return generate.denoise(model, start, guided_by(case, tricks, branches, plan), plan, draw=draw, extras=extras)
 
 
 class Cost:
@@ -132,34 +141,39 @@ class Cost:
 def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]:
     """Return all points, in the file too: those that it holds are not run again.
 
-    Raises ValueError for a file of another comparison.
+    Samplers that add noise converge to no image: their points have a cost and no error.  Raises ValueError for a file
+    of another comparison, and without guidance.
     """
     if not isinstance(model.family.unet, UNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
         raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
     side = model.family.resolution
     scale = model.family.scale if options.scale is None else options.scale
+    if scale == 1:
+        raise ValueError("`compare` is about guidance too: take a `scale` other than 1")
     about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
     about |= {"model": model.name, "scale": scale}
     kept = read(path, about)
-    noise = SeededNoise([options.seed], model.latent_shape(side, side))()
+    shape = model.latent_shape(side, side)
     branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
-    costs = {"calls": Cost(model.family.unet, noise.shape[-1]), "sd1": Cost(SD1_UNET, 64)}
+    costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1_UNET, 64)}
     truth: Tensor | None = None
     for case in cases(model):
         for steps in numbers(options.steps, "`steps`"):
             key = f"{case.name}/{steps}"
-            if "error" in kept["points"].get(key, {}):
+            if "calls" in kept["points"].get(key, {}):
                 continue
-            if truth is None:
-                long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
-                truth = latents(model, Case("reference", "heun"), long, branches, noise).double()
             plan = plan_for(model, case, steps, options.spacing)
             tricks = tricks_of(case.options(plan.num_steps))
-            made = latents(model, case, plan, branches, noise).double()
-            point = {
-                name: cost.of(plan, tricks.guide(branches, plan), tricks.shortcuts) for name, cost in costs.items()
-            }
-            point |= {"steps": steps, "error": float((made - truth).norm() / truth.norm())}
+            used = guided_by(case, tricks, branches, plan)
+            point = {name: cost.of(plan, used, tricks.shortcuts) for name, cost in costs.items()} | {"steps": steps}
+            if not plan.draws.any():
+                if truth is None:
+                    long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
+                    truth = latents(
+                        model, Case("", "heun"), long, branches, SeededNoise([options.seed], shape)
+                    ).double()
+                made = latents(model, case, plan, branches, SeededNoise([options.seed], shape)).double()
+                point["error"] = float((made - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
             write(path, kept)
     return kept
@@ -188,33 +202,45 @@ def write(path: Path, kept: Mapping[str, Any]) -> None:
 
 def table(points: Sequence[Mapping[str, Any]]) -> str:
     """Format the points as text, a line each."""
-    lines = [f"{'':28}{'steps':>6}{'cost':>8}{'at SD1':>8}{'error':>10}"]
+    lines = [f"{'':28}{'steps':>6}{'cost':>8}{'at SD1':>8}{'error':>10}{'identity':>10}{'background':>12}"]
     for each in points:
+        error = f"{each['error']:.1e}" if "error" in each else "-"
+        shares = [f"{each[name]:.0%}" if name in each else "-" for name in ACCURACIES]
         costs = f"{each['calls']:8.1f}{each['sd1']:8.1f}"
-        lines.append(f"{each['name']:28}{each['steps']:6}{costs}{each['error']:10.1e}")
+        lines.append(f"{each['name']:28}{each['steps']:6}{costs}{error:>10}{shares[0]:>10}{shares[1]:>12}")
     return "\n".join(lines)
 
 
 def chart(kept: Mapping[str, Any]) -> Image.Image:
-    """Draw the error over the cost: samplers on the left, tricks on the right.  Needs matplotlib."""
+    """Draw error, and accuracy if there is any, over cost: samplers left, tricks right.  Needs matplotlib."""
     from matplotlib.figure import Figure
 
     points, tricks = list(kept["points"].values()), {case.name for case in TRICKS}
     names = list(dict.fromkeys(each["name"] for each in points))
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axes, shown, title in (
-        (left, [name for name in names if name not in tricks], f"{kept['model']}, {kept['spacing']} spacing"),
-        (right, [BASE, *(name for name in names if name in tricks)], f"tricks, with {BASE} unless named"),
+    measured = ["error", *(name for name in ACCURACIES if any(name in each for each in points))]
+    figure = Figure(figsize=(13, 1 + 4.5 * len(measured)), layout="constrained")
+    grid = figure.subplots(len(measured), 2, sharex=True, sharey="row", squeeze=False)
+    for column, (shown, title) in enumerate(
+        (
+            ([name for name in names if name not in tricks], f"{kept['model']}, {kept['spacing']} spacing"),
+            ([BASE, *(name for name in names if name in tricks)], f"tricks, with {BASE} unless named"),
+        )
     ):
-        for i, name in enumerate(shown):
-            mine = sorted((each["calls"], each["error"]) for each in points if each["name"] == name)
-            if mine:
-                axes.loglog(*zip(*mine, strict=True), marker=".", linestyle="-" if i < 10 else "--", label=name)
-        axes.set(xlabel="cost: calls of the network on one branch of guidance", title=title)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    left.set(ylabel="relative error to the converged latents")
+        labelled: set[str] = set()  # a name stands in one legend of the column
+        for axes, value in zip(grid[:, column], measured, strict=True):
+            for i, name in enumerate(shown):
+                mine = sorted((each["calls"], each[value]) for each in points if each["name"] == name and value in each)
+                if mine:
+                    style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "marker": "."}
+                    axes.semilogx(*zip(*mine, strict=True), **style, label="_" * (name in labelled) + name)
+                    labelled.add(name)
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=6, ncols=2)
+        grid[0, column].set(title=title, yscale="log")
+        grid[-1, column].set(xlabel="cost: calls of the network on one branch of guidance")
+    for axes, value in zip(grid[:, 0], measured, strict=True):
+        axes.set(ylabel="relative error to the converged latents" if value == "error" else f"share of images: {value}")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return Image.open(file, formats=["PNG"]).convert("RGB")
