@@ -76,7 +76,7 @@ def latents(pipe: Pipeline, *controls: str) -> Tensor:
     return last[-1].latents
 
 
-@pytest.mark.parametrize("name", ["sd1", "xl", "lcm"])
+@pytest.mark.parametrize("name", ["xl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd1", "lcm"))])
 def test_a_run_is_that_of_the_controlnet_it_means(folder: Path, name: str) -> None:
     pipe = ldm_lite.load(folder / f"{name}.safetensors", device="cpu")
     before = {key: value.clone() for key, value in pipe.unet.state_dict().items()}

@@ -174,6 +174,7 @@ def test_ways_of_running_make_the_same_image(pipe: Pipeline, folder: Path, small
     assert toy.relative_error(several[1:], one.double().numpy()) < 1e-4
 
 
+@pytest.mark.slow
 def test_only_the_negative_prompts_branch_reads_the_empty_image(pipe: Pipeline, folder: Path) -> None:
     """Two halves of one prompt are that prompt, with and without guidance, of which the latter has no such branch."""
     given = control(folder, "resampler.bin") | {"cond": None, "uncond": None, "prompt_syntax": "a1111"}
@@ -183,6 +184,7 @@ def test_only_the_negative_prompts_branch_reads_the_empty_image(pipe: Pipeline, 
         assert toy.relative_error(halves, whole.double().numpy()) < 1e-4
 
 
+@pytest.mark.slow
 def test_guidance_acts_on_the_image_where_both_prompts_are_one(pipe: Pipeline, folder: Path) -> None:
     """An image alone, without any text: as users run it."""
     text = {"cond": None, "uncond": None, "prompt": ""}
