@@ -3,7 +3,7 @@
 A key is the name of a module and one of PARTS.  read_changes() checks the parts of a module and makes its changes.
 Shape letters: r rank, k kernel size.
 Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, norms.py and full.py; PEFT tuners/lora/layer.py.
-Other kinds of LyCORIS are in lycoris.py.
+Other kinds of LyCORIS are in lycoris.py, those of PEFT in peft_kinds.py.
 """
 
 import math
@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint import lycoris
+from ldm_lite.checkpoint import lycoris, peft_kinds
 from ldm_lite.models.shapes import Shapes
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
@@ -29,6 +29,8 @@ PARTS = (
     (r"(?:_lora|\.lora|\.lora_linear_layer)\.(down|up)\.weight$", r"\1"),  # diffusers before PEFT
     (r"\.(hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2))$", r"\1"),  # LyCORIS: LoHa, LoKr
     (r"\.(oft_blocks|rescale|on_input|dora_scale)$", r"\1"),
+    (r"\.(oft_R)(?:\.\w+)?\.weight$", r"\1"),  # PEFT: OFT, BOFT, IA3
+    (r"\.(boft_[Rs]|ia3_l)(?:\.(?!weight$)\w+)?$", r"\1"),
     (r"\.([ab][12]|bm)\.weight$", r"glora_\1"),
     (r"^(?:lora|lycoris)_[^.]+\.weight$", "ia3"),
     (r"\.lora_magnitude_vector(?:\.\w+)*$", "magnitude"),  # PEFT: DoRA
@@ -43,8 +45,8 @@ PARTS = (
 # Inside a module's name: not a part of it.
 WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
 NOT_SUPPORTED = {
-    r"\.oft_(R|diag)\b|\.boft_[Rs]\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's",
-    r"\.ia3_l\b": "PEFT's IA3",
+    r"\.oft_[Rs](\.(?!weight$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's "
+    "and PEFT's since 0.16",
     r"\.lora_E\b|\.ranknum\b": "AdaLoRA",
     r"\bvera_(lambda_[bd]|A|B)\b": "VeRA",
     r"\.trainable_tokens_": "trained tokens",
@@ -135,7 +137,14 @@ WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that
     *(("value", "weight", Value), ("value_b", "bias", Value), ("value_s", "scale", partial(Value, always=True))),
 )
 Changes = Mapping[str, Change]  # "weight" or "bias" -> its change
-Alpha = Callable[[int], float]  # rank -> alpha
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a configuration tells of a module beside the file's tensors."""
+
+    alpha: Callable[[int], float]  # rank -> alpha; 0 -> the scale, where no factor has a rank
+    peft: Mapping[str, Any]  # settings of PEFT, by name
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -170,8 +179,10 @@ def check_keys(keys: Sequence[str]) -> list[str]:
     return unknown
 
 
-def read_changes(parts: Mapping[str, str], shapes: Shapes, read: Callable[[str], Tensor], alpha: Alpha) -> Changes:
-    """Make the changes of one module from the keys of its parts; alpha tells alpha from the rank if no tensor does.
+def read_changes(
+    parts: Mapping[str, str], shapes: Shapes, read: Callable[[str], Tensor], settings: Settings
+) -> Changes:
+    """Make the changes of one module from the keys of its parts; settings tell alpha if no tensor does.
 
     Raises ValueError, before anything is read, if parts are missing or have shapes that do not fit together, and then
     for tensors that are no numbers.
@@ -184,12 +195,14 @@ def read_changes(parts: Mapping[str, str], shapes: Shapes, read: Callable[[str],
         tensors |= {"up": tensors["table_A"].T, "down": tensors["table_B"].T}
 
     def own_alpha(rank: int) -> float:
-        return float(tensors["alpha"]) or float(rank) if "alpha" in tensors else alpha(rank)
+        if "alpha" not in tensors:
+            return settings.alpha(rank)
+        return float(tensors["alpha"]) or float(rank) if rank else 1.0
 
-    if (other := lycoris.make(tensors, own_alpha)) is not None:
-        if "up" in tensors:
+    for made in (lycoris.make(tensors, own_alpha), peft_kinds.make(tensors, settings.peft)):
+        if made.keys() & changes.keys() or (made and "up" in tensors):
             raise ValueError("changes its weight twice: the file is damaged")
-        changes["weight"] = other
+        changes |= made
     if "up" in tensors:
         rank = len(tensors["down"])
         own = own_alpha(rank)
@@ -211,13 +224,15 @@ def read_changes(parts: Mapping[str, str], shapes: Shapes, read: Callable[[str],
 def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
     """Whether a change of a shape is one of a parameter's.
 
-    -1 is any size.  Sizes of 1 at the end may be missing or in excess, since files of linears may have those of a 1x1
-    convolution and the reverse, and a kernel may be part of the second size.
+    A negative size is any multiple of it.  Sizes of 1 at the end may be missing or in excess, since files of linears
+    may have those of a 1x1 convolution and the reverse, and a kernel may be part of the second size.
     """
     wanted, plain = (tuple(each[:2] if set(each[2:]) <= {1} else each) for each in (change, shape))
-    if -1 in wanted:
-        return all(a in (-1, b) for a, b in zip(wanted, plain, strict=False))
-    return wanted in (plain, (*plain[:1], math.prod(plain[1:])))
+    flat = (*plain[:1], math.prod(plain[1:]))
+    if min(wanted, default=0) < 0:
+        sizes = flat if len(wanted) == 2 else plain
+        return all(a == b or (a < 0 and b % a == 0) for a, b in zip(wanted, sizes, strict=False))
+    return wanted in (plain, flat)
 
 
 def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
@@ -229,7 +244,7 @@ def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
     if math.prod(at.get("alpha", ())) != 1:
         raise ValueError(f"its alpha has {math.prod(at['alpha'])} elements, wanted one: the file is damaged")
     of_pair = [pair for pair in (("up", "down"), ("table_A", "table_B")) if pair[0] in at or pair[1] in at]
-    if not of_pair and not at.keys() & ({part for part, _, _ in WHOLE} | lycoris.PARTS):
+    if not of_pair and not at.keys() & ({part for part, _, _ in WHOLE} | lycoris.PARTS | peft_kinds.PARTS):
         raise ValueError("lacks its up and down weights: the file is damaged")
     if (lacking := {"mid", "up_b"} & at.keys()) and "up" not in at:
         raise ValueError(f"has the part {min(lacking)} without an up weight: the file is damaged")

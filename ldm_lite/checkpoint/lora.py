@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ldm_lite.checkpoint import adapters, peft
-from ldm_lite.checkpoint.adapters import Change, Changes, Value
+from ldm_lite.checkpoint.adapters import Change, Changes, Settings, Value
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
 from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
@@ -184,19 +184,19 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     modules = {}
     for module, each in parts.items():
         try:
-            alpha = partial(_alpha, configs, dotted[module])
-            modules[module] = adapters.read_changes(each, file.shapes, file.read, alpha)
+            modules[module] = adapters.read_changes(each, file.shapes, file.read, _settings(configs, dotted[module]))
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     return Lora(path.name, modules, tuple(bundled(file)))
 
 
-def _alpha(configs: Mapping[str, peft.PeftConfig], module: str, rank: int) -> float:
-    """Return the alpha of a module from PEFT's configurations by role; without one, the rank."""
+def _settings(configs: Mapping[str, peft.PeftConfig], module: str) -> Settings:
+    """Return what PEFT's configurations, by role, tell of a module; without one, alpha is the rank."""
     role, _, inside = module.partition(".")
-    if role in configs:
-        return configs[role].alpha_of(inside, rank)
-    return configs[""].alpha_of(module, rank) if "" in configs else float(rank)
+    if role not in configs and "" not in configs:
+        return Settings(lambda rank: float(rank or 1), {})
+    config, name = (configs[role], inside) if role in configs else (configs[""], module)
+    return Settings(partial(config.alpha_of, name), config.about_module(name))
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -279,11 +279,14 @@ def _matched(
             raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {other} and {name}")
         for parameter, change in changes.items():
             target = places[place].get(parameter)
+            if target is None and getattr(change, "optional", False):
+                continue
             if target is None:
                 missing.append(f"the {parameter} of {name}")
             elif not adapters.fits(change.shape, target.shape):
                 theirs, ours = (
-                    " x ".join("any" if n < 0 else str(n) for n in shape) for shape in (change.shape, target.shape)
+                    " x ".join("any" if n == -1 else f"a multiple of {-n}" if n < 0 else str(n) for n in shape)
+                    for shape in (change.shape, target.shape)
                 )
                 raise ValueError(
                     f"{lora.name}: is for another model: its {place[1]}.{parameter} is {theirs}, here it is {ours}"
@@ -299,4 +302,7 @@ def _matched(
 
 def _fits(changes: Changes, target: Mapping[str, Target]) -> bool:
     """Whether all changes have the shapes of a module."""
-    return all(name in target and adapters.fits(each.shape, target[name].shape) for name, each in changes.items())
+    return all(
+        adapters.fits(each.shape, target[name].shape) if name in target else getattr(each, "optional", False)
+        for name, each in changes.items()
+    )

@@ -1,5 +1,7 @@
 """Kinds of change of a weight besides LoRA: LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
 
+OFT, BOFT and IA3 in PEFT's layout are in peft_kinds.py.
+
 Each is made from its parts in a file, as float32 matrices, and tells the shape of the weight that it changes, as far
 as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.
 
@@ -88,7 +90,7 @@ class LoKr:
         first, second = factors
         if first.ndim != 2 or second.ndim not in (2, 4):
             raise ValueError(f"its parts do not fit together ({_sizes(first, second)}): the file is damaged")
-        return LoKr(first, second, alpha(rank) / rank if rank else 1.0)
+        return LoKr(first, second, alpha(rank) / (rank or 1))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,7 +181,7 @@ class OFT:
 
 @dataclass(frozen=True)
 class IA3:
-    """Scales the rows or the columns of a weight by 1 + s.  Liu et al. 2022, sec. 3.3."""
+    """Scales the rows or the columns of a weight, or a bias, by 1 + s.  Liu et al. 2022, sec. 3.3."""
 
     scales: Tensor  # (out,) or (in,)
     columns: bool
@@ -192,13 +194,12 @@ class IA3:
     @property
     def shape(self) -> tuple[int, ...]:
         """The number of rows or columns of the weight."""
-        return (-1, len(self.scales)) if self.columns else (len(self.scales), -1)
+        return (-1, len(self.scales), -1) if self.columns else (len(self.scales), -1)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
         scales = self.scales.float().to(parameter.device)
-        ones = [1] * (parameter.ndim - 2)
-        return parameter * (scales.view(1, -1, *ones) if self.columns else scales.view(-1, 1, *ones))
+        return parameter * scales.view([-1 if i == int(self.columns) else 1 for i in range(parameter.ndim)])
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ class DoRA:
         """Make it from a change and a file's parts."""
         lengths = parts["magnitude"] if "magnitude" in parts else parts["dora_scale"]
         of_columns = "magnitude" not in parts and lengths.ndim > 1 and len(lengths) == 1 < lengths.shape[1]
+        of_columns = of_columns or "table_A" in parts  # of an embedding
         wanted = inner.shape[1 if of_columns else 0]  # columns may be times the positions of a kernel
         if wanted % lengths.numel() or (not of_columns and wanted != lengths.numel()):
             raise ValueError(f"its parts do not fit together ({_sizes(lengths)} lengths): the file is damaged")
@@ -244,14 +246,14 @@ KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
 PARTS = frozenset(part for _, need, may in KINDS.values() for part in (*need, *may))
 
 
-def make(parts: Parts, alpha: Callable[[int], float]) -> Any:
-    """Return the change of these kinds that the parts of a module make, None if it is of another kind.
+def make(parts: Parts, alpha: Callable[[int], float]) -> dict[str, Any]:
+    """Return the change of a "weight" of these kinds that the parts of a module make, none if it is of another kind.
 
     Raises ValueError if parts are missing, do not fit together, or belong to two kinds.
     """
     found = [(kind, need, may) for kind, need, may in KINDS.values() if parts.keys() & {*need, *may}]
     if not found:
-        return None
+        return {}
     if len(found) > 1:
         raise ValueError(f"changes its weight twice ({', '.join(sorted(parts.keys() & PARTS))}): the file is damaged")
     kind, need, _ = found[0]
@@ -259,4 +261,4 @@ def make(parts: Parts, alpha: Callable[[int], float]) -> Any:
         need = tuple(n for name in ("lokr_w1", "lokr_w2") if name not in parts for n in (f"{name}_a", f"{name}_b"))
     if lacking := [part for part in need if part not in parts]:
         raise ValueError(f"lacks its part {lacking[0]}: the file is damaged")
-    return kind.of(parts, alpha)
+    return {"weight": kind.of(parts, alpha)}

@@ -1,6 +1,7 @@
-"""PEFT's configuration of a LoRA, in adapter_config.json or in a file's metadata, and the folders that hold one.
+"""PEFT's configuration of an adapter, in adapter_config.json or in a file's metadata, and the folders that hold one.
 
-Source: PEFT's LoraConfig, LoraLayer.update_layer and get_pattern_key; diffusers' lora_adapter_metadata.
+Source: PEFT's LoraConfig and those of the other KINDS, LoraLayer.update_layer and get_pattern_key; diffusers'
+lora_adapter_metadata.
 """
 
 import json
@@ -17,24 +18,31 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 ROLES = ("unet", "text_encoder", "text_encoder_2")  # names of subfolders, as training scripts write them
-# Settings that change nothing once a LoRA is trained.  Linears ignore fan_in_fan_out; the weights tell the layers.
+# Kinds by peft_type -> their setting of alpha, if they have one.
+KINDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "OFT": None, "BOFT": None, "IA3": None}
+# Settings that change nothing once an adapter is trained.  Linears ignore fan_in_fan_out; the weights tell the layers.
 WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "lora_bias"),
     *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("rank_dropout", "module_dropout", "rank_dropout_scale", "init_weights", "init_ia3_weights", "decompose_both"),
+    *("decompose_factor", "use_effective_conv2d", "oft_block_size", "block_share"),  # the shapes tell these
+    *("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout"),
 )
 HEEDED = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "bias"),
     "use_dora",  # the lengths in the file tell it
+    *("alpha", "coft", "eps", "use_cayley_neumann", "num_cayley_neumann_terms", "feedforward_modules"),
 )
+BIASES = ("none", "all", "lora_only", "oft_only", "boft_only")
 # Initial values that leave the base model's weights as they are.
 INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The part of a configuration that tells alpha."""
+    """The part of a configuration that tells alpha, and what else the tensors do not tell."""
 
     where: str
     rank: int | None
@@ -42,15 +50,28 @@ class PeftConfig:
     rslora: bool
     ranks: Sequence[tuple[re.Pattern[str], float]]
     alphas: Sequence[tuple[re.Pattern[str], float]]
+    rotation: Mapping[str, Any]  # settings of OFT, by name
+    feedforward: Sequence[re.Pattern[str]] | None  # IA3: modules whose columns are scaled
 
     def alpha_of(self, module: str, rank: int) -> float:
-        """Return the alpha of a module, for a scale of alpha / rank.  Raises ValueError if it has another rank."""
+        """Return the alpha of a module, for a scale of alpha / rank; with rank 0, which a whole LoKr has, the scale.
+
+        Raises ValueError if the configuration tells another rank.
+        """
         wanted = _first(self.ranks, module, self.rank)
+        if rank == 0:
+            return (_first(self.alphas, module, self.alpha) or 0.0) / (wanted or 1.0)
         if wanted is not None and wanted != rank:
             raise ValueError(f"has rank {rank}, but {self.where} says {wanted:g}: they do not belong together")
         alpha = _first(self.alphas, module, self.alpha)
         assert alpha is not None
         return alpha * math.sqrt(rank) if self.rslora else alpha
+
+    def about_module(self, module: str) -> Mapping[str, Any]:
+        """Return the settings of OFT, and whether IA3 scales the columns of a module ("feedforward")."""
+        if self.feedforward is None:
+            return self.rotation
+        return {"feedforward": any(pattern.match(module) for pattern in self.feedforward)}
 
 
 def _first(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, default: float | None) -> float | None:
@@ -63,29 +84,56 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     Raises ValueError, one line, naming what is damaged, not understood or not supported.
     """
     if not isinstance(about, dict):
-        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object with r and lora_alpha")
+        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object of settings")
     kind, init, bias = about.get("peft_type", "LORA"), about.get("init_lora_weights"), about.get("bias", "none")
-    if kind != "LORA":
-        raise ValueError(f"{where}: its peft_type is {kind!r}, which is not supported: only LORA is")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"{where}: its peft_type is {_short(kind)}, which is not supported: {', '.join(KINDS)} are")
     if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
         raise ValueError(
             f"{where}: its init_lora_weights is {init!r}, which changes the base model too: convert the LoRA with "
             "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
-    if bias not in ("none", "all", "lora_only"):
-        raise ValueError(f"{where}: its bias is {bias!r}, wanted none, all or lora_only")
+    if bias not in BIASES:
+        raise ValueError(f"{where}: its bias is {_short(bias)}, wanted {', '.join(BIASES)}")
     for name, value in about.items():
         if value and name not in HEEDED and name not in WITHOUT_EFFECT:
             raise ValueError(f"{where}: its {name} is {_short(value)}, which is not supported")
-    rank, alpha, rslora = about.get("r"), about.get("lora_alpha", 8), about.get("use_rslora") or False  # 8 as PEFT
+    has_rank = KINDS[kind] is not None
+    rank, rslora = about.get("r") if has_rank else None, about.get("use_rslora") or False
+    alpha = about.get(KINDS[kind] or "", 8)  # as PEFT
     if rank is not None and not (_is_number(rank) and rank >= 1 and rank == int(rank)):
         raise ValueError(f"{where}: its r is {_short(rank)}, wanted a whole number from 1")
     if not _is_number(alpha):
-        raise ValueError(f"{where}: its lora_alpha is {_short(alpha)}, wanted a number")
+        raise ValueError(f"{where}: its {KINDS[kind]} is {_short(alpha)}, wanted a number")
     if not isinstance(rslora, bool):
         raise ValueError(f"{where}: its use_rslora is {_short(rslora)}, wanted true or false")
     ranks, alphas = (_patterns(about.get(name), f"{where}: its {name}", most) for name in HEEDED[3:5])
-    return PeftConfig(where, rank, float(alpha), rslora, ranks, alphas)
+    rotation = _rotation(about, where) if kind == "OFT" else {}
+    feedforward = _feedforward(about, where, most) if kind == "IA3" else None
+    return PeftConfig(where, rank, float(alpha), rslora, ranks, alphas, rotation, feedforward)
+
+
+def _rotation(about: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check the settings of OFT that change what its angles mean."""
+    given = {name: about[name] for name in ("coft", "use_cayley_neumann") if about.get(name) is not None}
+    if wrong := [name for name, value in given.items() if not isinstance(value, bool)]:
+        raise ValueError(f"{where}: its {wrong[0]} is {_short(given[wrong[0]])}, wanted true or false")
+    numbers = {name: about[name] for name in ("eps", "num_cayley_neumann_terms") if about.get(name) is not None}
+    for name, value in numbers.items():
+        most = 1e30 if name == "eps" else 100
+        if not _is_number(value) or not 0 < value <= most or (name != "eps" and value != int(value)):
+            raise ValueError(f"{where}: its {name} is {_short(value)}, wanted a number above 0")
+    return given | numbers
+
+
+def _feedforward(about: Mapping[str, Any], where: str, most: int) -> list[re.Pattern[str]]:
+    """Compile the names of modules whose inputs IA3 scales: ends of names, or one regular expression for all."""
+    names = about.get("feedforward_modules") or []
+    if isinstance(names, str):
+        return [pattern for pattern, _ in _patterns({names: 0}, f"{where}: its feedforward_modules", most)]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where}: its feedforward_modules is {_short(names)}, wanted a list of names")
+    return [re.compile(rf".*{re.escape(name)}$") for name in names]
 
 
 def _patterns(values: Any, what: str, most: int) -> list[tuple[re.Pattern[str], float]]:

@@ -135,8 +135,8 @@ def test_damaged_files_are_refused_in_one_line(tensors: dict[str, Tensor], messa
 @pytest.mark.parametrize(
     ("key", "what"),
     [
-        ("base_model.model.layer.oft_R.weight", "OFT in another layout"),
-        ("base_model.model.layer.ia3_l", "PEFT's IA3"),
+        ("base_model.model.layer.oft_R", "OFT in another layout"),
+        ("base_model.model.layer.lora_E", "AdaLoRA"),
     ],
 )
 def test_layouts_of_peft_are_named(key: str, what: str, tmp_path: Path) -> None:

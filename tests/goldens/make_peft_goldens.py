@@ -20,7 +20,7 @@ import torch
 import toy
 import transformers
 from lycoris import LycorisNetwork, create_lycoris
-from random_checkpoint import SMALL, random_tensor, state_dict
+from random_checkpoint import SMALL, state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -58,14 +58,14 @@ CONFIGS = {  # name -> network, configuration
 
 def filled(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Random values for a file; an alpha stays."""
-    return {key: random_tensor(key, tuple(v.shape)) if v.ndim else v for key, v in values.items()}
+    return {key: toy.of_adapter(key, tuple(v.shape)) if v.ndim else v for key, v in values.items()}
 
 
-def of_peft(network: nn.Module, config: dict[str, object]) -> tuple[nn.Module, dict[str, object]]:
-    """A network with a LoRA that PEFT has read from its own folder, and what is in the folder."""
+def of_peft(network: nn.Module, config: peft.PeftConfig) -> tuple[nn.Module, dict[str, object]]:
+    """A network with an adapter that PEFT has read from its own folder, and what is in the folder."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adapter_model.safetensors"
-        model = peft.get_peft_model(network, peft.LoraConfig(**config))
+        model = peft.get_peft_model(network, config)
         model.save_pretrained(folder)
         shapes = {key: list(value.shape) for key, value in load_file(file).items()}
         save_file(filled(load_file(file)), file)
@@ -91,7 +91,7 @@ def main() -> None:
 
     makers = {"unet": peers.unet, "text": peers.text_encoder}
     for name, (role, config) in CONFIGS.items():
-        network, about = of_peft(makers[role](SMALL, dict(state_dict(SMALL))), config)
+        network, about = of_peft(makers[role](SMALL, dict(state_dict(SMALL))), peft.LoraConfig(**config))
         arrays[f"{name}.about"], arrays[name] = json.dumps(about), outputs(network)
 
     # diffusers, whose file holds the configuration
