@@ -178,7 +178,7 @@ def parse_json(text: str, where: str) -> Any:
 def by_role(about: Any, where: str, most: int) -> dict[str, PeftConfig]:
     """Return the configurations in diffusers' metadata, whose names begin with a network's: "unet.r", ..."""
     if not isinstance(about, dict):
-        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object")
+        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object of settings")
     roles: dict[str, dict[str, Any]] = {}
     for name, value in about.items():
         role, _, setting = name.rpartition(".")

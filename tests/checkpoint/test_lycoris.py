@@ -69,7 +69,7 @@ def test_what_training_writes_is_merged(kind: str, tmp_path: Path, bundled: Pipe
     x = torch.randn(3, weight.shape[1])
     with torch.no_grad():
         base = x @ weight.T
-        wanted = base + trained(x, weight, base)
+        wanted = base + trained(x, weight, base, None)
         before = weight.clone()
         with bundled.lora(write(tmp_path / "a.safetensors", trained.state_dict(), name)):
             torch.testing.assert_close(x @ weight.T, wanted, rtol=1e-4, atol=1e-4)
