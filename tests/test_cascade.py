@@ -95,6 +95,7 @@ def test_other_commands_name_the_right_one(files: dict[str, Path], capsys: pytes
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_stages_equal_the_original(stages: list[Pipeline]) -> None:
     """In float32 the first step, at a signal of 5e-5, leaves networks of random weights two or three digits."""
     [(first, seed)] = cascade(stages[:1], SMALL, CONTEXT, UNCOND)
@@ -176,6 +177,7 @@ def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str
     assert [ref() for ref in alive] == [None, None, None]
 
 
+@pytest.mark.slow
 def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
     images = [
         next(iter(cascade(stages, replace(SMALL, noise_level=level), CONTEXT, UNCOND)))[0] for level in (0.0, 0.5)

@@ -133,6 +133,7 @@ ONCE = {"keys": 1, "values": 1, "time": 4, "queries": 4}
 EVERY_STEP = dict.fromkeys(LAYERS, 4)
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_made_once_a_run(bundled: Pipeline) -> None:
     latents, calls = calls_in_a_run(bundled, LAYERS)
     assert calls == ONCE
@@ -292,6 +293,7 @@ def test_latents_that_are_not_finite_are_an_error(bundled: Pipeline) -> None:
         next(decode(bundled, latents))
 
 
+@pytest.mark.slow
 def test_a_decoder_that_overflows_is_run_again_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     pipe = ldm_lite.load(device="cpu", dtype="fp16")
     latents = run(ldm_lite.load(device="cpu"), "ddim", ["rocket"], [0])
@@ -338,6 +340,7 @@ def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkey
         list(decode(bundled, torch.zeros(1, *bundled.latent_shape(64, 64))))
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_many_prompts(
     bundled: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

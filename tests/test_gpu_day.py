@@ -39,6 +39,7 @@ def stage(name: str, script: Path, what: str, limit_s: float = 60, needed: bool 
     return Stage(name, name, limit_s, "nothing", f"{script} {{dir}} {what}", needed=needed)
 
 
+@pytest.mark.slow
 def test_a_stage_ends_at_its_limit_with_all_its_processes(script: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     state = gpu_day.run(out, [stage("slow", script, "sleep", limit_s=3), stage("next", script, "0")], toy=True)

@@ -78,6 +78,7 @@ def test_in_pixels(pipe: Pipeline, upscaler: str) -> None:
     torch.testing.assert_close(states[-1].latents, by_hand(pipe, enlarged, 4, 0.7), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_by_an_esrgan_network(pipe: Pipeline, tmp_path: Path) -> None:
     """Enlarged by its own factor until it is large enough, then reduced."""
     torch.manual_seed(1)
@@ -104,6 +105,7 @@ def png_text(text: str) -> PngInfo:
     return info
 
 
+@pytest.mark.slow
 def test_a_batch_and_a_sampler_of_its_own(pipe: Pipeline) -> None:
     given = {**FIRST, "hires": 2.0, "hires_steps": 2, "hires_sampler": "ddim"}
     together = list(txt2img(pipe, Options(["a cat", "a dog"], batch_size=2, **given)))
@@ -130,6 +132,7 @@ def test_prompts_of_its_own(pipe: Pipeline, tmp_path: Path) -> None:
         list(txt2img(pipe, Options(cond=ready, **given, hires_prompt="a dog")))
 
 
+@pytest.mark.slow
 def test_prompts_count_on_in_the_second_pass(pipe: Pipeline) -> None:
     """[a:b:1.5] changes in the middle of it, [a:b:0.5] before it."""
     given = {**FIRST, "prompt_syntax": "a1111", "hires": 2.0, "hires_steps": 4}
@@ -143,6 +146,7 @@ def test_prompts_count_on_in_the_second_pass(pipe: Pipeline) -> None:
         assert torch.equal(first.pixels, second.pixels)
 
 
+@pytest.mark.slow
 def test_a_picture_is_made_again(pipe: Pipeline, small_path: Path, tmp_path: Path) -> None:
     options = ["--ckpt", str(small_path), "--device", "cpu", "--seed", "3", "--steps", "3", "--H", "32", "--W", "32"]
     more = ["--hires", "2", "--hires-steps", "2", "--hires-strength", "0.6", "--hires-upscaler", "Latent (nearest)"]

@@ -246,6 +246,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_pickles_structure_is_checked_before_anything_is_built(bomb: str, tmp_path: Path) -> None:
     path = pickled(tmp_path / "file", BOMBS[bomb])
@@ -448,6 +449,7 @@ def test_every_spec_reads_any_shapes_or_says_what_makes_no_sense(name: str) -> N
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_ends_in_one_line_without_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

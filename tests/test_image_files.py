@@ -49,6 +49,7 @@ def tiff(tag: int, kind: int, count: int, order: str = "<", big: bool = False) -
     return head + bytes(4) + b"\1" * 64
 
 
+@pytest.mark.slow
 def test_only_the_formats_that_people_use_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under any name: Pillow goes by the content, and for EPS it starts Ghostscript."""
     started: list[object] = []

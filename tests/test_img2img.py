@@ -80,6 +80,7 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
 # ---- meaning --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle: Image.Image) -> None:
     """At strength 0.6: red is where the circle was, blue around it; and it is no disc any more."""
     circled = np.asarray(circle)[:, :, 0] > 200
@@ -98,6 +99,7 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
 # ---- strength -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_strength_1_is_txt2img(bundled: Pipeline, circle: Image.Image) -> None:
     """The image is forgotten: only its size is left."""
     for sampler in ("ddim", "euler_a", "dpmpp_2m karras"):
@@ -116,6 +118,7 @@ def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, ca
     assert "Steps: 0" in result.parameters
 
 
+@pytest.mark.slow
 def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle: Image.Image) -> None:
     strengths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     arrays = [
@@ -235,6 +238,7 @@ def test_a_large_image_is_reduced_with_a_message(
     assert "is reduced from 1000 x 500 pixels to 128 x 64, twice the model's size" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
     """On an image like the training data: far nearer than another such image."""
     one, other = (next(txt2img(bundled, TextOptions(prompt=prompt, steps=10))) for prompt in (APPLE, "a cat on yellow"))
@@ -256,6 +260,7 @@ def test_the_posterior_is_sampled_by_seed(bundled: Pipeline, circle: Image.Image
     assert not torch.equal(one, two)
 
 
+@pytest.mark.slow
 def test_two_threads_equal_serial_runs(bundled: Pipeline, circle: Image.Image) -> None:
     jobs = {"euler_a": 0.5, "dpmpp_2m": 0.9}
 

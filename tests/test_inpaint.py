@@ -204,6 +204,7 @@ def run(arguments: list[str], out: Path) -> int:
     return command.main([*arguments, "--steps", "2", "--out", os.fspath(out), "--device", "cpu"])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, apple: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
     apple.save(tmp_path / "apple.png")
     right_half().save(tmp_path / "apple_mask.png")

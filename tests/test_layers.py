@@ -141,6 +141,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
+@pytest.mark.slow
 def test_importing_touches_nothing() -> None:
     """`import ldm_lite` and --help do not import torch; nothing imports the peers, nor initialises CUDA."""
     assert run("import sys, ldm_lite, ldm_lite.txt2img; print('torch' in sys.modules)").strip() == "False"

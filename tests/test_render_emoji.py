@@ -264,6 +264,7 @@ def test_objects_have_the_colour_that_the_caption_names() -> None:
         assert min(emoji.TINTS, key=lambda name: math.dist(emoji.COLOURS[name], main)) == colour
 
 
+@pytest.mark.slow
 @needs_font
 def test_what_is_held_out_is_never_drawn_for_training() -> None:
     def what(split: str) -> set[tuple[object, ...]]:

@@ -14,6 +14,7 @@ def test_scripts_import(name: str) -> None:
     assert importlib.import_module(name).__doc__
 
 
+@pytest.mark.slow
 def test_the_text_cache_saves_the_operators_of_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
     profiling.kernels(Namespace())
     plain, cached = (int(re.search(r": (\d+) \(", line)[1]) for line in capsys.readouterr().out.splitlines()[:2])

@@ -95,6 +95,7 @@ def test_equal_images_count_each(tmp_path: Path, job: Callable[..., list[str]]) 
     assert len(job(*arguments)) == 1
 
 
+@pytest.mark.slow
 def test_another_setting_is_another_image(small_path: Path, tmp_path: Path) -> None:
     pipe = ldm_lite.load(small_path, device="cpu")
     (tmp_path / "c.npy").write_bytes(b"1")
@@ -117,6 +118,7 @@ def test_another_setting_is_another_image(small_path: Path, tmp_path: Path) -> N
     assert contents(f"{tmp_path / 'c.npy'}:1") != contents("c.npy:1")
 
 
+@pytest.mark.slow
 def test_other_weights_are_another_image_and_another_name_is_not(
     tmp_path: Path, small_path: Path, job: Callable[..., list[str]]
 ) -> None:

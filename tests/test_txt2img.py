@@ -236,6 +236,7 @@ def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str
             torch.randn(2, 16, 8, 8, generator=generator)
 
 
+@pytest.mark.slow
 def test_compat_has_the_original_s_counts(bundled: Pipeline) -> None:
     steps: list[int] = []
     options = Options(prompt=APPLE, steps=12, compat=True)
@@ -341,6 +342,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["00000.png"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     arguments = [APPLE, "--steps", "10", "--n_iter", "1000", "--device", "cpu", "--out", os.fspath(tmp_path)]
     process = subprocess.Popen(
@@ -374,6 +376,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([APPLE, "--metadata", "x"]) == 2
 
 
+@pytest.mark.slow
 def test_the_list_of_commands() -> None:
     start = time.perf_counter()
     text = subprocess.run([sys.executable, "-m", "ldm_lite"], capture_output=True, text=True, check=True).stdout

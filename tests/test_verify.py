@@ -98,6 +98,7 @@ def test_other_weights_differ(
     assert "other agrees with the published test vectors of none of these: Stable Diffusion 1.4" in shown.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toys")
 def test_whole_images_come_from_a_folder(
     path_of: Callable[[Vector], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -175,6 +175,7 @@ def test_a_picture_that_would_be_too_large_is_made_smaller(monkeypatch: pytest.M
 APPLE = ["a red apple", "--steps", "2", "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_plot_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--x", "scale=1,3", "--y", "replace=red,green", "--z", "seed=1,2", "--outdir", str(tmp_path)]
     assert txt2img.main([*APPLE, *flags]) == 0

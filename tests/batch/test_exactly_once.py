@@ -31,6 +31,7 @@ def changed(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
 
 
+@pytest.mark.slow
 def test_a_job_that_is_done_is_not_touched(
     tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +157,7 @@ class DiskFull:
         self.add(*given)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_nothing_is_lost(
     tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

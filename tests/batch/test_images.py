@@ -141,6 +141,7 @@ BAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_bad_rows_are_lines_of_the_manifest(
     tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from ldm_lite.bench import __main__ as command
 QUICK = ["--device", "cpu", "--steps", "2", "--n-iter", "1", "--rounds", "2", "--configs", "original,math"]
 
 
+@pytest.mark.slow
 def test_the_command(
     small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

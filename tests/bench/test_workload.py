@@ -63,6 +63,7 @@ def test_every_section_runs_and_does_not_depend_on_the_batch(models: Models, sec
         assert torch.allclose(result, ours.model.vae.decode(given).clamp(-1, 1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_work_of_stable_diffusion_is_what_was_counted() -> None:
     setting = replace(SETTING, height=512, width=512)
     assert cost(SD1, setting, Cell("step", "fp32", 1)) == (2 * 803_273_441_280, 1)

@@ -112,6 +112,7 @@ def test_weights_may_be_pickled_or_in_several_files(tmp_path: Path, kind: str) -
             ldm_lite.load(folder, metadata=told(LCM), device="cpu")
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     folder, about = save(tmp_path / "lcm", "lcm"), told(LCM)
     unet = folder / "unet" / "diffusion_pytorch_model.safetensors"

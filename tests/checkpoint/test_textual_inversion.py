@@ -304,6 +304,7 @@ def _both(folder: Path) -> Path:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_says_what_to_call_it_and_the_refiner_knows_it(
     load: Callable[[str], Pipeline], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

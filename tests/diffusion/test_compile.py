@@ -86,6 +86,7 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_every_kind_of_guidance_is_one_graph() -> None:
     """On the toy denoiser, which is quick to compile."""
     counter = CompileCounter()

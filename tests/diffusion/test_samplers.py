@@ -219,6 +219,7 @@ def moments_of_one_image(plans: Sequence[Plan], starts: Sequence[Level]) -> tupl
 SLOW = [pytest.param(steps, marks=pytest.mark.slow) for steps in range(1, 1001) if steps not in COUNTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [*COUNTS, *SLOW])
 def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) -> None:
     """Exactly as many as asked for, and if the data is one image, the result is it, exactly.

@@ -163,6 +163,7 @@ def test_sgm_uniform_is_linspace_of_one_more_without_the_least() -> None:
         assert ts == np.linspace(999, 0, steps, endpoint=False).astype(int).tolist()
 
 
+@pytest.mark.slow
 def test_trailing_starts_at_999_for_every_count() -> None:
     for steps in COUNTS:
         ts = [level.t for level in SPACINGS["trailing"](SD, steps)[:-1]]

@@ -423,6 +423,7 @@ def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
     unet, nets = toy.fill(UNet(PLAIN)), [toy.fill(ControlNet(PLAIN), "0.")]
     step = CompiledStep("regional", unet, "eager")
@@ -456,6 +457,7 @@ def test_weights_change_in_place(tiny: nn.Module) -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.slow
 def test_a_failed_compilation_is_one_line_and_plain_steps(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise RuntimeError("no compiler\nand a long story")

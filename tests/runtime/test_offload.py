@@ -212,6 +212,7 @@ def test_writing_while_a_network_computes(small_path: Path, device: Device, mode
         assert torch.equal(pipe.unet(x, toy.T, context), first)
 
 
+@pytest.mark.slow
 def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_path: Path) -> None:
     """ControlNets, also those of differences, and T2I-Adapters; two threads may use them; the job frees them."""
     weights, base = toy.control(SMALL.unet), load(small_path).unet.state_dict()

@@ -51,6 +51,7 @@ def test_half_precision_is_as_exact_as_the_whole() -> None:
     assert errors[1] < 1.2 * errors[0]
 
 
+@pytest.mark.slow
 def test_no_convolution_sees_more_than_a_strip() -> None:
     vae, largest = toy.fill(AutoencoderKL(SMALL.vae)), {}
 

@@ -59,6 +59,7 @@ def test_texts_of_every_shape_end_soon(name: str) -> None:
     clean(text[:2000])
 
 
+@pytest.mark.slow
 def test_longer_texts_are_refused(small_path: Path) -> None:
     pipe: Pipeline = ldm_lite.load(small_path, device="cpu")
     for text in ("a" * 10**8, "a " * 10**7):

@@ -134,6 +134,7 @@ def test_no_room_for_start_and_end_is_an_error() -> None:
         CLIPTokenizer(length=1)
 
 
+@pytest.mark.slow
 def test_two_threads_give_what_one_gives() -> None:
     texts = [text for text, _, _ in CASES]
     tokenizers = [CLIPTokenizer(), CLIPTokenizer(pad_id=0), CLIPTokenizer(length=20)]
@@ -144,6 +145,7 @@ def test_two_threads_give_what_one_gives() -> None:
     assert all(torch.equal(ids, alone[tokenizer]) for tokenizer, ids in zip(jobs, together, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_fork_after_use_prints_no_warning() -> None:
     code = """

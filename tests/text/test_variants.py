@@ -97,6 +97,7 @@ def test_hostile_texts_take_no_time(text: str) -> None:
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.slow
 def test_images_take_their_own_prompts(small_path: Path, folder: Path) -> None:
     pipe: Pipeline = ldm_lite.load(small_path, device="cpu")
     run: dict[str, Any] = {"steps": 1, "seed": 5, "output": "result", "wildcards": folder}

@@ -79,15 +79,17 @@ def test_its_file_is_read_as_a_controlnet(
 
 @pytest.mark.extra
 @pytest.mark.parametrize(("name", "package"), [("prodigy", "prodigyopt"), ("adamw8bit", "bitsandbytes")])
-def test_optimisers_of_libraries_learn_and_resume_exactly(
+def test_optimisers_of_libraries_learn_and_resume(
     name: str, package: str, tmp_path: Path, folder: Path, small_path: Path
 ) -> None:
+    """Prodigy to the bit; bitsandbytes' kernels for a CPU differ in the last bits after a restart."""
     pytest.importorskip(package)
     more = {"optimizer": name, "lr": 1.0 if name == "prodigy" else 1e-2, "steps": 4, "freeze_text": True, "warmup": 0}
     train(options(folder, tmp_path / "whole", **more), load_options(small_path))
     for i in range(4):
         train(options(folder, tmp_path / "parts", minutes=0.0, resume=i > 0, **more), load_options(small_path))
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    close = 0 if name == "prodigy" else 1e-6
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=close, abs=0)
     plain = more | {"optimizer": "adamw", "lr": 0.0}
     train(options(folder, tmp_path / "none", **plain), load_options(small_path))
     assert losses(tmp_path / "whole")[-1] != losses(tmp_path / "none")[-1]

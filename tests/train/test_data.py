@@ -222,6 +222,7 @@ def write(out: Path, folder: Path, small_path: Path, shard: int = 4) -> Path:
 LORA = {"lora_rank": 2, "caption_dropout": 0.5, "steps": 2}
 
 
+@pytest.mark.slow
 def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
     tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
         train(options(folder, parts, resume=True, **{**extra, "lora_rank": 3}), load_options(small_path))
 
 
+@pytest.mark.slow
 def test_the_loss_falls(tmp_path: Path, folder: Path, small_path: Path) -> None:
     extra = {"steps": 12, "batch": 6, "save_every": 99, "lora_rank": 8, "lr": 3e-2}
     train(options(folder, tmp_path, **extra), load_options(small_path))

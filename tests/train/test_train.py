@@ -66,6 +66,7 @@ def test_fine_tuning_writes_an_original_checkpoint(tmp_path: Path, folder: Path,
     assert np.isfinite(result.pixels.numpy()).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"accumulate": 2, "min_snr": 5.0, "freeze_text": True, "checkpointing": True}])
 def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     tmp_path: Path, folder: Path, small_path: Path, extra: dict[str, object]
@@ -98,6 +99,7 @@ def test_overfitting_a_few_images_lowers_the_loss(tmp_path: Path, folder: Path, 
     assert np.mean(got[-4:]) < 0.7 * np.mean(got[:4])
 
 
+@pytest.mark.slow
 def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) -> None:
     path = train(options(folder, tmp_path, stage="autoencoder", steps=9, lr=2e-3), load_options(small_path))
     got = losses(tmp_path)
@@ -106,6 +108,7 @@ def test_the_autoencoder_learns(tmp_path: Path, folder: Path, small_path: Path) 
     assert isinstance(pipe, Pipeline)
 
 
+@pytest.mark.slow
 def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
     (tmp_path / "grey.py").write_text(
         "from PIL import Image\n"
@@ -175,6 +178,7 @@ def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(tmp
     assert torch.equal(after.text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0, used)
 
 
+@pytest.mark.slow
 def test_the_noise_schedule_of_the_first_checkpoint_is_kept(tmp_path: Path, folder: Path, small_path: Path) -> None:
     load = LoadOptions(ckpt=os.fspath(small_path), device="cpu", prediction="v", zero_snr=True)
     pipe = ldm_lite.load(train(options(folder, tmp_path, steps=1), load), device="cpu")
@@ -192,6 +196,7 @@ def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) ->
     train(options(data, tmp_path / "out", steps=1), load_options(small_path))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
     kept = (tmp_path / "state.pt").read_bytes()
@@ -201,6 +206,7 @@ def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: 
     assert (tmp_path / "state.pt").read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_last_good_state(
     tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +225,7 @@ def test_a_full_disk_keeps_the_last_good_state(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_the_decoder_alone(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """Latents, and so every diffusion model of them, stay what they are."""
     given = options(folder, tmp_path, stage="autoencoder", freeze_encoder=True, steps=2)
@@ -372,6 +379,7 @@ def test_checkpoints_before_the_first_loss_is_logged(
     assert train(options(folder, tmp_path, steps=2, resume=True), load_options(small_path)).is_file()
 
 
+@pytest.mark.slow
 def test_a_run_is_not_overwritten(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, steps=1), load_options(small_path))
     with pytest.raises(ValueError, match="already holds a run: continue it with `resume=True`, or choose"):

@@ -215,6 +215,7 @@ def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: P
     assert 'Original size: 96x80, Crop top left: "8,4"' in told
 
 
+@pytest.mark.slow
 def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
     extra = ConditioningOptions(image_embedding=toy.normal(10, 1, 24), noise_level=300)
     options = PromptOptions(extra=extra)
@@ -230,6 +231,7 @@ def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metadata_decide_the_prediction_before_weights(
     files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,6 +320,7 @@ def test_converted_files_of_sd2_lack_unused_layers(tmp_path: Path) -> None:
     assert detect_family({"unet": unet, "text_encoder": whole}, {}) == SD2
 
 
+@pytest.mark.slow
 def test_miniatures_are_detected_by_their_metadata() -> None:
     for name in [name for name in FAMILIES if re.match("sd2|sd_|sdxl_[bir]", name)]:
         family = small(name)
@@ -352,6 +355,7 @@ def command(tmp_path: Path, path: Path, *arguments: str) -> int:
     return txt2img.main([PROMPT, "--ckpt", str(path), "--out", str(tmp_path / "out.png"), *common, *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd2", "sd_turbo", "sdxl_base", "sdxl_refiner"])
 def test_the_command_makes_an_image(
     files: Callable[[str], Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -392,6 +396,7 @@ def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogC
     assert "sdxl_refiner: runs the last 4 of 6 steps" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl_base", "sdxl_inpaint"])
 def test_inpainting_with_a_refiner(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
@@ -450,6 +455,7 @@ def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> No
         assert torch.equal(none, empty) != differ
 
 
+@pytest.mark.slow
 def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grey = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
     Image.fromarray(grey).save(tmp_path / "depth.png")
@@ -505,6 +511,7 @@ def test_an_image_embedding_is_read(
     assert "got --noise-level 1000, wanted 0 to 999" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_statistics_of_embeddings_are_read(
     files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -532,6 +539,7 @@ def test_statistics_of_embeddings_are_read(
     assert command(tmp_path, files("sd2_unclip_l"), *embedding[:2]) == 0
 
 
+@pytest.mark.slow
 def test_img2img_and_inpainting(files: Callable[[str], Path], tmp_path: Path) -> None:
     image, mask = tmp_path / "image.png", tmp_path / "mask.png"
     Image.fromarray(toy.depth_map()).convert("RGB").resize((64, 64)).save(image)
@@ -574,6 +582,7 @@ def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
     assert torch.allclose(long.y, first.y, atol=1e-5)  # the pooled output is the first chunk's
 
 
+@pytest.mark.slow
 def test_unsupported_options_are_one_line(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
     from ldm_lite.bench import __main__ as bench
     from ldm_lite.train.options import TrainOptions

@@ -58,6 +58,7 @@ def load(path_of: Callable[[str], Path]) -> Load:
     return functools.cache(lambda name: ldm_lite.load(path_of(name), device="cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", toy_zoo.SMALL)
 def test_a_file_is_loaded_as_its_family(name: str, load: Load) -> None:
     wanted, got = toy_zoo.small(name), load(name).family
@@ -216,6 +217,7 @@ def test_the_autoencoder_that_inpainting_holds_twice_is_read_once(
     assert "ignored" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ldm_celeba_ffhq_beds256", "ldm_cin256"])
 def test_the_ema_copy_is_used(name: str, load: Load, tmp_path: Path) -> None:
     """Trap 13: the original sampled inside of ema_scope."""
@@ -318,6 +320,7 @@ def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[
         assert pipe.family.scale_factor == pytest.approx(scale)
 
 
+@pytest.mark.slow
 def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, tmp_path: Path) -> None:
     taesd = toy.fill(build(toy.TINY))
     save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
