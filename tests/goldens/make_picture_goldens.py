@@ -12,7 +12,7 @@ import argparse
 import importlib
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,15 @@ from diffusers.pipelines.stable_diffusion import (
     pipeline_stable_diffusion_inpaint,
 )
 from make_goldens import DATA, Arrays, repository, write
+from numpy.typing import NDArray
 from PIL import Image
 from random_checkpoint import state_dict
 from torch import Tensor
 
 from ldm_lite.bench import peers
 from ldm_lite.zoo.families import Family
+
+Pixels = NDArray[np.uint8]
 
 PIPELINES = {
     ("txt2img", "img2img"): diffusers.StableDiffusionImg2ImgPipeline,
@@ -92,12 +95,23 @@ def from_diffusers(run: toy.PictureRun, family: Family, weights: peers.Weights, 
     else:
         arguments |= {"strength": run.strength}
     if run.command == "inpaint":
-        arguments |= {"mask_image": Image.fromarray(toy.mask(size)), "height": size, "width": size}
+        image, mask = extended(toy.waves(size), run.extend) if run.extend else (toy.waves(size), toy.mask(size))
+        arguments |= {"image": Image.fromarray(image), "mask_image": Image.fromarray(mask)}
+        arguments |= {"height": mask.shape[0], "width": mask.shape[1]}
     with (
         mock.patch.object(pipeline_stable_diffusion_img2img, "retrieve_latents", mean),
         mock.patch.object(pipeline_stable_diffusion_inpaint, "retrieve_latents", mean),
     ):
         return pipeline(family, weights, run)(**arguments).images
+
+
+def extended(image: Pixels, sides: Mapping[str, int]) -> tuple[Pixels, Pixels]:
+    """An image (H,W,3) with its edges repeated at the sides, and the mask of what is new: what a user prepares."""
+    height, width, _ = image.shape
+    rows = np.arange(-sides.get("top", 0), height + sides.get("bottom", 0))
+    columns = np.arange(-sides.get("left", 0), width + sides.get("right", 0))
+    new = ((rows < 0) | (rows >= height))[:, None] | (columns < 0) | (columns >= width)
+    return image[rows.clip(0, height - 1)[:, None], columns.clip(0, width - 1)], np.uint8(255) * new
 
 
 def from_the_original(originals: Path, run: toy.PictureRun) -> Tensor:
