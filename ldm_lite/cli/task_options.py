@@ -135,9 +135,7 @@ class HiresOptions(CheckedOptions):
         "how it is enlarged: Latent, Latent (nearest), ... in the latents; Lanczos, Nearest in pixels",
         choices=(*UPSCALERS, "Lanczos", "Nearest"),
     )
-    hires_esrgan: str | None = option(
-        None, "enlarge it with this ESRGAN network (RealESRGAN_x4plus.pth, ...)", metavar="FILE"
-    )
+    hires_esrgan: Any = option(None, "enlarge it with this ESRGAN network (RealESRGAN_x4plus.pth, ...)", metavar="FILE")
     hires_sampler: str | None = option(
         None, "sampler of the enlarged image (default: the first's)", png="Hires sampler"
     )

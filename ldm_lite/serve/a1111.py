@@ -1,5 +1,7 @@
 """AUTOMATIC1111's API: /sdapi/v1/txt2img, img2img, samplers, sd-models, options, loras, progress, interrupt, png-info.
 
+What enlarges images is in upscaling.py.
+
 A field that would change the image and that ldm_lite does not have is refused unless it is at its neutral value; other
 fields that are not heeded are named in the answer's info, under "ignored".
 """
@@ -23,12 +25,14 @@ from ldm_lite.serve.http import Body, Refused, encoded, ended, open_base64, read
 from ldm_lite.serve.library import Loras
 from ldm_lite.serve.queue import Engine
 from ldm_lite.serve.ticket import Ticket
+from ldm_lite.serve.upscaling import HiresFields, add_upscaling, hires_options
 from ldm_lite.text.parameters import read_parameters, text_of
 
 VERSION = {"Version": "v1.10.0"}  # whose names and defaults these are
-EMPTY = ("sd-vae", "upscalers", "latent-upscale-modes", "hypernetworks", "face-restorers", "realesrgan-models")
+EMPTY = ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models")
 NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image -> values at which it does nothing
-    "enable_hr": (False,),
+    "hr_checkpoint_name": ("Use same checkpoint", ""),
+    "enable_hr": (False,),  # of img2img
     "restore_faces": (False,),
     "tiling": (False,),
     "styles": ([],),
@@ -64,6 +68,10 @@ class Txt2imgRequest(Body):
     send_images: bool = True
     override_settings: dict[str, Any] | None = Field(None, description="sd_model_checkpoint, CLIP_stop_at_last_layers")
     alwayson_scripts: dict[str, Any] | None = None
+
+
+class OwnTxt2imgRequest(Txt2imgRequest, HiresFields):
+    """What text to image alone has."""
 
 
 class Img2imgRequest(Txt2imgRequest):
@@ -120,6 +128,7 @@ def router(engine: Engine) -> APIRouter:
     routes, state = APIRouter(prefix="/sdapi/v1", tags=["AUTOMATIC1111"]), State(engine)
     _add_images(routes, state)
     _add_lists(routes, state)
+    add_upscaling(routes, engine)
 
     @routes.get("/progress")
     def progress(skip_current_image: bool = False) -> dict[str, Any]:
@@ -166,10 +175,10 @@ def router(engine: Engine) -> APIRouter:
 def _add_images(routes: APIRouter, state: State) -> None:
     """Add the routes that make images."""
 
-    @routes.post("/txt2img", openapi_extra=Txt2imgRequest.docs())
+    @routes.post("/txt2img", openapi_extra=OwnTxt2imgRequest.docs())
     async def txt2img(request: Request) -> dict[str, Any]:
         """Text to image."""
-        return await _respond(request, state, await read_json(request, Txt2imgRequest))
+        return await _respond(request, state, await read_json(request, OwnTxt2imgRequest))
 
     @routes.post("/img2img", openapi_extra=Img2imgRequest.docs())
     async def img2img(request: Request) -> dict[str, Any]:
@@ -279,6 +288,8 @@ def _submit(state: State, given: Txt2imgRequest) -> Ticket:
     if given.subseed_strength:
         options |= {"variation_seed": subseed, "variation_strength": given.subseed_strength}
     model = str(settings["sd_model_checkpoint"])
+    if isinstance(given, OwnTxt2imgRequest) and given.enable_hr:
+        options |= hires_options(given, engine.library)
     if not isinstance(given, Img2imgRequest):
         return engine.submit("txt2img", Txt2imgOptions(**options), model, loras)
     most = engine.limits.max_pixels

@@ -1,4 +1,4 @@
-"""What requests may name: checkpoints, LoRAs and ControlNets of folders; and the one checkpoint that is loaded."""
+"""What requests may name: checkpoints, LoRAs, ControlNets, upscalers of folders; and the checkpoint that is loaded."""
 
 import dataclasses
 import gc
@@ -17,6 +17,7 @@ from ldm_lite.conditioning.prompts import FROM_FILES
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.runtime.together import Together
 from ldm_lite.serve.options import ServeOptions
+from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.zoo.detection import with_vae
 
 log = logging.getLogger("ldm_lite")
@@ -32,12 +33,14 @@ class Library:
         """Load the default model, load.ckpt.  Raises ValueError, OSError."""
         self._load, self._options = load, options
         self._folders = {"models": options.models, "loras": options.loras, "controlnets": options.controlnets}
+        self._folders["upscalers"] = options.upscalers
         for kind, folder in self._folders.items():
             if folder is not None and not Path(folder).is_dir():
                 raise ValueError(f"got `{kind}` {folder!r}, wanted a folder")
         self._merged: tuple[Loras, MergedLora | None] = ((), None)
         self._model: Model | None = None
         self._preview: Model | None = None
+        self._upscaler: tuple[Path, Upscaler] | None = None
         self.together: Together | None = None
         self.default = self.loaded = ""
         self._open(load)
@@ -66,6 +69,18 @@ class Library:
     def lora_file(self, name: str) -> Path:
         """Return the file of a LoRA.  Raises ValueError for another name."""
         return self._file("loras", name)
+
+    @property
+    def upscalers(self) -> list[str]:
+        """The ESRGAN networks that requests may name."""
+        return list(self._files("upscalers"))
+
+    def upscaler(self, name: str) -> Upscaler:
+        """Return an ESRGAN network; the last one stays loaded.  Raises ValueError for another name, OSError."""
+        file, held = self._file("upscalers", name), self._upscaler
+        if held is None or held[0] != file:
+            held = self._upscaler = file, Upscaler(file, device=self.model.device)
+        return held[1]
 
     def check(self, name: str | None, loras: Loras) -> str:
         """Return the name of a model, by default the default's.  Raises ValueError for names that there are not."""
@@ -150,7 +165,7 @@ class Library:
         files = self._files(kind)
         if name not in files:
             known = [self.default, *files] if kind == "models" else list(files)
-            what = {"models": "model", "loras": "LoRA", "controlnets": "ControlNet"}[kind]
+            what = {"models": "model", "loras": "LoRA", "controlnets": "ControlNet", "upscalers": "upscaler"}[kind]
             raise ValueError(f"unknown {what} {name!r:.80}: wanted {'one of ' + ', '.join(known) if known else 'none'}")
         return files[name]
 

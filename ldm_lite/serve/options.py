@@ -44,6 +44,7 @@ class ServeOptions(LimitOptions):
     controlnets: str | None = option(
         None, "folder of ControlNets and T2I-Adapters that requests may name", metavar="DIR", common=True
     )
+    upscalers: str | None = option(None, "folder of ESRGAN networks that requests may name", metavar="DIR", common=True)
     api_key: str | None = option(None, "key that requests need, or @FILE that holds it", metavar="KEY", common=True)
     allow_host: tuple[str, ...] = option(
         (), "name under which the server is reached, besides localhost and addresses; repeatable", metavar="NAME"

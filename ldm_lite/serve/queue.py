@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,7 @@ class Unit:
     job: Job
     image: ImageInputs
     ready: Ready
+    second: bool = False  # whether it is the second pass of an image
     ended: bool = False
 
 
@@ -160,23 +161,25 @@ class Engine:
         """Count a ticket's images.  Raises ValueError for one beyond the limits, or that its model cannot do."""
         options, limits = ticket.options, self.limits
         _check_files(options)
-        for name in ("hires", "seamless"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"the server has no second pass and makes no seamless images: leave `{name}` out")
+        if options.seamless is not None:
+            raise ValueError("the server makes no seamless images: leave `seamless` out")
         ticket.count = TASKS[ticket.task].count(options)
         if ticket.count > limits.max_images:
             raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
-        if (options.steps or 0) > limits.max_steps:
-            raise ValueError(f"got `steps` {options.steps}, wanted at most {limits.max_steps}")
+        for name in ("steps", "hires_steps"):
+            if (getattr(options, name) or 0) > limits.max_steps:
+                raise ValueError(f"got `{name}` {getattr(options, name)}, wanted at most {limits.max_steps}")
         for image in getattr(options, "init_img", ()) if ticket.task == "upscale" else ():
             width, height = to_image(image).size
-            self._check_size(4 * width, 4 * height)
+            self.check_size(4 * width, 4 * height)
         own = self.library.model.family.resolution if ticket.task == "txt2img" else 1
-        self._check_size(options.width or own, options.height or own)
+        times = options.hires or 1
+        self.check_size(int(times * (options.width or own)), int(times * (options.height or own)))
         if ticket.model == self.library.loaded and not options.control:
             TASKS[ticket.task].prepare(self.library.model, options)
 
-    def _check_size(self, width: int, height: int) -> None:
+    def check_size(self, width: int, height: int) -> None:
+        """Raises ValueError for an image of more pixels than requests may ask for."""
         if width * height > self.limits.max_pixels:
             raise ValueError(f"got {width} x {height} pixels, wanted at most {self.limits.max_pixels} of an image")
 
@@ -240,7 +243,7 @@ class Engine:
                 unit = next(self._sources[ticket], None)
                 if unit is not None:
                     factor = unit.job.model.vae.spec.factor
-                    self._check_size(factor * unit.ready.latents.shape[3], factor * unit.ready.latents.shape[2])
+                    self.check_size(factor * unit.ready.latents.shape[3], factor * unit.ready.latents.shape[2])
                     self._peeked[ticket] = unit
             except Exception as error:
                 self.cancel(ticket, error)
@@ -253,6 +256,7 @@ class Engine:
                 ticket.state, ticket.started = RUNNING, time.monotonic()
             ticket.step, plan = 0, units[0].ready.plan
             ticket.num_steps = 0 if plan is None else plan.num_steps
+            ticket.passes = (int(units[0].second), 1 if ticket.options.hires is None else 2)
             ticket.tell()
         self.totals["batches"] += 1
         joined, together = join([unit.ready for unit in units]), self.library.together
@@ -274,8 +278,16 @@ class Engine:
                 self._show(units, state, partials=True)
                 for ticket in self.running:
                     ticket.tell()
+        seconds: dict[Ticket, list[Unit]] = {}
         for place, unit in enumerate(units):
-            self._finish(unit, latents[place : place + 1])
+            made = latents[place : place + 1]
+            if unit.ended or unit.ticket.ended or unit.image.second is None or unit.second:
+                self._finish(unit, made)
+            else:
+                seconds.setdefault(unit.ticket, []).extend(self._second(unit, made))
+        for ticket, next_units in seconds.items():
+            peeked = [self._peeked.pop(ticket)] if ticket in self._peeked else []
+            self._sources[ticket] = chain(next_units, peeked, self._sources.get(ticket, ()))
 
     def _stopped(self, unit: Unit, place: int, state: DenoisingState) -> bool:
         """Whether an image needs no more steps: its ticket has ended, or was interrupted, which finishes it."""
@@ -297,8 +309,9 @@ class Engine:
         ticket, unit.ended = unit.ticket, True
         if ticket.ended:
             return
+        image = unit.image if unit.second else dataclasses.replace(unit.image, second=None)  # it was interrupted
         try:
-            ticket.results += finished(unit.job, unit.image, unit.ready.batch, latents)
+            ticket.results += finished(unit.job, image, unit.ready.batch, latents)
             self.totals["images"] += 1
         except Exception as error:
             self.cancel(ticket, error)
@@ -308,6 +321,18 @@ class Engine:
                 self._remove(ticket)
             self.totals["done"] += 1
             ticket.end(DONE)
+
+    def _second(self, unit: Unit, latents: Tensor) -> list[Unit]:
+        """Return the second pass of an image (1,C,h,w), none if preparing it failed."""
+        second = unit.image.second
+        assert second is not None
+        try:
+            runner = Runner(dataclasses.replace(second.job, batch_size=1))
+            prepared = runner.prepare(second.inputs(latents), [unit.ready.batch])
+            return [dataclasses.replace(unit, ready=ready, second=True) for ready in prepared]
+        except Exception as error:
+            self.cancel(unit.ticket, error)
+            return []
 
     def _show(self, units: list[Unit], state: DenoisingState, partials: bool) -> None:
         """Decode what a step predicted, for those who want to see it."""

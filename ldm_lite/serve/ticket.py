@@ -26,6 +26,7 @@ class Ticket:
         self.num_partials = 0  # of each image: shown on the way
         self.state = QUEUED
         self.step = self.num_steps = 0  # of the images that run
+        self.passes = (0, 1)  # that they have behind them, of how many
         self.results: list[Result] = []
         self.partials: list[tuple[int, Image.Image]] = []  # (number of the image, what the step predicted)
         self.error: Exception | None = None
@@ -56,7 +57,8 @@ class Ticket:
         if self.ended:
             return 1.0
         part = self.step / self.num_steps if self.num_steps else 0.0
-        return min(1.0, (len(self.results) + part) / max(1, self.count))
+        done, passes = self.passes
+        return min(1.0, (len(self.results) + (done + part) / passes) / max(1, self.count))
 
     def preview(self) -> Image.Image | None:
         """Return the newest predicted image of a running ticket; it is decoded from the next step on."""

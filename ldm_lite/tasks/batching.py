@@ -43,6 +43,12 @@ class Second:
     enlarge: Callable[[Tensor], Tensor]  # latents (B,C,h,w) -> (B,C,h',w')
     settings: Mapping[str, object]  # for the PNG's text
 
+    def inputs(self, latents: Tensor) -> "ImageInputs":
+        """Return what this pass starts from, of the latents (B,C,h,w) of the first."""
+        init = self.enlarge(latents)
+        _, channels, height, width = init.shape
+        return ImageInputs((channels, height, width), init=init)
+
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
@@ -186,11 +192,9 @@ class Runner:
 
     def _second(self, second: Second, batch: Batch, latents: Tensor) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
         """Run the second pass of a batch."""
-        init = second.enlarge(latents)
         if self._next is None:
             self._next = Runner(second.job)
-        height, width = init.shape[2:]
-        yield from self._next.run(ImageInputs((init.shape[1], height, width), init=init), [batch])
+        yield from self._next.run(second.inputs(latents), [batch])
 
     def prepare(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[Ready]:
         """Yield each batch on one input with its text encoded and its first noise drawn, when it is asked for."""

@@ -15,6 +15,7 @@ from ldm_lite.tasks.image_inputs import open_source, sources
 from ldm_lite.text.parameters import parameters
 
 MARGIN = 16  # pixels around a tile that it reads besides
+MOST_TIMES = 3  # that the network enlarges an image
 
 
 def named_results(upscaler: "Upscaler", images: Sequence[Any]) -> Iterator[tuple[Image.Image, str]]:
@@ -57,6 +58,17 @@ class Upscaler:
         Raises ValueError if the result is not finite.
         """
         return to_pil(self.enlarge(to_pixels(open_source(image).image)))
+
+    def to_size(self, image: Image.Image, size: tuple[int, int], least: int = 0) -> Image.Image:
+        """Enlarge an image until it has a size (width, height) or more, at least so many times; then resize it.
+
+        As in A1111: three times at most, and Lanczos.
+        """
+        for times in range(MOST_TIMES):
+            if times >= least and image.width >= size[0] and image.height >= size[1]:
+                break
+            image = self(image)
+        return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
     @torch.no_grad()
     def enlarge(self, pixels: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ network; then image to image with steps, strength and sampler of its own, and th
 """
 
 import dataclasses
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from ldm_lite.tasks.job import Job, plan_of
 from ldm_lite.tasks.settings import calls_of
 
 IN_PIXELS = {"Lanczos": Image.Resampling.LANCZOS, "Nearest": Image.Resampling.NEAREST}
-MOST_TIMES = 3  # that an ESRGAN network enlarges an image
 
 
 def second_pass(model: Model, options: Txt2imgOptions, job: Job, shape: tuple[int, int, int]) -> Second | None:
@@ -55,13 +53,14 @@ def second_pass(model: Model, options: Txt2imgOptions, job: Job, shape: tuple[in
     job.tricks.report(plan)
     start = Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1]))
     calls = dataclasses.replace(calls_of(model, options, plan), before=job.calls.total)
-    enlarge = partial(_in_latents, given.hires_upscaler, larger)
+    enlarge, name = partial(_in_latents, given.hires_upscaler, larger), given.hires_upscaler
     if given.hires_esrgan is not None:
-        upscaler = Upscaler(given.hires_esrgan, device=model.device)
-        enlarge = partial(_in_pixels, model, upscaler, (width, height), larger)
+        upscaler = given.hires_esrgan
+        if not isinstance(upscaler, Upscaler):
+            upscaler = Upscaler(upscaler, device=model.device)
+        enlarge, name = partial(_in_pixels, model, upscaler, (width, height), larger), Path(upscaler.name).stem
     elif given.hires_upscaler in IN_PIXELS:
         enlarge = partial(_in_pixels, model, given.hires_upscaler, (width, height), larger)
-    name = given.hires_upscaler if given.hires_esrgan is None else Path(os.fspath(given.hires_esrgan)).stem
     settings = {"Size": f"{shape[2] * factor}x{shape[1] * factor}", "Denoising strength": strength}
     settings |= {"Hires upscaler": name}
     texts: dict[str, Any] = {}
@@ -90,14 +89,7 @@ def _in_pixels(
     made = []
     for pixels in decode(model, latents):
         image = Image.fromarray(to_array(pixels, truncate=True))
-        if isinstance(upscaler, str):
-            image = image.resize(size, IN_PIXELS[upscaler])
-        else:
-            for _ in range(MOST_TIMES):
-                if image.width >= size[0] and image.height >= size[1]:
-                    break
-                image = upscaler(image)
-            image = image.resize(size, Image.Resampling.LANCZOS)
+        image = image.resize(size, IN_PIXELS[upscaler]) if isinstance(upscaler, str) else upscaler.to_size(image, size)
         whole = to_pixels(image)[:, : shape[1] * factor, : shape[2] * factor]
         made.append(encode(model, whole[None])[0])
     return torch.cat(made)

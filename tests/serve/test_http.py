@@ -195,9 +195,15 @@ def test_a1111s_client_at_work(server: Running, small_path: Path) -> None:
     assert client.util_get_model_names() == ["small"]
     client.util_set_model("small")
     assert client.util_get_current_model() == "small"
-    assert client.get_loras() == client.get_sd_vae() == client.get_upscalers() == []
+    assert client.get_loras() == client.get_sd_vae() == []
     client.util_wait_for_ready(0.1)
-    for wrong in ({"enable_hr": True}, {"styles": ["x"]}, {"steps": 5000}, {"sampler_name": "nope"}, {"width": 2**20}):
+    for wrong in (
+        {"restore_faces": True},
+        {"styles": ["x"]},
+        {"steps": 5000},
+        {"sampler_name": "nope"},
+        {"width": 2**20},
+    ):
         with pytest.raises(RuntimeError, match="422"):
             client.txt2img(**{"prompt": "x", **size, **wrong})
 

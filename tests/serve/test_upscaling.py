@@ -1,0 +1,173 @@
+"""What enlarges images over A1111's API: the second pass of txt2img, and extras, against the same from Python."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ldm_lite
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.models.rrdb import RRDBNet, RRDBSpec
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.serve.library import Library
+from ldm_lite.serve.options import ServeOptions
+from ldm_lite.serve.ticket import RUNNING, Ticket
+from ldm_lite.tasks.enlarge import Upscaler
+
+pytestmark = pytest.mark.extra
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+FIRST = {"prompt": "a red cat", "steps": 3, "seed": 5, "width": 32, "height": 32, "sampler_name": "Euler"}
+OURS = FIRST | {"sampler": "webui Euler", "prompt_syntax": "a1111", "output": "numpy"}
+del OURS["sampler_name"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("upscalers")
+    torch.manual_seed(0)
+    torch.save({"params": RRDBNet(RRDBSpec(fold=2, width=8, grown=4, blocks=1)).state_dict()}, path / "x2net.pth")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(small_path: Path, folder: Path) -> Iterator[Any]:
+    from test_http import Running
+
+    options = {"upscalers": str(folder), "max_steps": 20}
+    made = Running(Library(LoadOptions(ckpt=small_path, device="cpu"), ServeOptions(**options)), **options)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pipe(small_path: Path) -> Pipeline:
+    return ldm_lite.load(small_path, device="cpu")
+
+
+def pixels(text: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))
+
+
+def photo(width: int = 20, height: int = 12) -> Image.Image:
+    y, x = np.mgrid[:height, :width]
+    return Image.fromarray(np.stack([9 * x, 15 * y, 200 - 5 * (x + y)], axis=-1).astype(np.uint8))
+
+
+def b64(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        ({}, {"hires": 2, "hires_strength": 0.75}),
+        (
+            {"hr_scale": 1.5, "hr_upscaler": "Lanczos", "hr_second_pass_steps": 2, "denoising_strength": 0.5},
+            {"hires": 1.5, "hires_upscaler": "Lanczos", "hires_steps": 2, "hires_strength": 0.5},
+        ),
+        (
+            {"hr_resize_x": 48, "hr_upscaler": "x2net", "hr_prompt": "a dog"},
+            {"hires": 1.5, "hires_strength": 0.75, "hires_esrgan": "x2net.pth", "hires_prompt": "a dog"},
+        ),
+        (
+            {"hr_sampler_name": "DPM++ 2M", "hr_scheduler": "Karras", "hr_negative_prompt": "blue"},
+            {"hires": 2, "hires_strength": 0.75, "hires_sampler": "webui DPM++ 2M Karras"}
+            | {"hires_negative_prompt": "blue"},
+        ),
+    ],
+)
+def test_a_second_pass_is_that_of_python(
+    server: Any, pipe: Pipeline, folder: Path, asked: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    """Both images of a request, in order."""
+    status, answer = server.ask("/sdapi/v1/txt2img", FIRST | {"enable_hr": True, "batch_size": 2} | asked)
+    assert status == 200, answer
+    if "hires_esrgan" in ours:
+        ours = ours | {"hires_esrgan": folder / ours["hires_esrgan"]}
+    wanted = pipe.txt2img(**OURS, batch_size=2, **ours)
+    for image, ours_too in zip(answer["images"], wanted, strict=True):
+        made = pixels(image)
+        assert made.shape == ours_too.shape
+        assert np.abs(made.astype(int) - ours_too).max() <= 1  # of a batch of two, or of one
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"hr_upscaler": "R-ESRGAN 4x+"}, "unknown hr_upscaler 'R-ESRGAN 4x+': wanted one of Latent"),
+        ({"hr_resize_x": 64, "hr_resize_y": 48}, "64x48, have not the shape of 32x32: give only one"),
+        ({"hr_scale": 8}, "got 256 x 256 pixels, wanted at most 16384"),
+        ({"hr_second_pass_steps": 21}, "got `hires_steps` 21, wanted at most 20"),
+        ({"hr_checkpoint_name": "another"}, "hr_checkpoint_name is not supported"),
+        ({"denoising_strength": 0}, "hires_strength"),
+    ],
+)
+def test_a_wrong_second_pass_is_one_line(server: Any, asked: dict[str, Any], message: str) -> None:
+    status, got = server.refused("/sdapi/v1/txt2img", FIRST | {"enable_hr": True} | asked)
+    assert status == 422
+    assert message in got
+
+
+def test_progress_is_that_of_both_passes(server: Any) -> None:
+    ticket = Ticket(server.engine, "txt2img", Txt2imgOptions(), "small", ())
+    ticket.state, ticket.count, ticket.step, ticket.num_steps = RUNNING, 1, 2, 4
+    for passes, share in (((0, 1), 0.5), ((0, 2), 0.25), ((1, 2), 0.75)):
+        ticket.passes = passes
+        assert ticket.progress == share
+
+
+def test_extras_enlarge_as_python(server: Any, folder: Path) -> None:
+    """Sides are multiples of 8, as there; a second upscaler is mixed in; a size is filled, and cut."""
+    image, network = photo(), Upscaler(folder / "x2net.pth", device="cpu")
+
+    def made(**given: Any) -> np.ndarray:
+        status, answer = server.ask("/sdapi/v1/extra-single-image", {"image": b64(image), **given})
+        assert status == 200, answer
+        return pixels(answer["image"])
+
+    by_network = network(image).resize((40, 24), Image.Resampling.LANCZOS)
+    assert np.array_equal(made(upscaler_1="x2net", upscaling_resize=2), np.asarray(by_network))
+    lanczos = image.resize((40, 24), Image.Resampling.LANCZOS)
+    assert np.array_equal(made(upscaler_1="Lanczos", upscaling_resize=2), np.asarray(lanczos))
+    mixed = made(upscaler_1="x2net", upscaler_2="Lanczos", extras_upscaler_2_visibility=0.25)
+    assert np.array_equal(mixed, np.asarray(Image.blend(by_network, lanczos, 0.25)))
+    three = network(network(image)).resize((56, 32), Image.Resampling.LANCZOS)  # 60 x 36, in multiples of 8
+    assert np.array_equal(made(upscaler_1="x2net", upscaling_resize=3), np.asarray(three))
+    size = {"resize_mode": 1, "upscaling_resize_w": 24, "upscaling_resize_h": 24}
+    assert np.array_equal(made(upscaler_1="x2net", **size), np.asarray(by_network)[:, 8:32])
+    assert made(upscaler_1="x2net", **size, upscaling_crop=False).shape == (24, 40, 3)
+    assert np.array_equal(made(), np.asarray(image))
+    several = {"imageList": [{"data": b64(image)}, {"data": b64(image)}], "upscaler_1": "x2net"}
+    status, answer = server.ask("/sdapi/v1/extra-batch-images", several)
+    assert (status, len(answer["images"])) == (200, 2)
+    names = [each["name"] for each in server.ask("/sdapi/v1/upscalers")[1]]
+    assert names == ["None", "Lanczos", "Nearest", "x2net"]
+    assert "Latent (nearest)" in [each["name"] for each in server.ask("/sdapi/v1/latent-upscale-modes")[1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"upscaler_1": "4x"}, "unknown upscaler '4x': wanted one of x2net"),
+        ({"upscaler_1": "x2net", "upscaling_resize": 8, "image": b64(photo(100, 100))}, "got 800 x 800 pixels"),
+        ({"upscaler_1": "x2net", "upscaling_resize": 9}, "upscaling_resize: got 9"),
+        ({"upscaler_1": "x2net", "gfpgan_visibility": 1}, "gfpgan_visibility is not supported"),
+        ({"image": "no"}, "image"),
+    ],
+)
+def test_wrong_extras_are_one_line(server: Any, given: dict[str, Any], message: str) -> None:
+    status, got = server.refused("/sdapi/v1/extra-single-image", {"image": b64(photo())} | given)
+    assert status == 422
+    assert message in got
