@@ -68,7 +68,7 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
         settings |= {"spacing": None, "compat": True, "cond": context.expand(2, -1, -1), "batch_size": 2}
     pipe, on_step = picture_pipes[run.task], lambda state: latents.append(state.latents)
     if run.command == "inpaint":
-        extend = ",".join(f"{side}={pixels}" for side, pixels in run.extend.items())
+        extend = ",".join(f"{side}={pixels}" for side, pixels in run.extend)
         mask = {"extend": extend} if extend else {"mask": [Image.fromarray(toy.mask())]}
         made = inpaint(pipe, InpaintOptions(**settings, **mask), on_step)
     elif run.spacing == "original":

@@ -123,7 +123,7 @@ def hires_options(given: Any, library: Library) -> dict[str, Any]:
     if any(mine and mine not in SAME for mine, _ in names):
         sampler, kind = (mine if mine and mine not in SAME else first for mine, first in names)
         if not sampler:
-            raise ValueError("got `hr_scheduler` without a sampler: give sampler_name, or hr_sampler_name")
+            raise ValueError("got hr_scheduler without a sampler: give sampler_name, or hr_sampler_name")
         options["hires_sampler"] = f"webui {sampler} {kind or ''}".strip()
     options |= {"hires_prompt": given.hr_prompt or None, "hires_negative_prompt": given.hr_negative_prompt or None}
     return options

@@ -95,7 +95,7 @@ def from_diffusers(run: toy.PictureRun, family: Family, weights: peers.Weights, 
     else:
         arguments |= {"strength": run.strength}
     if run.command == "inpaint":
-        image, mask = extended(toy.waves(size), run.extend) if run.extend else (toy.waves(size), toy.mask(size))
+        image, mask = extended(toy.waves(size), dict(run.extend)) if run.extend else (toy.waves(size), toy.mask(size))
         arguments |= {"image": Image.fromarray(image), "mask_image": Image.fromarray(mask)}
         arguments |= {"height": mask.shape[0], "width": mask.shape[1]}
     with (

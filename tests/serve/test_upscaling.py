@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(small_path: Path, folder: Path) -> Iterator[Any]:
-    from test_http import Running
+    from tests.serve.test_http import Running
 
     options = {"upscalers": str(folder), "max_steps": 20}
     made = Running(Library(LoadOptions(ckpt=small_path, device="cpu"), ServeOptions(**options)), **options)
