@@ -76,7 +76,7 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
     else:
         made = img2img(pipe, Options(**settings), on_step)
     list(made)
-    assert toy.relative_error(latents[-1].numpy(), GOLDEN[name]) < 2e-5
+    assert toy.relative_error(latents[-1].numpy(), GOLDEN[name]) < 5e-5
 
 
 # ---- meaning --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ SHORT = ("DeepCache", "T-GATE", "DeepCache, T-GATE", "FreeU", "all", "all, Resta
 GUIDED = ("interval", "stopped", "schedule", "APG", "all", "all, Restart")
 GATED = ("T-GATE", "DeepCache, T-GATE", "all", "all, Restart")
 ONE_SCALE = dict.fromkeys(("schedule", "APG"), "take `scale` alone")
-NOT_A_UNET = dict.fromkeys(SHORT, "are for UNets")
+NOT_A_UNET = dict.fromkeys(SHORT, "are for UNets") | {"AYS": "is not for rectified flow"}
 FIXED = dict.fromkeys(SHORT, "DPM adaptive has no fixed steps") | {"APG": "DPM adaptive tries steps again"}
 NO_GUIDANCE = dict.fromkeys(GUIDED, "but there is none")
 
@@ -82,8 +82,8 @@ CASES = {
     "AND and ControlNet": Case({"control": "net"}, prompt="a AND b", refused=ONE_SCALE),
     "regions": Case(REGIONS, prompt="a AND b", refused=ONE_SCALE),
     "regions without guidance": Case(REGIONS | {"scale": 1.0}, prompt="a AND b", refused=NO_GUIDANCE),
-    "editing": Case(prompt="a [cat:dog:0.25]"),
-    "late editing": Case(prompt="a [cat:dog:0.9]", refused=dict.fromkeys(GATED, "the prompt changes in step")),
+    "editing": Case(prompt="a [cat:dog:0.25]", refused=dict.fromkeys(GATED[:2], "the prompt changes in step")),
+    "late editing": Case(prompt="a [cat:dog:0.5]", refused=dict.fromkeys(GATED, "the prompt changes in step")),
     "alternation": Case(prompt="a [cat|dog]", refused=dict.fromkeys(GATED, "the prompt changes in step")),
     "hires": Case({"hires": 2.0, "hires_strength": 0.9}),
     "seamless": Case({"seamless": "xy"}),
@@ -163,7 +163,7 @@ def test_a_trick_acts_or_is_refused(name: str, trick: str, made: Callable[..., T
             made(name, trick)
         assert "\n" not in str(caught.value)
     else:
-        assert (made(name, trick) - made(name)).abs().max() > 2e-4  # arithmetic: 1e-5
+        assert (made(name, trick) - made(name)).abs().max() > 5e-5  # arithmetic: 1e-5
 
 
 @pytest.mark.thin(13)

@@ -24,7 +24,7 @@ MOST_WEIGHT = 10**6
 
 _TOKENS = re.compile(
     r"(?P<escaped>\\[\\()\[\]])|(?P<open>[(\[])|:\s*(?P<weight>[+-]?(\d+(\.\d*)?|\.\d+))\s*\)|(?P<close>[)\]])"
-    r"|\s*\b(?P<stop>BREAK)\b\s*|(?P<text>[^\\()\[\]:B]+|.)",
+    r"|\s*\b(?P<stop>BREAK)\b\s*|(?P<text>(?:[^\\()\[\]:B\s]|\s+(?!BREAK\b|\s))+|.)",
     re.DOTALL,
 )
 
