@@ -1,6 +1,5 @@
 """Apply controls: choose the network and the conditioning of each step of a plan."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,13 @@ from ldm_lite.control.control import Control
 from ldm_lite.control.loading import ImagePrompt, LoadedControl
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.step import Network, denoise_step
+from ldm_lite.diffusion.step import Network
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
 from ldm_lite.models.ip_adapter import Images
 from ldm_lite.models.style_adapter import styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention, SpatialTransformer
+from ldm_lite.runtime.compile import is_compiled
 
 Features = tuple[Tensor | None, ...]  # as UNet.forward takes them
 
@@ -46,7 +46,7 @@ class ActiveControls:
         Raises ValueError for sizes and UNets that an adapter does not fit.
         """
         self._unet, self._num_steps, self._num_branches = model.unet, plan.num_steps, num_branches
-        self._compiled = inspect.unwrap(model.step) is not denoise_step
+        self._compiled = is_compiled(model.step)
         nets: list[ControlNet] = []
         self._nets: list[tuple[Control, ControlInput]] = []  # with the inputs within their range of steps
         self._adapters: list[tuple[Control, Features]] = []

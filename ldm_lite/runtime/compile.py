@@ -13,6 +13,7 @@ Weights may change in place (LoRA): compiled code and graphs read them at their 
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 import threading
@@ -45,9 +46,7 @@ def compiled_step(
 ) -> Step:
     """Return a network's denoising step in a tier, called like denoise_step; it is compiled at the first call.
 
-    settings are further options of Inductor.
-
-    Raises ValueError for an unknown tier.
+    settings are further options of Inductor.  Raises ValueError for an unknown tier.
     """
     if tier not in TIERS:
         raise ValueError(f"unknown compile tier {tier!r}: wanted one of {', '.join(TIERS)}")
@@ -55,6 +54,11 @@ def compiled_step(
     if tier == "off" or (tier == "auto" and device != "cuda"):
         return denoise_step
     return CompiledStep(tier, network, backend, settings or {})
+
+
+def is_compiled(step: Step) -> bool:
+    """Whether a step, or what wraps it, is one that is compiled at its first call, or another function."""
+    return inspect.unwrap(step) is not denoise_step
 
 
 class CompiledStep:

@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image 
     "script_name": ("",),
     "image_cfg_scale": (1.5,),
 }
-_LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}):?([^<>]{0,400})>")
+_LORA = re.compile(r"<(?:lora|lyco|hypernet):([^<>:]{1,200}):?([^<>]{0,400})>")
 
 
 class Txt2imgRequest(Body):

@@ -1,7 +1,6 @@
 """The settings of a job as a picture's text names them."""
 
 import dataclasses
-import inspect
 from typing import Any
 
 from ldm_lite.checkpoint.model import Model
@@ -9,8 +8,8 @@ from ldm_lite.cli.task_options import HiresOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.names import resolve, written
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.diffusion.webui import calls_per_step
+from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.seamless import AXES, seamless
 from ldm_lite.text.schedule import Calls
 from ldm_lite.zoo.family import SkipLayers
@@ -44,7 +43,7 @@ def with_seamless(model: Model, options: Txt2imgOptions) -> Model:
     for name in ("compat", "refiner"):
         if getattr(options, name):
             raise ValueError(f"`seamless` does not go with `{name}`: leave one of them out")
-    if model.offloader is not None or inspect.unwrap(model.step) is not denoise_step:
+    if model.offloader is not None or is_compiled(model.step):
         raise ValueError("`seamless` runs other convolutions: leave out `offload`, `storage`, `compile` and `compiled`")
     unet, vae = (seamless(network, options.seamless) for network in (model.unet, model.vae))
     return dataclasses.replace(model, unet=unet, vae=vae)

@@ -27,8 +27,8 @@ EMPTY = [SOT, *[EOT] * 76]
         (r"\(literal\] \\", [("(literal] \\", 1.0)]),
         ("time: 12:30", [("time: 12:30", 1.0)]),
         ("(a [b) c]", [("a ", 1.1), ("b", 1.0), (" c", 1 / 1.1)]),
-        ("one BREAK two", [("one ", 1.0), ("BREAK", -1.0), ("two", 1.0)]),
-        ("(one BREAK two:1.5)", [("one ", 1.5), ("BREAK", -1.0), ("two", 1.5)]),
+        ("one BREAK two", [("one", 1.0), ("BREAK", -1.0), ("two", 1.0)]),
+        ("(one BREAK two:1.5)", [("one", 1.5), ("BREAK", -1.0), ("two", 1.5)]),
         ("BREAKFAST aBREAK", [("BREAKFAST aBREAK", 1.0)]),
     ],
 )
