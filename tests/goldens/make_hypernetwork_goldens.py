@@ -4,7 +4,7 @@
     git clone https://github.com/AUTOMATIC1111/stable-diffusion-webui
     PYTHONPATH=tests/fixtures:. python tests/goldens/make_hypernetwork_goldens.py stable-diffusion-webui
 
-Files are read, and networks computed, by the web UI's Hypernetwork, whose imports of the rest of the web UI are not needed for that.
+Files are read and networks are computed by the web UI's Hypernetwork, which needs none of its module's imports.
 """
 
 import importlib.util
