@@ -33,14 +33,9 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
 TITLES = {"txt2img": "Text to image", "img2img": "Image to image", "inpaint": "Inpaint", "upscale": "Upscale"}
 # Options that the form shows in another way, or not at all, besides those that name files of the server.
 SHOWN = "prompt negative_prompt preprocess batch_size n_iter seed"
-LEFT_OUT = {
-    *SHOWN.split(),
-    "compat",
-    "refiner_start",
-    "seamless",
-    *(each.name for each in dataclasses.fields(HiresOptions)),
-}
-NOT_FOR = {"upscale": {"width", "height", "fixed_code"}}
+LEFT_OUT = {*SHOWN.split(), "compat", "refiner_start", "seamless"}
+HIRES = {each.name for each in dataclasses.fields(HiresOptions)}  # of txt2img alone
+NOT_FOR = {"img2img": HIRES, "inpaint": HIRES, "upscale": {"width", "height", "fixed_code", *HIRES}}
 MOST_LORAS = 4
 SEEDS = 2**32  # below which random seeds lie, as in A1111
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task

@@ -156,10 +156,15 @@ def _settings(parts: Parts) -> None:
     with gr.Row():
         for name in FIRST:
             parts[name] = _component(*fields[name], short=True)
-    with gr.Accordion("More options", open=False), gr.Row():
-        for name, (field, tasks) in fields.items():
-            if name not in FIRST:
-                parts[name] = _component(field, tasks)
+    groups = {
+        "More options": [name for name in fields if name not in form.HIRES.union(FIRST)],
+        "Second pass (hires fix)": [name for name in fields if name in form.HIRES],
+    }
+    for title, names in groups.items():
+        shown = [] if title == "More options" else ["task-field", "for-txt2img"]
+        with gr.Accordion(title, open=False, elem_classes=shown), gr.Row():
+            for name in names:
+                parts[name] = _component(*fields[name])
 
 
 def _component(field: dataclasses.Field[Any], tasks: list[str], short: bool = False) -> Any:

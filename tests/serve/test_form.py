@@ -33,7 +33,10 @@ def test_values_become_options(engine: Engine) -> None:
     assert (request.options.sampler, request.options.width, request.options.seed) == ("euler", None, 3)
     seeds = {form.read(values(seed=each), engine).requests[0].options.seed for each in ("", "-1", "-1 ", None)}
     assert len(seeds) == 4
+    second = form.read(values(hires="1.5", hires_steps="3", hires_upscaler="Lanczos"), engine).requests[0].options
+    assert (second.hires, second.hires_steps, second.hires_upscaler) == (1.5, 3, "Lanczos")
     image = form.data_url(Image.new("RGB", (8, 8), "red"))
+    assert form.read(values(task="img2img", source=image, hires="2"), engine).requests[0].options.hires is None
     made = form.read(values(task="inpaint", source=image, mask=image, feather="4"), engine).requests[0].options
     assert made.init_img[0].size == (8, 8)  # type: ignore[attr-defined]
     assert form.read(values(task="inpaint", source=image, extend="left=8"), engine).requests[0].options.mask == ()  # type: ignore[attr-defined]
@@ -56,6 +59,7 @@ def test_values_become_options(engine: Engine) -> None:
         ({"x_option": "model", "x_values": "other"}, "unknown model"),
         ({"x_option": "lora_weight", "x_values": "1, 2"}, "no LoRA is chosen"),
         ({"x_option": "steps", "x_values": ""}, "no values"),
+        ({"hires": "0.5"}, "`hires`"),
     ],
 )
 def test_wrong_values_are_one_line(engine: Engine, given: dict[str, Any], message: str) -> None:

@@ -168,6 +168,21 @@ def test_make_download_and_reuse(visit: Open) -> None:
     assert page.input_value("#prompt textarea") == "a cat {{x}} ${1+1} <b>`"
 
 
+def test_a_second_pass_is_for_text_alone(visit: Open) -> None:
+    page = visit()
+    page.click("button:has-text('Second pass')")
+    page.wait_for_selector("#hires_negative_prompt")
+    page.wait_for_timeout(500)  # a value that is filled in while its part of the page is made is lost
+    page.fill("#hires input", "2")
+    page.fill("#hires_steps input", "1")
+    page.fill("#prompt textarea", "a cat")
+    assert make(page).startswith("1 image in")
+    assert "Hires upscale: 2" in str(page.get_attribute("#results figure", "data-parameters"))
+    assert result(page).size == (128, 128)
+    page.click("#tasks label:has-text('Image to image')")
+    page.wait_for_selector("#hires", state="hidden")
+
+
 def test_preview_interrupt_and_the_place_in_the_queue(visit: Open, url: str) -> None:
     page, other = visit(), visit()
     for each, steps in ((page, "1000"), (other, "2")):
