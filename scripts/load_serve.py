@@ -38,7 +38,7 @@ INVALID: list[tuple[str, Any]] = [
     (OPENAI, {"prompt": "x", "sampler": "none"}),
     (OPENAI, b'{"prompt": "x", "scale": NaN}'),
     (A1111, b"[" * 100_000),
-    (A1111, {"prompt": "x", "enable_hr": True}),
+    (A1111, {"prompt": "x", "restore_faces": True}),
     ("/sdapi/v1/img2img", {"init_images": ["AAAA"]}),
 ]
 
