@@ -10,7 +10,7 @@ and all are right.  Colour: of the same emoji drawn in every colour, the one ask
 95 % interval, for wordings that the training captions have and for others.  The judge itself is judged first, on clean
 and on degraded renders of the same prompts.  Prints a table and one line of JSON.
 
-    python scripts/evaluate_emoji.py --compare quality.json --count 24 [--compare-steps 5,10,20]
+    python scripts/evaluate_emoji.py --compare quality.json --count 48 --emoji 200 [--compare-steps 5,10,20]
 
 adds identity and background to the points of `python -m ldm_lite.samplers --compare`, which then draws them. A run that
 was stopped goes on.
@@ -22,6 +22,7 @@ import json
 import math
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -629,8 +630,9 @@ def compare(
     branches = classifier_free(cond, uncond, kept["scale"])
     cases = {case.name: case for case in quality.cases(pipe)}
     points = [each for each in kept["points"].values() if each["steps"] in steps and each["name"] in cases]
+    judged = {"count": count, "prompts": zlib.crc32("\n".join(each.text for each in prompts).encode())}
     for point in sorted(points, key=lambda each: steps.index(each["steps"])):
-        if point.get("count") == count:
+        if judged.items() <= point.items():
             continue
         case = cases[point["name"]]
         plan = quality.plan_for(pipe, case, point["steps"], kept["spacing"])
@@ -638,7 +640,7 @@ def compare(
         images = torch.stack([(pixels + 1) / 2 for pixels in generate.decode(pipe, made)])
         verdicts = judge(images, prompts, classify)
         shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}
-        point |= {**shares, "count": count}
+        point |= {**shares, **judged}
         quality.write(path, kept)
         say(f"{case.name}, {point['steps']} steps: identity {shares['identity']:.0%}, {shares['background']:.0%}")
 

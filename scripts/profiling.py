@@ -49,6 +49,7 @@ from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime import fused_norm, timed_layers, timing
 from ldm_lite.runtime.cpu import attention as cpu_attention
+from ldm_lite.runtime.cpu import convolutions as cpu_convolutions
 from ldm_lite.runtime.cpu import winograd
 from ldm_lite.runtime.setup import keep_freed_memory, prepare
 from ldm_lite.runtime.tiling import tiled
@@ -357,7 +358,7 @@ def convolutions(args: argparse.Namespace) -> None:
     load_weights(vae, weights, "vae", torch.device("cpu"), torch.float32)
     latents = torch.randn(1, 4, 32, 32)
     # The decoder first, and in this order: keep_freed_memory cannot be undone.
-    setups = {"PyTorch's": None, "memory kept": keep_freed_memory, "and Winograd": lambda: winograd.use(vae)}
+    setups = {"PyTorch's": None, "memory kept": keep_freed_memory, "and Winograd": lambda: cpu_convolutions.use(vae)}
     for name, setup in setups.items():
         if setup is not None:
             setup()

@@ -38,6 +38,7 @@ from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.norm import use_fast_backward
+from ldm_lite.train.run import lay_out
 from ldm_lite.train.trainer import TrainConfig, Trainer
 from ldm_lite.zoo.families import SD1, Family
 
@@ -76,8 +77,7 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
         fill(lora)
         lora.attach(networks)
         networks = {"lora": lora}
-    for weight in (p for network in networks.values() for p in network.parameters() if p.ndim == 4):
-        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    lay_out([unet, *networks.values()])
     empty = Conditioning(torch.zeros(1, TOKENS, family.unet.context_dim))
     config = TrainConfig(
         steps=10**6, batch=options.batch, accumulate=1, lr=LR, warmup=0, weight_decay=0.01, ema_decay=DECAY, clip=1.0,

@@ -18,7 +18,7 @@ from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import Step, compiled_step
 from ldm_lite.runtime.cpu import attention as cpu_attention
-from ldm_lite.runtime.cpu import group_norm, products, winograd
+from ldm_lite.runtime.cpu import convolutions, group_norm, products
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
 from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
@@ -123,7 +123,7 @@ def _use_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str
     vars(network)["plain_kernels"] = PLAIN in chosen
     if _has_cpu_kernels(network, device, chosen):
         products.use(network)
-        winograd.use(network)
+        convolutions.use(network)
     if on_cpu:
         keep_freed_memory()
 

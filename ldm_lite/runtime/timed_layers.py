@@ -26,11 +26,16 @@ SMALL = 16 * 16  # positions of a map: with more, cuDNN has enough tiles for all
 
 def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last."""
-    b, _, h, w = x.shape
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
-    columns = padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)  # (Bhw, 9C)
+    (b, _, h, w), columns = x.shape, neighbourhoods(x)
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)  # (K, 9C), a view if channels are last
     return F.linear(columns, rows, bias).view(b, h, w, -1).permute(0, 3, 1, 2)
+
+
+def neighbourhoods(x: Tensor) -> Tensor:
+    """Return what a 3x3 convolution of x (B,C,h,w), padding 1, reads at each position: (Bhw,9C)."""
+    b, _, h, w = x.shape
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
+    return padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)
 
 
 @kernel

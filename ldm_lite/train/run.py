@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from ldm_lite.checkpoint.model import Model
@@ -188,8 +189,7 @@ def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
     """Return a trainer at the run's current step, with networks set up for training."""
     networks = loss.networks.values()
     if not options.shard:  # which takes contiguous weights only
-        for weight in (p for network in networks for p in network.parameters() if p.ndim == 4):
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        lay_out([*networks, *model.networks.values()])
     trainer = Trainer(loss, _config(options, model.device), Path(options.out))
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
@@ -207,6 +207,13 @@ def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
         for network in networks if options.lora_rank is None and options.stage != "embedding" else [model.unet]:
             network.compile()
     return trainer
+
+
+def lay_out(networks: Iterable[nn.Module]) -> None:
+    """Give weights of convolutions the layout of the feature maps; frozen ones too, or each pass reorders them."""
+    for weight in {p for network in networks for p in network.parameters()}:
+        if weight.ndim == 4 and weight.is_floating_point():
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def _config(options: TrainOptions, device: torch.device) -> TrainConfig:

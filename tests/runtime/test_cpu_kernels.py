@@ -16,7 +16,7 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.ops import Conv1x1
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.runtime import timing
-from ldm_lite.runtime.cpu import attention, products, winograd
+from ldm_lite.runtime.cpu import attention, convolutions, products, winograd
 from ldm_lite.runtime.patching import patch_of, runs_as_written
 from ldm_lite.runtime.setup import prepare
 
@@ -152,7 +152,7 @@ def test_training_takes_pytorchs_layers(always: Callable[[str], None]) -> None:
 
 
 def test_plain_takes_no_kernel_of_ours() -> None:
-    kernels = {products._linear, products._conv1x1, winograd._forward}
+    kernels = {products._linear, products._conv1x1, convolutions._forward}
 
     def ours(option: str | None) -> set[object]:
         network = nn.Sequential(SpatialTransformer(128, 16, 2, 1, False, False), nn.Conv2d(128, 128, 3, padding=1))
@@ -161,7 +161,7 @@ def test_plain_takes_no_kernel_of_ours() -> None:
         return {patch_of(module) for module in network.modules()} & kernels | attentions
 
     assert ours("plain") == {attention.sdpa}
-    assert ours(None) > {attention.timed, winograd._forward}
+    assert ours(None) > {attention.timed, convolutions._forward}
 
 
 # ---- the file of choices --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import ResBlock
-from ldm_lite.runtime.cpu import group_norm, products, winograd
+from ldm_lite.runtime.cpu import convolutions, group_norm, products
 from ldm_lite.runtime.timing import fastest
 
 MAX_ERROR = 2e-2  # relative, of the blocks; a whole step of Stable Diffusion has 1.6e-2
@@ -57,7 +57,7 @@ class _Blocks:
             else:  # of norms, and biases
                 weight.fill_(name.endswith("weight"))
         if dtype == torch.float32:
-            for kernels in (group_norm, products, winograd):
+            for kernels in (group_norm, products, convolutions):
                 kernels.use(self.network)
         self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.x = normal(2, WIDTH, SIDE, SIDE).contiguous(memory_format=torch.channels_last)

@@ -5,31 +5,24 @@ m+2 by m+2: Y = A^T [(G w G^T) * (B^T d B)] A.  Over all channels the product * 
 (m+2)^2 positions.  Weights are transformed at every call, for a few percent of its time: nothing is cached, so nothing
 can be out of date.
 
-For float32 on a CPU; everything else runs the plain convolution.  In training the gradient of the input is such a
-convolution too, with the same weights turned around; that of the weights is PyTorch's.  Relative errors against
-float64, with 640 channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
+The gradient of the input is such a convolution too, with the same weights turned around.  Relative errors in float32
+against float64, with 640 channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
 
 Shape letters: B batch, C channels in, K channels out, T tiles.  Source: Lavin and Gray 2016, secs. 4.1 and 4.3;
 the choice of points: Barabasz et al. 2018.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from ldm_lite.models.ops import channels_last
 from ldm_lite.runtime.cpu.products import multiply_each
-from ldm_lite.runtime.patching import kernel, patch
 
 # The points, by m, at which polynomials are evaluated, besides infinity.  For m = 4 the usual 0, 1, -1, 2, -2 have 1.7
 # times the error; the best of 700 sets of eighths and sixteenths is better by less than 1 %.  The second must be 1.
 POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, 1.0, -0.5, 2.0, -1.25)}
 TILES = 512  # computed at a time: enough to pay for reading the weights, few enough for the cache
 MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
-MIN_TRAINED = 320  # the same with gradients, and in tiles of 4 by 4
 
 
 def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,53 +103,3 @@ def _convolve(x: Tensor, weights: Tensor, bias: Tensor | None, m: int) -> Tensor
         part = out[:, first * m : (first + count) * m]
         part.view(batch, count, m, columns, m, num_out).copy_(made.permute(2, 3, 0, 4, 1, 5))
     return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)
-
-
-class _Convolution(torch.autograd.Function):
-    """convolve, with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.m = m
-        return convolve(x, weight, bias, m)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
-        grad_x = gradient(channels_last(grad), weight, ctx.m) if of_x else None
-        mask = [False, of_weight, of_bias]
-        settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # stride, padding, dilation; not transposed
-        _, *others = torch.ops.aten.convolution_backward(grad, x, weight, [len(weight)], *settings, mask)
-        return grad_x, *others, None
-
-
-@kernel
-def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return conv._conv_forward(x, conv.weight, conv.bias)
-    learns = torch.is_grad_enabled() and (x.requires_grad or conv.weight.requires_grad)
-    if (m := tile(x, conv.weight)) is not None and not torch.is_autocast_enabled("cpu"):
-        if not learns:
-            return convolve(x, conv.weight, conv.bias, m)
-        if m == 4 and min(conv.weight.shape[:2]) >= MIN_TRAINED:
-            return _Convolution.apply(x, conv.weight, conv.bias, m)  # type: ignore[no-untyped-call]
-    if not learns and x.numel() < conv.weight.numel():  # channels last, the plain one would reorder its weights
-        x = x.contiguous()
-    return conv._conv_forward(x, conv.weight, conv.bias)
-
-
-def use(network: nn.Module) -> int:
-    """Use Winograd for a network's 3x3 convolutions wherever it is faster.  Returns how many can use it."""
-    found = [
-        module
-        for module in network.modules()
-        if type(module) is nn.Conv2d
-        and (module.kernel_size, module.stride, module.padding) == ((3, 3), (1, 1), (1, 1))
-        and (module.groups, module.dilation, module.padding_mode) == (1, (1, 1), "zeros")
-        and min(module.weight.shape[:2]) >= MIN_CHANNELS
-    ]
-    for conv in found:
-        patch(conv, _forward)
-    return len(found)

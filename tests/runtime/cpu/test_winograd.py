@@ -1,15 +1,11 @@
 """Winograd's convolutions against the plain ones in float64, and when they run."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 import toy
-from torch import nn
 from torch.nn import functional as F
 
-from ldm_lite.models.unet import Downsample, Upsample
 from ldm_lite.runtime.cpu import winograd
 
 # (B, C, K, h, w): one position, ragged tiles, several chunks of tiles
@@ -57,71 +53,3 @@ def test_the_points_are_better_than_the_usual_ones(
     error = toy.relative_error(winograd.convolve(x, weight, None, 4), wanted)
     monkeypatch.setitem(winograd.TRANSFORMS, 4, winograd._transforms((0.0, 1.0, -1.0, 2.0, -2.0)))
     assert error < 0.66 * toy.relative_error(winograd.convolve(x, weight, None, 4), wanted)
-
-
-def taken(module: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    original = winograd.convolve
-    with monkeypatch.context() as patch:
-        patch.setattr(winograd, "convolve", lambda *args: calls.append(args[-1]) or original(*args))
-        module(x)
-    return calls
-
-
-def test_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)])
-    assert winograd.use(network) == 1
-    wide, narrow = network
-    before = list(network.state_dict())
-    with torch.no_grad():
-        assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == [4]
-        assert taken(wide, toy.normal(0, 2, 128, 16, 16), monkeypatch) == [2]
-        assert taken(wide, toy.normal(0, 1, 128, 8, 8), monkeypatch) == []
-        assert taken(narrow, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []
-    assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []  # with gradients it is too narrow
-    assert list(network.state_dict()) == before
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the plain convolution in float64, for an input and weights of either layout in memory."""
-    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
-    monkeypatch.setattr(winograd, "MIN_TRAINED", 4)
-    conv = nn.Conv2d(6, 4, 3, padding=1)
-    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
-    exact = copy.deepcopy(conv).double()
-    assert winograd.use(conv) == 1
-    conv.requires_grad_(not frozen)
-    x, grad = toy.normal(0, 2, 6, 33, 35), toy.normal(1, 2, 4, 33, 35)
-    inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
-    out = conv(x)
-    assert "_Convolution" in type(out.grad_fn).__name__
-    found = torch.autograd.grad(out, inputs, grad)
-    double = x.detach().double().requires_grad_()
-    wanted = torch.autograd.grad(exact(double), [double, *exact.parameters()], grad.double())
-    for one, other in zip(found, wanted, strict=False):
-        assert toy.relative_error(one, other.numpy()) < 4e-6
-
-
-def test_only_plain_convolutions_can_take_it() -> None:
-    others = [
-        Downsample(128),
-        nn.Conv2d(128, 128, 1),
-        nn.Conv2d(128, 128, 3, padding=2, dilation=2),
-        nn.Conv2d(128, 128, 3, padding=1, groups=2),
-        nn.Conv2d(128, 128, 3, padding=1, dilation=2),
-        nn.Conv2d(128, 128, 3, padding=1, padding_mode="circular"),
-    ]
-    assert winograd.use(nn.ModuleList(others)) == 0
-    assert winograd.use(nn.ModuleList([Upsample(128)])) == 1
-
-
-def test_changed_weights_and_other_dtypes() -> None:
-    conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
-    winograd.use(conv)
-    x = toy.normal(0, 2, 128, 32, 32)
-    with torch.no_grad():
-        conv.weight.mul_(3)
-        wanted = F.conv2d(x, conv.weight, conv.bias, padding=1)
-        assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
-        assert torch.equal(conv.double()(x.double()), F.conv2d(x.double(), conv.weight, conv.bias, padding=1))

@@ -1,0 +1,134 @@
+"""3x3 convolutions on a CPU, each by the fastest way for its size.
+
+- Large weights on a small map: one matrix product over copied neighbourhoods.  PyTorch's convolution (oneDNN) reorders
+  the weights at every call, which takes longer than the sums; the product reads them as they lie, channels last.
+- Many positions: Winograd's filtering.
+- Everything else: PyTorch's convolution.
+
+For float32; all have gradients.
+
+Shape letters: B batch, C channels in, K channels out.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ldm_lite.models.ops import channels_last
+from ldm_lite.runtime.cpu import products, winograd
+from ldm_lite.runtime.memory import MappedPages
+from ldm_lite.runtime.patching import kernel, patch
+from ldm_lite.runtime.timed_layers import neighbourhoods
+
+LARGE = 2**23  # numbers of a weight, which no cache holds
+SMALL = 1024  # positions of all maps of a batch: with as many, the sums take longer than the weights
+MIN_TRAINED = 320  # channels from which Winograd's filtering with gradients is faster, in tiles of 4 by 4
+
+
+def is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution of x (B,C,h,w) by weight (K,C,3,3) is faster as a product."""
+    positions = x.shape[0] * x.shape[2] * x.shape[3]
+    return weight.numel() >= LARGE and positions < SMALL and weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last."""
+    (b, _, h, w), columns, rows = x.shape, neighbourhoods(x), _rows(weight)
+    multiply = products.multiply if products.is_timed(columns, rows) else F.linear
+    return multiply(columns, rows, bias).view(b, h, w, -1).permute(0, 3, 1, 2)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)  # (K, 9C), a view
+
+
+class _Product(torch.autograd.Function):
+    """as_product, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return as_product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        (b, channels, h, w), num_out = x.shape, len(weight)
+        rows = channels_last(grad).permute(0, 2, 3, 1).reshape(-1, num_out)  # (Bhw, K)
+        grad_x = grad_weight = None
+        if of_x:
+            columns = (rows @ _rows(weight)).view(b, h, w, 3, 3, channels)
+            padded = x.new_zeros(b, h + 2, w + 2, channels)
+            for i in range(3):
+                for j in range(3):
+                    padded[:, i : i + h, j : j + w] += columns[:, :, :, i, j]
+            grad_x = padded[:, 1:-1, 1:-1].permute(0, 3, 1, 2)
+        if of_weight:
+            grad_weight = (rows.T @ neighbourhoods(x)).view(num_out, 3, 3, channels).permute(0, 3, 1, 2)
+        return grad_x, grad_weight, rows.sum(0) if of_bias else None
+
+
+class _Filtered(torch.autograd.Function):
+    """Winograd's filtering, with gradients; that of the weight is PyTorch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.m = m
+        return winograd.convolve(x, weight, bias, m)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_x = winograd.gradient(channels_last(grad), weight, ctx.m) if of_x else None
+        mask = [False, of_weight, of_bias]
+        settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # stride, padding, dilation; not transposed
+        _, *others = torch.ops.aten.convolution_backward(grad, x, weight, [len(weight)], *settings, mask)
+        return grad_x, *others, None
+
+
+@kernel
+def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return conv._conv_forward(x, conv.weight, conv.bias)
+    learns = torch.is_grad_enabled() and (x.requires_grad or conv.weight.requires_grad)
+    if is_small(x, conv.weight):
+        if learns:
+            return _Product.apply(x, conv.weight, conv.bias)  # type: ignore[no-untyped-call]
+        return as_product(x, conv.weight, conv.bias)
+    if (m := winograd.tile(x, conv.weight)) is not None and not torch.is_autocast_enabled("cpu"):
+        if not learns:
+            return winograd.convolve(x, conv.weight, conv.bias, m)
+        if m == 4 and min(conv.weight.shape[:2]) >= MIN_TRAINED:
+            return _Filtered.apply(x, conv.weight, conv.bias, m)  # type: ignore[no-untyped-call]
+    if not learns and x.numel() < conv.weight.numel():  # channels last, the plain one would reorder its weights
+        x = x.contiguous()
+    return conv._conv_forward(x, conv.weight, conv.bias)
+
+
+def use(network: nn.Module) -> int:
+    """Run a network's 3x3 convolutions by the fastest way.  Returns how many have a choice.
+
+    Large weights are laid out with channels last, in memory of their own.
+    """
+    found = [
+        module
+        for module in network.modules()
+        if type(module) is nn.Conv2d
+        and (module.kernel_size, module.stride, module.padding) == ((3, 3), (1, 1), (1, 1))
+        and (module.groups, module.dilation, module.padding_mode) == (1, (1, 1), "zeros")
+        and min(module.weight.shape[:2]) >= winograd.MIN_CHANNELS
+    ]
+    release = MappedPages().release
+    for conv in found:
+        patch(conv, _forward)
+        before = conv.weight.data
+        if before.numel() >= LARGE and not before.is_contiguous(memory_format=torch.channels_last):
+            conv.weight.data = channels_last(before)
+            release(before)
+    return len(found)

@@ -1,0 +1,126 @@
+"""3x3 convolutions on a CPU: which way is taken, and gradients."""
+
+import copy
+
+import pytest
+import torch
+import toy
+from torch import nn
+from torch.nn import functional as F
+
+from ldm_lite.models.unet import Downsample, Upsample
+from ldm_lite.runtime.cpu import convolutions, winograd
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both layouts of the input and of the gradient; gradients too."""
+    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(convolutions, "LARGE", 9)
+    conv = nn.Conv2d(6, 4, 3, padding=1)
+    exact = copy.deepcopy(conv).double()
+    assert convolutions.use(conv.requires_grad_(not frozen)) == 1
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    x, grad = toy.normal(0, 2, 6, 5, 7), toy.normal(1, 2, 4, 5, 7)
+    if last:
+        x, grad = (each.contiguous(memory_format=torch.channels_last) for each in (x, grad))
+    inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
+    out = conv(x)
+    assert "_Product" in type(out.grad_fn).__name__
+    double = x.detach().double().requires_grad_()
+    wanted = exact(double)
+    assert toy.relative_error(out.detach(), wanted.detach().numpy()) < 1e-6
+    found = torch.autograd.grad(out, inputs, grad)
+    for one, other in zip(
+        found, torch.autograd.grad(wanted, [double, *exact.parameters()], grad.double()), strict=False
+    ):
+        assert toy.relative_error(one, other.numpy()) < 1e-6
+    with torch.no_grad():
+        assert toy.relative_error(conv(x), wanted.detach().numpy()) < 1e-6
+
+
+def test_large_weights_on_small_maps_take_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = convolutions.as_product
+    monkeypatch.setattr(convolutions, "as_product", lambda x, *rest: calls.append(x.shape[-1]) or original(x, *rest))
+    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 64, 3, padding=1)])
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    convolutions.use(network)
+    with torch.no_grad():
+        for conv in network:
+            for side in (4, 8, 32):
+                conv(toy.normal(0, 2, 128, side, side))
+        small = network[0].half()(toy.normal(0, 2, 128, 4, 4).half())
+    assert calls == [4, 8]
+    assert small.dtype == torch.float16
+    assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in network.state_dict().items())
+
+
+def taken(module: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    original = winograd.convolve
+    with monkeypatch.context() as patch:
+        patch.setattr(winograd, "convolve", lambda *args: calls.append(args[-1]) or original(*args))
+        module(x)
+    return calls
+
+
+def test_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)])
+    assert convolutions.use(network) == 1
+    wide, narrow = network
+    before = list(network.state_dict())
+    with torch.no_grad():
+        assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == [4]
+        assert taken(wide, toy.normal(0, 2, 128, 16, 16), monkeypatch) == [2]
+        assert taken(wide, toy.normal(0, 1, 128, 8, 8), monkeypatch) == []
+        assert taken(narrow, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []
+    assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []  # with gradients it is too narrow
+    assert list(network.state_dict()) == before
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the plain convolution in float64, for an input and weights of either layout in memory."""
+    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(convolutions, "MIN_TRAINED", 4)
+    conv = nn.Conv2d(6, 4, 3, padding=1)
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    exact = copy.deepcopy(conv).double()
+    assert convolutions.use(conv) == 1
+    conv.requires_grad_(not frozen)
+    x, grad = toy.normal(0, 2, 6, 33, 35), toy.normal(1, 2, 4, 33, 35)
+    inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
+    out = conv(x)
+    assert "_Filtered" in type(out.grad_fn).__name__
+    found = torch.autograd.grad(out, inputs, grad)
+    double = x.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(exact(double), [double, *exact.parameters()], grad.double())
+    for one, other in zip(found, wanted, strict=False):
+        assert toy.relative_error(one, other.numpy()) < 4e-6
+
+
+def test_only_plain_convolutions_can_take_it() -> None:
+    others = [
+        Downsample(128),
+        nn.Conv2d(128, 128, 1),
+        nn.Conv2d(128, 128, 3, padding=2, dilation=2),
+        nn.Conv2d(128, 128, 3, padding=1, groups=2),
+        nn.Conv2d(128, 128, 3, padding=1, dilation=2),
+        nn.Conv2d(128, 128, 3, padding=1, padding_mode="circular"),
+    ]
+    assert convolutions.use(nn.ModuleList(others)) == 0
+    assert convolutions.use(nn.ModuleList([Upsample(128)])) == 1
+
+
+def test_changed_weights_and_other_dtypes() -> None:
+    conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
+    convolutions.use(conv)
+    x = toy.normal(0, 2, 128, 32, 32)
+    with torch.no_grad():
+        conv.weight.mul_(3)
+        wanted = F.conv2d(x, conv.weight, conv.bias, padding=1)
+        assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
+        assert torch.equal(conv.double()(x.double()), F.conv2d(x.double(), conv.weight, conv.bias, padding=1))
