@@ -12,6 +12,7 @@ import torch would find it in place of Python's own module.)
 """
 
 import argparse
+import functools
 import importlib.util
 import re
 import statistics
@@ -338,6 +339,8 @@ SHAPES = [
     (2, 1920, 640, 32),
     (2, 1280, 1280, 32),
     (2, 1280, 1280, 16),
+    (2, 1280, 1280, 8),
+    (2, 2560, 1280, 8),
     (1, 512, 512, 64),
     (1, 512, 512, 128),
     (1, 256, 256, 256),
@@ -358,28 +361,36 @@ def convolutions(args: argparse.Namespace) -> None:
     load_weights(vae, weights, "vae", torch.device("cpu"), torch.float32)
     latents = torch.randn(1, 4, 32, 32)
     # The decoder first, and in this order: keep_freed_memory cannot be undone.
-    setups = {"PyTorch's": None, "memory kept": keep_freed_memory, "and Winograd": lambda: cpu_convolutions.use(vae)}
+    setups = {"PyTorch's": None, "memory kept": keep_freed_memory, "and ours": lambda: cpu_convolutions.use(vae)}
     for name, setup in setups.items():
         if setup is not None:
             setup()
         times = timed({name: lambda: vae.decode(latents)}, args.rounds, time.process_time)
         print(f"decoder at 256 px, {name}: {min(times[name]):.2f} s", flush=True)
 
-    print("shape, tile, plain ms, Winograd ms, ratio, relative difference")
+    print("shape, tile or product, plain ms, ours ms, ratio, relative difference")
     for batch, channels, num_out, side in SHAPES:
         x = torch.randn(batch, channels, side, side).to(memory_format=torch.channels_last)
         weight, bias = torch.randn(num_out, channels, 3, 3) / (9 * channels) ** 0.5, torch.randn(num_out)
-        m = winograd.tile(x, weight)
-        assert m is not None
+        last, m = weight.to(memory_format=torch.channels_last), winograd.tile(x, weight)
+        if small := cpu_convolutions.is_small(x, last):
+            fastest = functools.partial(cpu_convolutions.as_product, x, last, bias)
+            x = x.contiguous()  # else the plain one would take longer still
+        else:
+            assert m is not None
+            fastest = functools.partial(winograd.convolve, x, weight, bias, m)
         works: dict[str, Callable[[], Tensor]] = {
-            "plain": lambda x=x, w=weight, b=bias: F.conv2d(x, w, b, padding=1),
-            "winograd": lambda x=x, w=weight, b=bias, m=m: winograd.convolve(x, w, b, m),
+            "plain": functools.partial(F.conv2d, x, weight, bias, padding=1),
+            "ours": fastest,
         }
         plain, fast = (1e3 * min(seconds) for seconds in timed(works, args.rounds, time.process_time).values())
         wanted, found = (work() for work in works.values())
         difference = (found - wanted).norm() / wanted.norm()
         shape = f"{batch} x {channels} -> {num_out}, {side} x {side}"
-        print(f"{shape}, F({m}), {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}", flush=True)
+        print(
+            f"{shape}, {'product' if small else f'F({m})'}, {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}",
+            flush=True,
+        )
 
 
 @torch.no_grad()
