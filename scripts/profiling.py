@@ -387,10 +387,8 @@ def convolutions(args: argparse.Namespace) -> None:
         wanted, found = (work() for work in works.values())
         difference = (found - wanted).norm() / wanted.norm()
         shape = f"{batch} x {channels} -> {num_out}, {side} x {side}"
-        print(
-            f"{shape}, {'product' if small else f'F({m})'}, {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}",
-            flush=True,
-        )
+        way = "product" if small else f"F({m})"
+        print(f"{shape}, {way}, {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}", flush=True)
 
 
 @torch.no_grad()
