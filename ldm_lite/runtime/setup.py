@@ -59,7 +59,7 @@ def prepare(
     chosen = choose_kernels(options.kernels, device)
     for role, network in networks.items():
         _set_attention(role, network, options.attention or "sdpa", device)
-        _use_kernels(network, device, chosen)
+        _use_kernels(network, device, chosen, may_move=options.offload is None and options.storage is None)
         if options.attention is None and _has_cpu_kernels(network, device, chosen):
             for layer in attention_backends.layers(network).values():
                 layer.attention = cpu_attention.timed
@@ -112,7 +112,7 @@ def choose_kernels(text: str | None, device: torch.device) -> frozenset[str]:
     return names
 
 
-def _use_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> None:
+def _use_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str], may_move: bool = False) -> None:
     on_cpu, in_float32 = device.type == "cpu", next(network.parameters()).dtype == torch.float32
     if device.type == "cuda" or (on_cpu and not in_float32):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -123,7 +123,7 @@ def _use_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str
     vars(network)["plain_kernels"] = PLAIN in chosen
     if _has_cpu_kernels(network, device, chosen):
         products.use(network)
-        convolutions.use(network)
+        convolutions.use(network, may_move)
     if on_cpu:
         keep_freed_memory()
 

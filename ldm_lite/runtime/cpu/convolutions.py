@@ -10,6 +10,9 @@ For float32; all have gradients.
 Shape letters: B batch, C channels in, K channels out.
 """
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,13 +28,21 @@ from ldm_lite.runtime.timed_layers import neighbourhoods
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
 SMALL = 1024  # positions of all maps of a batch: with as many, the sums take longer than the weights
+_LOCK = threading.Lock()  # of the counts of readers of weights, and of weights that are laid out
 MIN_TRAINED = 320  # channels from which Winograd's filtering with gradients is faster, in tiles of 4 by 4
 
 
 def is_small(x: Tensor, weight: Tensor) -> bool:
     """Whether a convolution of x (B,C,h,w) by weight (K,C,3,3) is faster as a product."""
-    positions = x.shape[0] * x.shape[2] * x.shape[3]
-    return weight.numel() >= LARGE and positions < SMALL and weight.is_contiguous(memory_format=torch.channels_last)
+    return weight.numel() >= LARGE and _positions(x) < SMALL and _is_laid_out(weight)
+
+
+def _positions(x: Tensor) -> int:
+    return x.shape[0] * x.shape[2] * x.shape[3]
+
+
+def _is_laid_out(weight: Tensor) -> bool:
+    return weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,14 +105,42 @@ class _Filtered(torch.autograd.Function):
 
 @kernel
 def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+    if other or torch.compiler.is_compiling():
         return conv._conv_forward(x, conv.weight, conv.bias)
+    if conv.weight.numel() < LARGE or not vars(conv).get("may_move", False):
+        return _fastest(conv, x)
+    with _reading(conv, x):
+        return _fastest(conv, x)
+
+
+@contextlib.contextmanager
+def _reading(conv: nn.Conv2d, x: Tensor) -> Iterator[None]:
+    """Within the block no thread moves the weight.  Before it this one lays it out for a small map x, if none reads it.
+
+    Not when it is loaded: that takes as long as loading, and images that are large enough have no small maps.
+    """
+    with _LOCK:
+        readers = vars(conv).get("readers", 0)
+        before = conv.weight.data
+        if readers == 0 and not conv.weight.requires_grad and not _is_laid_out(before) and _positions(x) < SMALL:
+            conv.weight.data = channels_last(before)
+            MappedPages().release(before)
+        vars(conv)["readers"] = readers + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            vars(conv)["readers"] -= 1
+
+
+def _fastest(conv: nn.Conv2d, x: Tensor) -> Tensor:
     learns = torch.is_grad_enabled() and (x.requires_grad or conv.weight.requires_grad)
     if is_small(x, conv.weight):
         if learns:
             return _Product.apply(x, conv.weight, conv.bias)  # type: ignore[no-untyped-call]
         return as_product(x, conv.weight, conv.bias)
-    if (m := winograd.tile(x, conv.weight)) is not None and not torch.is_autocast_enabled("cpu"):
+    if (m := winograd.tile(x, conv.weight)) is not None:
         if not learns:
             return winograd.convolve(x, conv.weight, conv.bias, m)
         if m == 4 and min(conv.weight.shape[:2]) >= MIN_TRAINED:
@@ -111,10 +150,10 @@ def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return conv._conv_forward(x, conv.weight, conv.bias)
 
 
-def use(network: nn.Module) -> int:
+def use(network: nn.Module, may_move: bool = False) -> int:
     """Run a network's 3x3 convolutions by the fastest way.  Returns how many have a choice.
 
-    Large weights are laid out with channels last, in memory of their own.
+    may_move tells that nobody else moves weights: the first small map lays large ones out, in memory of their own.
     """
     found = [
         module
@@ -124,11 +163,7 @@ def use(network: nn.Module) -> int:
         and (module.groups, module.dilation, module.padding_mode) == (1, (1, 1), "zeros")
         and min(module.weight.shape[:2]) >= winograd.MIN_CHANNELS
     ]
-    release = MappedPages().release
     for conv in found:
         patch(conv, _forward)
-        before = conv.weight.data
-        if before.numel() >= LARGE and not before.is_contiguous(memory_format=torch.channels_last):
-            conv.weight.data = channels_last(before)
-            release(before)
+        vars(conv)["may_move"] = may_move
     return len(found)

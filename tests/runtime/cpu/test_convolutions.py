@@ -1,6 +1,7 @@
 """3x3 convolutions on a CPU: which way is taken, and gradients."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
     conv = nn.Conv2d(6, 4, 3, padding=1)
     exact = copy.deepcopy(conv).double()
     assert convolutions.use(conv.requires_grad_(not frozen)) == 1
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
     x, grad = toy.normal(0, 2, 6, 5, 7), toy.normal(1, 2, 4, 5, 7)
     if last:
@@ -47,13 +49,14 @@ def test_large_weights_on_small_maps_take_a_product(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 64, 3, padding=1)])
     before = {key: value.clone() for key, value in network.state_dict().items()}
-    convolutions.use(network)
+    convolutions.use(network.requires_grad_(False), may_move=True)
     with torch.no_grad():
         for conv in network:
-            for side in (4, 8, 32):
+            for side in (32, 4, 8, 32):
                 conv(toy.normal(0, 2, 128, side, side))
         small = network[0].half()(toy.normal(0, 2, 128, 4, 4).half())
     assert calls == [4, 8]
+    assert [vars(conv).get("readers", 0) for conv in network] == [0, 0]
     assert small.dtype == torch.float16
     assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in network.state_dict().items())
 
@@ -124,3 +127,31 @@ def test_changed_weights_and_other_dtypes() -> None:
         wanted = F.conv2d(x, conv.weight, conv.bias, padding=1)
         assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
         assert torch.equal(conv.double()(x.double()), F.conv2d(x.double(), conv.weight, conv.bias, padding=1))
+
+
+def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads with maps of two sizes: the large ones read the weight as it was, or as it is."""
+    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    small, large = toy.normal(0, 2, 128, 4, 4), toy.normal(1, 2, 128, 48, 48)
+    for seed in range(5):
+        conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
+        conv.weight.data = toy.normal(seed, 128, 128, 3, 3)
+        wanted = [F.conv2d(x, conv.weight, conv.bias, padding=1) for x in (small, large)]
+        convolutions.use(conv, may_move=True)
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(conv, [small, large] * 12))
+        for i, out in enumerate(found):
+            assert toy.relative_error(out, wanted[i % 2].numpy()) < 1e-5
+        conv(small)
+        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_that_others_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    x = toy.normal(0, 2, 128, 4, 4)
+    for may_move, learns in ((False, False), (True, True)):
+        conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(learns)
+        convolutions.use(conv, may_move)
+        with torch.no_grad():
+            conv(x)
+        assert not conv.weight.is_contiguous(memory_format=torch.channels_last)
