@@ -132,7 +132,7 @@ def test_qwen3_equals_transformers_whatever_the_padding(pipe: Pipeline) -> None:
     out = pipe.text_encoder(ids) * mask[:, :, None]  # type: ignore[misc]
     assert toy.relative_error(out, GOLDEN["qwen3"]) < 1e-5
     alone = pipe.text_encoder(ids[:1, :7])  # type: ignore[misc]
-    assert torch.allclose(alone[0], out[1, :7], atol=1e-6)
+    assert toy.relative_error(alone[0], out[1, :7].numpy()) < 3e-6
 
 
 def test_captions_of_one_length_need_no_mask(pipe: Pipeline) -> None:

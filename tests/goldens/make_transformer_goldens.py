@@ -6,7 +6,8 @@
 
 The networks are the originals' own classes, in toy_flow's sizes and filled with toy.fill's weights, in float32.
 diffusers' are filled by diffusers' keys, which are stored with their shapes; LoRAs likewise, PEFT's on diffusers'
-networks and Black Forest Labs' own for control.
+networks and Black Forest Labs' own for control.  PEFT's are computed in float64, since their random weights make
+rounding twenty times as large, and differently on every CPU.
 """
 
 import argparse
@@ -164,8 +165,10 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
         arrays[f"diffusers.{name}"] = unpack(out, x)
         if name == "flux_dev":
             shapes["lora.flux_dev"] = with_lora(network)
+            x, context, y = x.double(), context.double(), y.double()
+            arguments = {key: value.double() for key, value in arguments.items()}
             out = network(pack(x), encoder_hidden_states=context, pooled_projections=y, **arguments).sample
-            arrays["lora.flux_dev"] = unpack(out, x)
+            arrays["lora.flux_dev"] = unpack(out, x).float()
     for name, spec in SD3.items():
         network = diffusers.SD3Transformer2DModel(
             sample_size=2 * spec.side,
@@ -187,8 +190,9 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
         arrays[f"diffusers.{name}"] = out
         if name == "sd35_medium":
             shapes["lora.sd35_medium"] = with_lora(network)
+            x, t, context, y = x.double(), t.double(), context.double(), y.double()
             out = network(x, encoder_hidden_states=context, pooled_projections=y, timestep=t).sample
-            arrays["lora.sd35_medium"] = out
+            arrays["lora.sd35_medium"] = out.float()
     return arrays, shapes
 
 
@@ -198,12 +202,13 @@ def filled(network: nn.Module) -> dict[str, list[int]]:
 
 
 def with_lora(network: nn.Module) -> dict[str, list[int]]:
-    """Put a LoRA on every linear of diffusers' network, by PEFT; return the shapes of its file."""
+    """Put a LoRA on every linear of diffusers' network, by PEFT, and make it float64; return the shapes of its file."""
     names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     network.add_adapter(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names))
     keys = get_peft_model_state_dict(network)
     weights = {f"transformer.{key}": random_tensor(f"lora.{key}", tuple(value.shape)) for key, value in keys.items()}
     set_peft_model_state_dict(network, {key.removeprefix("transformer."): value for key, value in weights.items()})
+    network.double()
     return {key: list(value.shape) for key, value in weights.items()}
 
 

@@ -5,7 +5,8 @@
     PYTHONPATH=tests/fixtures python tests/goldens/make_z_image_goldens.py --originals .
 
 The networks are the originals' own classes in toy_z_image's sizes, in float32, with weights that their keys decide,
-which are stored with their shapes.  The whole run is diffusers' ZImagePipeline from prompts to pixels, with guidance.
+which are stored with their shapes.  With a LoRA it is float64: its random weights make rounding twenty times as large,
+and differently on every CPU.  The whole run is diffusers' ZImagePipeline from prompts to pixels, with guidance.
 """
 
 import argparse
@@ -41,9 +42,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-def run(network: nn.Module) -> torch.Tensor:
+def run(network: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What a transformer of these classes makes of toy_z_image's inputs, (2,4,6,10)."""
     x, t, context, y = toy_z_image.inputs()
+    x, t, context = x.to(dtype), t.to(dtype), context.to(dtype)
     captions = [each[:count] for each, count in zip(context, y.flatten().tolist(), strict=True)]
     out = network([each[:, None] for each in x], t, captions)
     return torch.stack(list(out[0]))[:, :, 0]
@@ -128,7 +130,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
         pipe.transformer, {key.removeprefix("transformer."): value for key, value in lora.items()}
     )
     shapes["lora"] = {key: list(value.shape) for key, value in lora.items()}
-    arrays["lora"] = run(pipe.transformer)
+    arrays["lora"] = run(pipe.transformer.double(), torch.float64).float()
     return arrays, shapes
 
 
