@@ -5,6 +5,7 @@
     python scripts/profiling.py text-cache         # a step with and without the text's cached keys and values
     python scripts/profiling.py convolutions       # 3x3 convolutions on a CPU, PyTorch's and Winograd's
     python scripts/profiling.py attention          # a step on a CPU with PyTorch's attention, and with ours
+    python scripts/profiling.py operators          # where a step on a CPU spends its time
     python scripts/profiling.py strips             # the decoder on a CPU, whole and in strips
 
 The counts need no GPU; their lines for diffusers need `pip install diffusers`.  (Not named profile.py: scripts that
@@ -339,6 +340,7 @@ SHAPES = [
     (2, 1920, 640, 32),
     (2, 1280, 1280, 32),
     (2, 1280, 1280, 16),
+    (2, 1280, 1280, 4),
     (2, 1280, 1280, 8),
     (2, 2560, 1280, 8),
     (1, 512, 512, 64),
@@ -352,9 +354,11 @@ SHAPES = [
 def convolutions(args: argparse.Namespace) -> None:
     """3x3 convolutions of Stable Diffusion's sizes, and the decoder at 256 px.
 
-    On one thread, in its CPU time, which other processes disturb less than the clock's; the fastest of --rounds.
+    On one thread in its CPU time, which other processes disturb less than the clock's; with --threads 2 or more by the
+    clock.  The fastest of --rounds.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     with on_meta():
         vae: Any = build(SD1.networks["vae"])
     weights = split(random_checkpoint("sd1", SD1))["vae"]
@@ -365,7 +369,7 @@ def convolutions(args: argparse.Namespace) -> None:
     for name, setup in setups.items():
         if setup is not None:
             setup()
-        times = timed({name: lambda: vae.decode(latents)}, args.rounds, time.process_time)
+        times = timed({name: lambda: vae.decode(latents)}, args.rounds, clock)
         print(f"decoder at 256 px, {name}: {min(times[name]):.2f} s", flush=True)
 
     print("shape, tile or product, plain ms, ours ms, ratio, relative difference")
@@ -383,7 +387,7 @@ def convolutions(args: argparse.Namespace) -> None:
             "plain": functools.partial(F.conv2d, x, weight, bias, padding=1),
             "ours": fastest,
         }
-        plain, fast = (1e3 * min(seconds) for seconds in timed(works, args.rounds, time.process_time).values())
+        plain, fast = (1e3 * min(seconds) for seconds in timed(works, args.rounds, clock).values())
         wanted, found = (work() for work in works.values())
         difference = (found - wanted).norm() / wanted.norm()
         shape = f"{batch} x {channels} -> {num_out}, {side} x {side}"
@@ -391,19 +395,35 @@ def convolutions(args: argparse.Namespace) -> None:
         print(f"{shape}, {way}, {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}", flush=True)
 
 
-@torch.no_grad()
-def attention(args: argparse.Namespace) -> None:
-    """A guided forward of Stable Diffusion's UNet on a CPU with PyTorch's attention, and with ours for 4096 tokens."""
+def sd1_step() -> tuple[Any, Tensor, Tensor, Tensor]:
+    """Stable Diffusion's UNet on the CPU with random weights, and its inputs for a guided step at 512 px."""
     with on_meta():
         unet: Any = build(SD1.networks["unet"])
     load_weights(unet, split(random_checkpoint("sd1", SD1))["unet"], "unet", torch.device("cpu"), torch.float32)
     prepare({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
-    x, t, context = torch.randn(2, 4, 64, 64), torch.tensor([500.0, 500.0]), torch.randn(2, 77, 768)
+    return unet, torch.randn(2, 4, 64, 64), torch.tensor([500.0, 500.0]), torch.randn(2, 77, 768)
+
+
+@torch.no_grad()
+def operators(args: argparse.Namespace) -> None:
+    """Seconds by operator of a guided forward of Stable Diffusion's UNet on a CPU, after one of warm-up."""
+    unet, *inputs = sd1_step()
+    unet(*inputs)
+    with torch.profiler.profile() as profile:
+        unet(*inputs)
+    print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=60))
+
+
+@torch.no_grad()
+def attention(args: argparse.Namespace) -> None:
+    """A guided forward of Stable Diffusion's UNet on a CPU with PyTorch's attention, and with ours for 4096 tokens."""
+    unet, *inputs = sd1_step()
 
     def run(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         for layer in attention_backends.layers(unet).values():
             layer.attention = function
-        return unet(x, t, context)
+        out: Tensor = unet(*inputs)
+        return out
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (cpu_attention.blocked if k.shape[2] >= 4096 else F.scaled_dot_product_attention)(q, k, v)
@@ -423,6 +443,7 @@ def main() -> None:
         "text-cache": text_cache,
         "convolutions": convolutions,
         "attention": attention,
+        "operators": operators,
         "strips": strips,
     }
     added = {}
@@ -432,6 +453,7 @@ def main() -> None:
     for name, rounds in (("text-cache", 40), ("convolutions", 5), ("attention", 5), ("strips", 12)):
         added[name].add_argument("--rounds", type=int, default=rounds)
     added["text-cache"].add_argument("--ckpt")
+    added["convolutions"].add_argument("--threads", type=int, default=1)
     added["strips"].add_argument("--size", type=int, default=512)
     added["strips"].add_argument("--dtype", default="float32")
     args = parser.parse_args()

@@ -10,6 +10,7 @@ Shape letters: B batch, C channels in, K channels out.
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +25,15 @@ _geglu: Any = None  # runtime.geglu_kernel once it is used: Triton may be missin
 SMALL = 16 * 16  # positions of a map: with more, cuDNN has enough tiles for all of a GPU's processors
 
 
-def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def as_product(x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last."""
-    (b, _, h, w), columns = x.shape, neighbourhoods(x)
-    rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)  # (K, 9C), a view if channels are last
-    return F.linear(columns, rows, bias).view(b, h, w, -1).permute(0, 3, 1, 2)
+    b, _, h, w = x.shape
+    return multiply(neighbourhoods(x), as_rows(weight), bias).view(b, h, w, -1).permute(0, 3, 1, 2)
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """Return the weight (K,C,3,3) as the rows of that product: (K,9C), a view if channels are last."""
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
 
 
 def neighbourhoods(x: Tensor) -> Tensor:

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from ldm_lite.models.ops import channels_last
+from ldm_lite.runtime import timed_layers
 from ldm_lite.runtime.cpu import products, winograd
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.runtime.patching import kernel, patch
-from ldm_lite.runtime.timed_layers import neighbourhoods
+from ldm_lite.runtime.timed_layers import as_rows, neighbourhoods
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
 SMALL = 1024  # positions of all maps of a batch: with as many, the sums take longer than the weights
-_LOCK = threading.Lock()  # of the counts of readers of weights, and of weights that are laid out
+_LOCK = threading.Lock()  # held while counts of readers change, and while a weight is laid out
 MIN_TRAINED = 320  # channels from which Winograd's filtering with gradients is faster, in tiles of 4 by 4
 
 
@@ -47,13 +47,7 @@ def _is_laid_out(weight: Tensor) -> bool:
 
 def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last."""
-    (b, _, h, w), columns, rows = x.shape, neighbourhoods(x), _rows(weight)
-    multiply = products.multiply if products.is_timed(columns, rows) else F.linear
-    return multiply(columns, rows, bias).view(b, h, w, -1).permute(0, 3, 1, 2)
-
-
-def _rows(weight: Tensor) -> Tensor:
-    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)  # (K, 9C), a view
+    return timed_layers.as_product(x, weight, bias, products.linear)
 
 
 class _Product(torch.autograd.Function):
@@ -72,7 +66,7 @@ class _Product(torch.autograd.Function):
         rows = channels_last(grad).permute(0, 2, 3, 1).reshape(-1, num_out)  # (Bhw, K)
         grad_x = grad_weight = None
         if of_x:
-            columns = (rows @ _rows(weight)).view(b, h, w, 3, 3, channels)
+            columns = (rows @ as_rows(weight)).view(b, h, w, 3, 3, channels)
             padded = x.new_zeros(b, h + 2, w + 2, channels)
             for i in range(3):
                 for j in range(3):

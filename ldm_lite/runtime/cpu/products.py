@@ -38,6 +38,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (F.linear if fastest(what, "fp32", ways, x.device) == "torch" else _onednn)(x, weight, bias)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, by the faster library where there is a choice."""
+    return multiply(x, weight, bias) if is_timed(x, weight) else F.linear(x, weight, bias)
+
+
 def is_timed(x: Tensor, weight: Tensor) -> bool:
     """Whether a product is large enough for a choice of its library, for inference in float32 on a CPU."""
     inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
@@ -74,9 +79,7 @@ def _onednn_each(x: Tensor, weight: Tensor) -> Tensor:
 
 @kernel
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    if is_timed(x, layer.weight):
-        return multiply(x, layer.weight, layer.bias)
-    return nn.Linear.forward(layer, x)
+    return linear(x, layer.weight, layer.bias)
 
 
 @kernel
