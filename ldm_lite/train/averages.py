@@ -9,7 +9,6 @@ a share of t.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
 
 import contextlib
 import copy
-import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import CheckedOptions, option
-from ldm_lite.train.examples import write_atomically
+from ldm_lite.train.files import write_tensors
 
 FOLDER = "averages"
 LENGTHS = (0.05, 0.1)  # of the two that a run keeps
@@ -71,7 +69,7 @@ class PowerAverages:
                 for key, each in network.named_parameters()
             }
             path = folder / FOLDER / f"{step:07}-{length:.3f}.safetensors"
-            write_atomically(path, functools.partial(save_file, values))
+            write_tensors(path, values)
 
 
 # ---- afterwards -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.cli.files import read_json, read_text
 from ldm_lite.train.batches import Batch
-from ldm_lite.train.examples import Example, write_atomically
+from ldm_lite.train.examples import Example
+from ldm_lite.train.files import write_atomically
 from ldm_lite.train.tars import OPEN_SHARDS
 
 INDEX = "index.json"

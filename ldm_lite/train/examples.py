@@ -1,21 +1,15 @@
 """Examples of training data, and what is common to all kinds of it: sizes, captions, files."""
 
-import contextlib
-import errno
 import math
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ldm_lite.text.tokenizer import MOST_CHARACTERS
@@ -158,24 +152,3 @@ def caption_in(row: object, where: object) -> str:
         if isinstance(text := found.get(name), str):
             return text.strip()
     raise ValueError(f"{where}: wanted a JSON object with a caption called {' or '.join(CAPTIONS)}")
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file and rename it to `path`; an earlier file stays as it is if writing fails.
-
-    Raises OSError, also for the errors of torch and safetensors when a disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        try:
-            write(temporary)
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # a machine that loses power must not keep the name without the content
-        except (RuntimeError, SafetensorError) as error:
-            full = shutil.disk_usage(path.parent).free < 2**20  # they do not tell
-            why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
-            raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ldm_lite import generate
@@ -25,7 +23,7 @@ from ldm_lite.train.averages import Weights, using
 from ldm_lite.train.config import CONFIG, with_config
 from ldm_lite.train.control import control_file, steered
 from ldm_lite.train.embedding import embedding_file
-from ldm_lite.train.examples import write_atomically
+from ldm_lite.train.files import write_atomically, write_tensors
 from ldm_lite.train.lora import kohya_file
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.setup import make_loss, make_model
@@ -83,7 +81,7 @@ def _content(
 def _store(path: Path, content: Content, step: int) -> None:
     tensors, metadata = content
     metadata["step"] = str(step)
-    write_atomically(path, lambda part: _write(tensors, metadata, part))
+    write_tensors(path, tensors, metadata)
 
 
 def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None:
@@ -95,19 +93,6 @@ def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None
         for key, parameter in network.named_parameters():
             parameter.data = weights[f"{name}.{key}"]
     _store(out, _content(options, model, networks), step)
-
-
-def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    """Write a .safetensors file.  Its library orders metadata at random: here equal content has equal bytes."""
-    save_file(tensors, path, metadata=metadata)
-    with open(path, "rb+") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        assert len(text) == size
-        file.seek(8)
-        file.write(text)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ from ldm_lite.train.averages import using
 from ldm_lite.train.config import CONFIG, as_toml, with_config
 from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.encoded import EncodedDataset
-from ldm_lite.train.examples import Dataset, write_atomically
+from ldm_lite.train.examples import Dataset
+from ldm_lite.train.files import write_atomically
 from ldm_lite.train.loggers import open_logger
 from ldm_lite.train.lora import AttachedLoRA, LoRA
 from ldm_lite.train.losses import DiffusionLoss, Loss, Prior, checkpoint_activations

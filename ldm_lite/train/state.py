@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file, read_bytes
 from ldm_lite.train import distributed
-from ldm_lite.train.examples import write_atomically
+from ldm_lite.train.files import write_atomically
 from ldm_lite.train.loggers import Logger
 
 try:

@@ -26,7 +26,8 @@ from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
 from ldm_lite.train.averages import PowerAverages, using
 from ldm_lite.train.batches import Batch, Draws, Share, batches, reported_workers
-from ldm_lite.train.examples import Dataset, write_atomically
+from ldm_lite.train.examples import Dataset
+from ldm_lite.train.files import write_atomically
 from ldm_lite.train.losses import Loss
 from ldm_lite.train.optimizers import make_optimizer, restore
 from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state

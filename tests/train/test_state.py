@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
 from ldm_lite.train.examples import Example
+from ldm_lite.train.files import write_tensors
 from ldm_lite.train.state import locked, read_log
 from ldm_lite.train.trainer import TrainConfig, Trainer
 
@@ -339,6 +342,36 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)
     with locked(tmp_path):
         pass
+
+
+def test_a_file_of_tensors_leaves_nothing_beside_it_and_others_may_read_it(tmp_path: Path) -> None:
+    """Also what a killed process left of its library's own file of a random name, by default for the owner alone."""
+    path, tensors, about = tmp_path / "model.safetensors", {"b": torch.ones(3), "a": torch.zeros(2, 2)}, {"z": "1"}
+    (tmp_path / "plain").touch()
+    (tmp_path / ".model.safetensors.folder").mkdir()
+    (tmp_path / ".model.safetensors.folder" / ".tmpDzf92L").write_bytes(b"killed")
+    contents = set()
+    for metadata in ({**about, "y": "2", "x": "3"}, {"x": "3", "y": "2", **about}, {"y": "2", **about, "x": "3"}):
+        write_tensors(path, tensors, metadata)
+        contents.add(path.read_bytes())
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == metadata
+        assert {name: value.tolist() for name, value in load_file(path).items()} == {
+            "a": [[0, 0], [0, 0]],
+            "b": [1] * 3,
+        }
+    assert len(contents) == 1
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+    try:
+        with pytest.raises(OSError, match="cannot be written"):
+            write_tensors(path, {"other": torch.ones(3)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    write_tensors(tmp_path / "bare.safetensors", tensors)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["bare.safetensors", "model.safetensors", "plain"]
+    assert {path.read_bytes()} == contents
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
