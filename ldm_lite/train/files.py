@@ -52,7 +52,8 @@ def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> 
         path.touch()
         written = folder / "tensors"
         save_file(tensors, written, metadata=metadata)
-        written.chmod(path.stat().st_mode)
+        with contextlib.suppress(OSError):  # file systems without rights
+            written.chmod(path.stat().st_mode)
         written.replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
