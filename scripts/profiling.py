@@ -52,7 +52,6 @@ from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime import fused_norm, timed_layers, timing
 from ldm_lite.runtime.cpu import attention as cpu_attention
 from ldm_lite.runtime.cpu import convolutions as cpu_convolutions
-from ldm_lite.runtime.cpu import winograd
 from ldm_lite.runtime.setup import keep_freed_memory, prepare
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.zoo.families import FAMILIES
@@ -372,26 +371,23 @@ def convolutions(args: argparse.Namespace) -> None:
         times = timed({name: lambda: vae.decode(latents)}, args.rounds, clock)
         print(f"decoder at 256 px, {name}: {min(times[name]):.2f} s", flush=True)
 
-    print("shape, tile or product, plain ms, ours ms, ratio, relative difference")
+    print("shape, way, plain ms, ours ms, ratio, relative difference")
     for batch, channels, num_out, side in SHAPES:
         x = torch.randn(batch, channels, side, side).to(memory_format=torch.channels_last)
         weight, bias = torch.randn(num_out, channels, 3, 3) / (9 * channels) ** 0.5, torch.randn(num_out)
-        last, m = weight.to(memory_format=torch.channels_last), winograd.tile(x, weight)
-        if small := cpu_convolutions.is_small(x, last):
-            fastest = functools.partial(cpu_convolutions.as_product, x, last, bias)
+        last = weight.to(memory_format=torch.channels_last)
+        way = cpu_convolutions.way(x, last)
+        ours = functools.partial(cpu_convolutions.WAYS[way], x, last, bias)
+        if x.numel() < weight.numel():
             x = x.contiguous()  # else the plain one would take longer still
-        else:
-            assert m is not None
-            fastest = functools.partial(winograd.convolve, x, weight, bias, m)
         works: dict[str, Callable[[], Tensor]] = {
             "plain": functools.partial(F.conv2d, x, weight, bias, padding=1),
-            "ours": fastest,
+            "ours": ours,
         }
         plain, fast = (1e3 * min(seconds) for seconds in timed(works, args.rounds, clock).values())
         wanted, found = (work() for work in works.values())
         difference = (found - wanted).norm() / wanted.norm()
         shape = f"{batch} x {channels} -> {num_out}, {side} x {side}"
-        way = "product" if small else f"F({m})"
         print(f"{shape}, {way}, {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}", flush=True)
 
 

@@ -14,7 +14,7 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime.attention import record, use
-from ldm_lite.runtime.cpu import convolutions, group_norm, winograd
+from ldm_lite.runtime.cpu import convolutions, group_norm
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import kernel, patch, patch_of, runs_as_written, unpatch, unpatched
 from ldm_lite.runtime.setup import prepare
@@ -109,7 +109,7 @@ def test_which_of_our_own_networks_run_as_written() -> None:
 
 
 def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
     vae = toy.fill(AutoencoderKL(SMALL.vae))
     assert convolutions.use(vae) > 0
     group_norm.use(vae)

@@ -1,8 +1,9 @@
 """3x3 convolutions on a CPU, each by the fastest way for its size.
 
+- Many positions: Winograd's filtering.
 - Large weights on a small map: one matrix product over copied neighbourhoods.  PyTorch's convolution (oneDNN) reorders
   the weights at every call, which takes longer than the sums; the product reads them as they lie, channels last.
-- Many positions: Winograd's filtering.
+- Between the two: what is faster on this machine, by measuring once.
 - Everything else: PyTorch's convolution.
 
 For float32; all have gradients.
@@ -11,13 +12,15 @@ Shape letters: B batch, C channels in, K channels out.
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ldm_lite.models.ops import channels_last
 from ldm_lite.runtime import timed_layers
@@ -25,16 +28,29 @@ from ldm_lite.runtime.cpu import products, winograd
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.runtime.patching import kernel, patch
 from ldm_lite.runtime.timed_layers import as_rows, neighbourhoods
+from ldm_lite.runtime.timing import fastest
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
-SMALL = 1024  # positions of all maps of a batch: with as many, the sums take longer than the weights
+MANY = 1024  # positions of all maps of a batch: with as many, Winograd's filtering in tiles of 4 by 4 is the fastest
+SOME = 512  # positions from which it is worth a try
+MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
+MIN_TRAINED = 320  # channels from which the filtering with gradients is faster, in tiles of 4 by 4
 _LOCK = threading.Lock()  # held while counts of readers change, and while a weight is laid out
-MIN_TRAINED = 320  # channels from which Winograd's filtering with gradients is faster, in tiles of 4 by 4
 
 
-def is_small(x: Tensor, weight: Tensor) -> bool:
-    """Whether a convolution of x (B,C,h,w) by weight (K,C,3,3) is faster as a product."""
-    return weight.numel() >= LARGE and _positions(x) < SMALL and _is_laid_out(weight)
+def way(x: Tensor, weight: Tensor) -> str:
+    """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3), without gradients."""
+    positions = _positions(x)
+    if positions >= MANY:
+        return "tiles of 4"
+    if not _is_laid_out(weight):
+        return "tiles of 2" if positions >= SOME else "plain"
+    first = "product" if weight.numel() >= LARGE else "tiles of 2" if positions >= SOME else "plain"
+    if positions < SOME:
+        return first
+    ways = {name: functools.partial(WAYS[name], x, weight, None) for name in (first, "tiles of 2", "tiles of 4")}
+    what = f"3x3 convolution of {positions} positions, {weight.shape[1]} to {len(weight)} channels"
+    return fastest(what, "fp32", ways, x.device)
 
 
 def _positions(x: Tensor) -> int:
@@ -48,6 +64,20 @@ def _is_laid_out(weight: Tensor) -> bool:
 def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last."""
     return timed_layers.as_product(x, weight, bias, products.linear)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.numel() < weight.numel():  # channels last, it would reorder its weights
+        x = x.contiguous()
+    return F.conv2d(x, weight, bias, padding=1)
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "plain": _plain,
+    "product": as_product,
+    "tiles of 2": functools.partial(winograd.convolve, m=2),
+    "tiles of 4": functools.partial(winograd.convolve, m=4),
+}
 
 
 class _Product(torch.autograd.Function):
@@ -102,7 +132,7 @@ def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
     other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     if other or torch.compiler.is_compiling():
         return conv._conv_forward(x, conv.weight, conv.bias)
-    if conv.weight.numel() < LARGE or not vars(conv).get("may_move", False):
+    if not vars(conv).get("may_move", False):
         return _fastest(conv, x)
     with _reading(conv, x):
         return _fastest(conv, x)
@@ -110,14 +140,15 @@ def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _reading(conv: nn.Conv2d, x: Tensor) -> Iterator[None]:
-    """Within the block no thread moves the weight.  Before it this one lays it out for a small map x, if none reads it.
+    """Within the block no thread moves the weight.  Before it this one lays it out for a map x, if none reads it.
 
-    Not when it is loaded: that takes as long as loading, and images that are large enough have no small maps.
+    Not when it is loaded: that takes as long as loading.
     """
     with _LOCK:
         readers = vars(conv).get("readers", 0)
         before = conv.weight.data
-        if readers == 0 and not conv.weight.requires_grad and not _is_laid_out(before) and _positions(x) < SMALL:
+        wanted = conv.weight.numel() >= LARGE or _positions(x) >= SOME
+        if readers == 0 and wanted and not conv.weight.requires_grad and not _is_laid_out(before):
             conv.weight.data = channels_last(before)
             MappedPages().release(before)
         vars(conv)["readers"] = readers + 1
@@ -129,25 +160,20 @@ def _reading(conv: nn.Conv2d, x: Tensor) -> Iterator[None]:
 
 
 def _fastest(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    learns = torch.is_grad_enabled() and (x.requires_grad or conv.weight.requires_grad)
-    if is_small(x, conv.weight):
-        if learns:
-            return _Product.apply(x, conv.weight, conv.bias)  # type: ignore[no-untyped-call]
-        return as_product(x, conv.weight, conv.bias)
-    if (m := winograd.tile(x, conv.weight)) is not None:
-        if not learns:
-            return winograd.convolve(x, conv.weight, conv.bias, m)
-        if m == 4 and min(conv.weight.shape[:2]) >= MIN_TRAINED:
-            return _Filtered.apply(x, conv.weight, conv.bias, m)  # type: ignore[no-untyped-call]
-    if not learns and x.numel() < conv.weight.numel():  # channels last, the plain one would reorder its weights
-        x = x.contiguous()
-    return conv._conv_forward(x, conv.weight, conv.bias)
+    weight, bias, positions = conv.weight, conv.bias, _positions(x)
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return WAYS[way(x, weight)](x, weight, bias)
+    if weight.numel() >= LARGE and positions < MANY and _is_laid_out(weight):
+        return _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    if positions >= MANY and min(weight.shape[:2]) >= MIN_TRAINED:
+        return _Filtered.apply(x, weight, bias, 4)  # type: ignore[no-untyped-call]
+    return conv._conv_forward(x, weight, bias)
 
 
 def use(network: nn.Module, may_move: bool = False) -> int:
     """Run a network's 3x3 convolutions by the fastest way.  Returns how many have a choice.
 
-    may_move tells that nobody else moves weights: the first small map lays large ones out, in memory of their own.
+    may_move tells that nobody else moves weights: they are laid out at first use, in memory of their own.
     """
     found = [
         module
@@ -155,7 +181,7 @@ def use(network: nn.Module, may_move: bool = False) -> int:
         if type(module) is nn.Conv2d
         and (module.kernel_size, module.stride, module.padding) == ((3, 3), (1, 1), (1, 1))
         and (module.groups, module.dilation, module.padding_mode) == (1, (1, 1), "zeros")
-        and min(module.weight.shape[:2]) >= winograd.MIN_CHANNELS
+        and min(module.weight.shape[:2]) >= MIN_CHANNELS
     ]
     for conv in found:
         patch(conv, _forward)

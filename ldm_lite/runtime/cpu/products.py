@@ -60,21 +60,25 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
 
 
-def multiply_each(x: Tensor, weight: Tensor) -> Tensor:
-    """P products of x (P,M,K) and weight (P,N,K) transposed, by the faster library: (P,M,N), without gradients."""
-    (_, rows, channels), out = x.shape, weight.shape[1]
-    if rows * channels * out < MIN_PRODUCT // 4:
-        return torch.bmm(x, weight.transpose(1, 2))
-    some = x[:2], weight[:2]
-    ways = {"torch": lambda: torch.bmm(some[0], some[1].transpose(1, 2)), "onednn": lambda: _onednn_each(*some)}
-    what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {out} channels"
-    if fastest(what, "fp32", ways, x.device) == "torch":
-        return torch.bmm(x, weight.transpose(1, 2))
-    return _onednn_each(x, weight)
+def multiply_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write P products of x (P,M,K) and weight (P,N,K) transposed, by the faster library, to out (P,M,N)."""
+    (_, rows, channels), num_out = x.shape, weight.shape[1]
+    way = "torch"
+    if rows * channels * num_out >= MIN_PRODUCT // 4:
+        some = x[:2], weight[:2], out[:2]
+        ways = {"torch": lambda: _bmm(*some), "onednn": lambda: _onednn_each(*some)}
+        what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {num_out} channels"
+        way = fastest(what, "fp32", ways, x.device)
+    (_bmm if way == "torch" else _onednn_each)(x, weight, out)
 
 
-def _onednn_each(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.stack([_onednn(a, b, None) for a, b in zip(x, weight, strict=True)])
+def _bmm(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.bmm(x, weight.transpose(1, 2), out=out)
+
+
+def _onednn_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    for own_x, own_weight, own_out in zip(x, weight, out, strict=True):
+        own_out.copy_(_onednn(own_x, own_weight.contiguous(), None))  # with gaps it takes a hundred times as long
 
 
 @kernel

@@ -2,8 +2,8 @@
 
 PyTorch's CPU convolutions (oneDNN) do not use it on x86.  An output tile of m by m is computed from an input tile of
 m+2 by m+2: Y = A^T [(G w G^T) * (B^T d B)] A.  Over all channels the product * is a matrix product for each of the
-(m+2)^2 positions.  Weights are transformed at every call, for a few percent of its time: nothing is cached, so nothing
-can be out of date.
+(m+2)^2 positions.  Weights are transformed at every call, a part at a time: nothing is cached, so nothing can be out of
+date.  Those with channels last are read as they lie, others are copied first.
 
 The gradient of the input is such a convolution too, with the same weights turned around.  Relative errors in float32
 against float64, with 640 channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
@@ -22,7 +22,7 @@ from ldm_lite.runtime.cpu.products import multiply_each
 # times the error; the best of 700 sets of eighths and sixteenths is better by less than 1 %.  The second must be 1.
 POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, 1.0, -0.5, 2.0, -1.25)}
 TILES = 512  # computed at a time: enough to pay for reading the weights, few enough for the cache
-MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
+PART = 2**25  # numbers of transformed weights at a time: 128 MiB
 
 
 def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,36 +49,26 @@ def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
 TRANSFORMS = {m: _transforms(points) for m, points in POINTS.items()}
 
 
-def tile(x: Tensor, weight: Tensor) -> int | None:
-    """Return the fastest tile side m for x (B,C,h,w) and weight (K,C,3,3), None if the plain convolution is faster.
-
-    Measured on an x86 CPU with AVX-512: it depends on how many positions share the transformed weights.
-    """
-    positions = x.shape[0] * x.shape[2] * x.shape[3]
-    if min(weight.shape[:2]) < MIN_CHANNELS or positions < 512:
-        return None
-    return 4 if positions >= 1024 else 2
-
-
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, in tiles of m by m (2 or 4): (B,K,h,w), channels last."""
-    return _convolve(x, _transformed(weight, TRANSFORMS[m][1]), bias, m)
+    return _convolve(x, weight, bias, m)
 
 
 def gradient(grad: Tensor, weight: Tensor, m: int) -> Tensor:
     """Return the gradient (B,C,h,w) of the input of such a convolution from that of its output (B,K,h,w)."""
-    return _convolve(grad, _transformed(weight.transpose(0, 1), TRANSFORMS[m][1].flip(1)), None, m)
+    return _convolve(grad, weight, None, m, of_input=True)
 
 
 def _transformed(weight: Tensor, to_weight: Tensor) -> Tensor:
     """Transform weight (K,C,3,3) by (n*n,9): (n*n,K,C)."""
-    return (to_weight @ weight.permute(2, 3, 0, 1).reshape(9, -1)).view(-1, *weight.shape[:2])
+    rows = weight.permute(0, 2, 3, 1).reshape(len(weight), 9, -1)  # a view, if channels are last
+    return torch.bmm(to_weight.expand(len(weight), -1, -1), rows).transpose(0, 1)
 
 
-def _convolve(x: Tensor, weights: Tensor, bias: Tensor | None, m: int) -> Tensor:
-    """As convolve, for weights (n*n,K,C) that are transformed."""
-    (batch, channels, h, w), num_out, n = x.shape, weights.shape[1], m + 2
-    to_input, _, to_output = TRANSFORMS[m]
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: bool = False) -> Tensor:
+    """As convolve; of_input: with the weights turned around, for the gradient of the input."""
+    (batch, channels, h, w), num_out, n = x.shape, weight.shape[1 if of_input else 0], m + 2
+    to_input, to_weight, to_output = TRANSFORMS[m]
     rows, columns = -(-h // m), -(-w // m)
     pixels = x.permute(0, 2, 3, 1)
     out = x.new_empty(batch, rows * m, columns * m, num_out)
@@ -87,6 +77,14 @@ def _convolve(x: Tensor, weights: Tensor, bias: Tensor | None, m: int) -> Tensor
     strip[:, 0], strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0, 0
     image, line, pixel, _ = strip.stride()
 
+    def transformed(outputs: slice) -> Tensor:
+        """Return the weights of some channels out: (n*n, K, C)."""
+        if of_input:
+            return _transformed(weight[:, outputs], to_weight.flip(1)).transpose(1, 2)
+        return _transformed(weight[outputs], to_weight)
+
+    step = -(-num_out // -(-n * n * channels * num_out // PART))
+    whole = transformed(slice(None)) if together < rows else None  # several strips of tiles read them
     for first in range(0, rows, together):
         count = min(together, rows - first)
         top = first * m - 1  # the line of the image that is the strip's first
@@ -96,10 +94,13 @@ def _convolve(x: Tensor, weights: Tensor, bias: Tensor | None, m: int) -> Tensor
         # input tiles, which overlap by two: a view of the strip, copied and transformed
         tiles = strip.as_strided((n, n, batch, count, columns, channels), (line, pixel, image, m * line, m * pixel, 1))
         inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
-        products = multiply_each(inputs, weights)  # (n*n, T, K)
+        products = x.new_empty(*inputs.shape[:2], num_out)  # (n*n, T, K)
+        for k in range(0, num_out, step):
+            part = slice(k, k + step)
+            multiply_each(inputs, transformed(part) if whole is None else whole[:, part], products[:, :, part])
         if bias is not None:
             products[n + 1] += bias  # this position goes to each output of its tile with weight 1
         made = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, num_out)
-        part = out[:, first * m : (first + count) * m]
-        part.view(batch, count, m, columns, m, num_out).copy_(made.permute(2, 3, 0, 4, 1, 5))
+        part_of_out = out[:, first * m : (first + count) * m]
+        part_of_out.view(batch, count, m, columns, m, num_out).copy_(made.permute(2, 3, 0, 4, 1, 5))
     return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)

@@ -1,23 +1,24 @@
 """3x3 convolutions on a CPU: which way is taken, and gradients."""
 
 import copy
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import toy
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.unet import Downsample, Upsample
-from ldm_lite.runtime.cpu import convolutions, winograd
+from ldm_lite.runtime.cpu import convolutions
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both layouts of the input and of the gradient; gradients too."""
-    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
     monkeypatch.setattr(convolutions, "LARGE", 9)
     conv = nn.Conv2d(6, 4, 3, padding=1)
     exact = copy.deepcopy(conv).double()
@@ -42,10 +43,28 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
         assert toy.relative_error(conv(x), wanted.detach().numpy()) < 1e-6
 
 
-def test_large_weights_on_small_maps_take_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    original = convolutions.as_product
-    monkeypatch.setattr(convolutions, "as_product", lambda x, *rest: calls.append(x.shape[-1]) or original(x, *rest))
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The ways that convolutions took, and the sides of their maps."""
+    calls: list[tuple[str, int]] = []
+
+    def recorded(name: str) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        original = convolutions.WAYS[name]
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            calls.append((name, x.shape[-1]))
+            return original(x, weight, bias)
+
+        return run
+
+    for name in convolutions.WAYS:
+        monkeypatch.setitem(convolutions.WAYS, name, recorded(name))
+    return calls
+
+
+def test_large_weights_on_small_maps_take_a_product(
+    monkeypatch: pytest.MonkeyPatch, taken: list[tuple[str, int]]
+) -> None:
     monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 64, 3, padding=1)])
     before = {key: value.clone() for key, value in network.state_dict().items()}
@@ -55,39 +74,57 @@ def test_large_weights_on_small_maps_take_a_product(monkeypatch: pytest.MonkeyPa
             for side in (32, 4, 8, 32):
                 conv(toy.normal(0, 2, 128, side, side))
         small = network[0].half()(toy.normal(0, 2, 128, 4, 4).half())
-    assert calls == [4, 8]
+    # The second has too few channels out.
+    assert taken == [("tiles of 4", 32), ("product", 4), ("product", 8), ("tiles of 4", 32)]
     assert [vars(conv).get("readers", 0) for conv in network] == [0, 0]
     assert small.dtype == torch.float16
     assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in network.state_dict().items())
 
 
-def taken(module: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    original = winograd.convolve
-    with monkeypatch.context() as patch:
-        patch.setattr(winograd, "convolve", lambda *args: calls.append(args[-1]) or original(*args))
-        module(x)
-    return calls
-
-
-def test_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_taken_where_it_is_faster(taken: list[tuple[str, int]]) -> None:
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)])
     assert convolutions.use(network) == 1
     wide, narrow = network
     before = list(network.state_dict())
     with torch.no_grad():
-        assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == [4]
-        assert taken(wide, toy.normal(0, 2, 128, 16, 16), monkeypatch) == [2]
-        assert taken(wide, toy.normal(0, 1, 128, 8, 8), monkeypatch) == []
-        assert taken(narrow, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []
-    assert taken(wide, toy.normal(0, 1, 128, 32, 32), monkeypatch) == []  # with gradients it is too narrow
+        wide(toy.normal(0, 1, 128, 32, 32))
+        wide(toy.normal(0, 2, 128, 16, 16))
+        wide(toy.normal(0, 1, 128, 8, 8))
+        narrow(toy.normal(0, 1, 128, 32, 32))
+    assert taken == [("tiles of 4", 32), ("tiles of 2", 16), ("plain", 8)]
+    wide(toy.normal(0, 1, 128, 32, 32))  # with gradients it is too narrow
+    assert len(taken) == 3
     assert list(network.state_dict()) == before
+
+
+@pytest.mark.parametrize("name", ["product", "tiles of 2", "tiles of 4"])
+@torch.no_grad()
+def test_between_small_and_large_the_fastest_is_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch, taken: list[tuple[str, int]]
+) -> None:
+    """Once for each size, among all ways that weights with channels last have."""
+    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    asked = []
+
+    def choose(what: str, key: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+        asked.append((what, *ways))
+        return name
+
+    monkeypatch.setattr(convolutions, "fastest", choose)
+    conv = toy.fill(nn.Conv2d(128, 128, 3, padding=1)).requires_grad_(False)
+    x = toy.normal(0, 2, 128, 16, 16)
+    wanted = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), padding=1)
+    convolutions.use(conv, may_move=True)
+    assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
+    assert taken == [(name, 16)]
+    assert asked == [("3x3 convolution of 512 positions, 128 to 128 channels", "product", "tiles of 2", "tiles of 4")]
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the plain convolution in float64, for an input and weights of either layout in memory."""
-    monkeypatch.setattr(winograd, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
     monkeypatch.setattr(convolutions, "MIN_TRAINED", 4)
     conv = nn.Conv2d(6, 4, 3, padding=1)
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)

@@ -25,6 +25,21 @@ def test_equals_the_plain_convolution(shape: tuple[int, ...], m: int, bias: bool
     assert torch.equal(found, last)
 
 
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("shape", [(2, 4, 7, 9, 8), (2, 4, 7, 70, 66)], ids=str)
+def test_weights_in_parts(shape: tuple[int, ...], m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one strip of tiles, and of several, which read the whole; the gradient of the input too."""
+    b, c, k, h, w = shape
+    x, weight, grad = toy.normal(0, b, c, h, w), toy.normal(1, k, c, 3, 3), toy.normal(2, b, k, h, w)
+    wanted = F.conv2d(x.double(), weight.double(), padding=1)
+    of_input = F.conv_transpose2d(grad.double(), weight.double(), padding=1)
+    for part in (1, 3 * (m + 2) ** 2 * c, 2**25):
+        monkeypatch.setattr(winograd, "PART", part)
+        for each in (weight, weight.contiguous(memory_format=torch.channels_last)):
+            assert toy.relative_error(winograd.convolve(x, each, None, m), wanted.numpy()) < 4e-6
+            assert toy.relative_error(winograd.gradient(grad, each, m), of_input.numpy()) < 4e-6
+
+
 @pytest.fixture(scope="module")
 def wide() -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """An input and weights at the width of Stable Diffusion, and their convolution in float64."""
