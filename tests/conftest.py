@@ -20,7 +20,6 @@ import toy_z_image
 
 import ldm_lite
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.runtime import timing
 
 # A process in the background ignores SIGINT, under nohup SIGHUP too, and so do the processes that it starts: tests send
 # these signals.
@@ -51,11 +50,16 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _choices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what tests choose between kernels out of the user's file."""
-    path = tmp_path_factory.mktemp("cache") / "kernels.json"
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what tests choose between kernels, and compile, out of the user's folder.
+
+    All processes share it, also those that tests start: with other kernels images have other last bits.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # where each worker has a folder within that of all
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(timing, "choices_file", lambda: path)
+        patched.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield
 
 

@@ -56,11 +56,12 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
                 seconds[each] = min(seconds[each], taken) if number else math.inf
         best = min(ways, key=seconds.__getitem__)
         margin = CPU_MARGIN if device.type == "cpu" else MARGIN
-        _CHOICES[full_key] = best if seconds[best] < margin * seconds[default] else default
+        chosen = best if seconds[best] < margin * seconds[default] else default
         if device.type == "cpu":
-            _CHOICES[full_key] = _remember(line, _CHOICES[full_key], ways)
+            chosen = _remember(line, chosen, ways)
+        chosen = _CHOICES.setdefault(full_key, chosen)  # another thread may have timed it meanwhile
         times = ", ".join(f"{each} {1e6 * seconds[each]:.0f} us" for each in ways)
-        log.info("%s: %s (%s)", what, _CHOICES[full_key], times)
+        log.info("%s: %s (%s)", what, chosen, times)
     return _CHOICES[full_key]
 
 

@@ -2,7 +2,9 @@
 
 import json
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,29 @@ def test_a_folder_that_cannot_be_written(choices: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "ldm_lite"):
         assert _choose("slow") == "other"
     assert "cannot be written" in caplog.text
+
+
+def test_threads_agree_where_no_file_can_be_written(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two time the same ways at once, and each finds another one faster: the first to end decides."""
+    choices.parent.write_text("a file in place of the folder")
+    both, own = threading.Barrier(2, timeout=60), threading.local()
+
+    def seconds(way: Callable[[], object], device: torch.device) -> float:
+        return 1.0 if way() == own.fast else 2.0
+
+    def choose(fast: str) -> str:
+        own.fast = fast
+        both.wait()
+        chosen = timing.fastest("a product", (3, 4), {"one": lambda: "one", "other": lambda: "other"}, CPU)
+        both.wait()
+        return chosen
+
+    def remember(line: str, name: str, ways: Collection[str]) -> str:
+        both.wait()  # both have timed them
+        return original(line, name, ways)
+
+    original = timing._remember
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    monkeypatch.setattr(timing, "_remember", remember)
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(choose, ("one", "other")))) == 1

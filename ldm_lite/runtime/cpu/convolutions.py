@@ -67,7 +67,7 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() < weight.numel():  # channels last, it would reorder its weights
+    if x.numel() < weight.numel() and not _is_laid_out(weight):  # channels last, it would reorder its weights
         x = x.contiguous()
     return F.conv2d(x, weight, bias, padding=1)
 
@@ -134,21 +134,21 @@ def _forward(conv: nn.Conv2d, x: Tensor) -> Tensor:
         return conv._conv_forward(x, conv.weight, conv.bias)
     if not vars(conv).get("may_move", False):
         return _fastest(conv, x)
-    with _reading(conv, x):
+    with _reading(conv):
         return _fastest(conv, x)
 
 
 @contextlib.contextmanager
-def _reading(conv: nn.Conv2d, x: Tensor) -> Iterator[None]:
-    """Within the block no thread moves the weight.  Before it this one lays it out for a map x, if none reads it.
+def _reading(conv: nn.Conv2d) -> Iterator[None]:
+    """Within the block no thread moves the weight.  Before it this one lays it out, if it is frozen and none reads it.
 
-    Not when it is loaded: that takes as long as loading.
+    At the first call, whatever the map's size: later, it would change the last bits of what came before.  Not when
+    it is loaded: that takes as long as loading.
     """
     with _LOCK:
         readers = vars(conv).get("readers", 0)
         before = conv.weight.data
-        wanted = conv.weight.numel() >= LARGE or _positions(x) >= SOME
-        if readers == 0 and wanted and not conv.weight.requires_grad and not _is_laid_out(before):
+        if readers == 0 and not conv.weight.requires_grad and not _is_laid_out(before):
             conv.weight.data = channels_last(before)
             MappedPages().release(before)
         vars(conv)["readers"] = readers + 1

@@ -183,6 +183,20 @@ def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.Mon
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("side", [4, 8])
+def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None:
+    """PyTorch's convolution has other bits for other layouts of a weight, and a large batch wants another one."""
+    conv = toy.fill(nn.Conv2d(128, 192, 3, padding=1)).requires_grad_(False)
+    convolutions.use(conv, may_move=True)
+    x = toy.normal(0, 2, 128, side, side)
+    images = [x, x.contiguous(memory_format=torch.channels_last)]
+    before = [conv(each) for each in images]
+    for count in (4, 8, 32):
+        conv(toy.normal(1, count, 128, 2 * side, 2 * side))
+    assert all(torch.equal(conv(each), bits) for each, bits in zip(images, before, strict=True))
+
+
 def test_weights_that_others_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
     x = toy.normal(0, 2, 128, 4, 4)
