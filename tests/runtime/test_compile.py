@@ -33,6 +33,7 @@ from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import ResBlock, UNet, UNetSpec
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
+from ldm_lite.runtime.cpu import convolutions
 
 CPU = torch.device("cpu")
 PLAIN = replace(  # quick to compile
@@ -132,6 +133,19 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
             least = min(sizes[0][0].shape[-1], sizes[0][0].shape[-2])  # type: ignore[attr-defined]
             step(network, *arguments(i, 1, least, least + i * least // 2))
         assert counter.frame_count == 2
+
+
+def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
+    """Compiled code checks how weights lie."""
+    unet, counter = toy.fill(UNet(replace(PLAIN, model_channels=128))).requires_grad_(False), CompileCounter()
+    assert convolutions.use(unet, may_move=True)
+    step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
+    given = arguments(0, 2, 8, 8)
+    step(unet, *given)
+    assert counter.frame_count == 1
+    denoise_step(unet, *given)  # type: ignore[arg-type]
+    step(unet, *given)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow
