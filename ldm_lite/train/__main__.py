@@ -4,6 +4,8 @@ Starts from scratch (--preset) or from a checkpoint (--ckpt), on a folder of cap
 a Python file draws (--renderer).  Writes checkpoints in the original layout, whose weights are the EMA weights.
 """
 
+import atexit
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +21,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     (options, load), _ = flags.parse(argv, "train", __doc__.splitlines()[0], (TrainOptions, LoadOptions))
 
     kept = "the state of the last save is kept, `resume=True` continues"
-    return console.run(lambda: run(options, load), (options, load), kept)
+    status: list[int] = []
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit.register(_end, status)  # before what registers more, so that it is called last
+    status.append(console.run(lambda: run(options, load), (options, load), kept))
+    return status[0]
+
+
+def _end(status: list[int]) -> None:
+    """End one of several processes without taking Python down, in which a thread of gloo now and then aborts it."""
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status[0])
 
 
 def run(options: TrainOptions, load: LoadOptions) -> None:
