@@ -117,7 +117,7 @@ class CompiledStep:
         """Compile the step, and log the times of plain and compiled calls."""
         _set_up(self._backend)
         device = args[0].device
-        for _ in range(2):  # the first call warms up, and lays weights out
+        for _ in range(2):  # the first call lays weights out and warms kernels up
             plain_s = _timed(denoise_step, device, model, *args)
         step = self._compiled(model)
         step = _Graphs(step, self._tier == "max") if device.type == "cuda" else step

@@ -23,13 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = "the state of the last save is kept, `resume=True` continues"
     status: list[int] = []
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        atexit.register(_end, status)  # before what registers more, so that it is called last
+        atexit.register(_end, status)  # first, so that it is called after all others
     status.append(console.run(lambda: run(options, load), (options, load), kept))
     return status[0]
 
 
 def _end(status: list[int]) -> None:
-    """End one of several processes without taking Python down, in which a thread of gloo now and then aborts it."""
+    """End one of several processes at once: while Python shuts down, a thread of torch now and then aborts it."""
     if status:
         sys.stdout.flush()
         sys.stderr.flush()

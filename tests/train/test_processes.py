@@ -23,7 +23,7 @@ trainer.CHECK_EVERY = outputs.SAMPLES = 1
 outputs.SAMPLE_STEPS = 2
 class Last:
     def __del__(self, write=os.write):
-        write(2, b"Python is taken down")
+        write(2, b"Python shuts down")
 last = Last()
 sys.exit(command.main(sys.argv[1:]))
 """
@@ -66,7 +66,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
     assert pair.returncode == 0, errors
     wanted, got = gradients(one), gradients(two)
     assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
-    assert "Python is taken down" not in errors
+    assert "Python shuts down" not in errors
 
     shutil.copytree(one, tmp_path / "divided")
     pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--shard")
