@@ -44,7 +44,7 @@ def prepare(folder: Path, pixels: int) -> None:
     weights = {key: checkpoint.read(key) for key in checkpoint.shapes}
     save_file(weights, folder / CKPT, metadata=dict(checkpoint.metadata))
 
-    with gzip.open(Path(ldm_lite.__file__).parent / "text" / "clip_merges.txt.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(Path(ldm_lite.__file__).parent / "core" / "clip_merges.txt.gz", "rt", encoding="utf-8") as file:
         merges = [line for line in file.read().split("\n") if line and not line.startswith("#")]
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [*map(chr, printable), *(chr(256 + number) for number in range(256 - len(printable)))]

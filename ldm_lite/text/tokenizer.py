@@ -32,7 +32,7 @@ MOST_CHARACTERS = 20_000  # of a text: CLIP reads about 400, and long words take
 SOT = 49406  # start of text
 EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these
 
-_MERGES = Path(__file__).with_name("clip_merges.txt.gz")
+_MERGES = Path(__file__).parents[1] / "core" / "clip_merges.txt.gz"
 _BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
 _SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
 _QWEN3_WORDS = (

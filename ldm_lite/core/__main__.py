@@ -1,0 +1,50 @@
+"""The command line: python -m ldm_lite.core "a red apple" --steps 20 --seed 7 --out apple.png"""
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+from ldm_lite.core.features import FEATURES
+from ldm_lite.core.files import imported
+from ldm_lite.core.options import Options
+from ldm_lite.core.pipeline import load
+
+
+def parser() -> argparse.ArgumentParser:
+    """A flag for each option, those of features too."""
+    result = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
+    result.add_argument("prompt", help="what to make")
+    result.add_argument("--ckpt", nargs="*", default=(), help="checkpoint, and files whose networks replace its own")
+    result.add_argument("--device", help="cpu, cuda, ...")
+    result.add_argument("--dtype", help="fp32, fp16 or bf16")
+    result.add_argument("--compile", action="store_true", help="compile the step: slow to start, then faster")
+    result.add_argument("--out", default="out.png", help="file; several images get a number")
+    for kind in (Options, *dict.fromkeys(map(imported, FEATURES.values()))):
+        for field in dataclasses.fields(kind):
+            if field.name not in ("prompt", "plan"):
+                name = str(getattr(field.type, "__name__", field.type)).split(" ")[0]
+                parse = {"int": int, "float": float}.get(name, str)
+                about = field.metadata.get("help")
+                result.add_argument(f"--{field.name}", type=parse, default=argparse.SUPPRESS, help=about)
+    return result
+
+
+def main() -> int:
+    """Run, save images, and return the exit code: errors of users are one line."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    options = vars(parser().parse_args())
+    out, place = Path(options.pop("out")), {name: options.pop(name) for name in ("device", "dtype", "compile")}
+    try:
+        for result in load(*options.pop("ckpt"), **place).results(**options):
+            number = f"-{result.item.number}" if options.get("batch_size", 1) > 1 else ""
+            result.image.save(out.with_stem(out.stem + number))
+    except (ValueError, TypeError, OSError) as error:
+        print(f"{__package__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The CLIP text encoder, with Hugging Face's key names, as in Stable Diffusion 1.x files.
+
+Shape letters: B batch, T tokens (77), D width.
+Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+@dataclass(frozen=True)
+class CLIPSpec:
+    """Sizes of a CLIP text encoder."""
+
+    vocab_size: int
+    length: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int | None = None  # weights do not tell
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> CLIPSpec:
+        """Return the spec of an encoder with weights of these shapes, heads None.  Raises ValueError for nonsense."""
+        vocab_size, width = size(shapes, "embeddings.token_embedding.weight", 2)
+        return CLIPSpec(
+            vocab_size=vocab_size,
+            length=size(shapes, "embeddings.position_embedding.weight", 2)[0],
+            width=width,
+            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
+            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+        )
+
+
+class Embeddings(nn.Module):
+    """Token ids (B,T) -> token plus position embedding (B,T,D)."""
+
+    def __init__(self, spec: CLIPSpec) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
+        self.position_embedding = nn.Embedding(spec.length, spec.width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.token_embedding(token_ids) + self.position_embedding.weight[: token_ids.shape[1]]
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention (B,T,D) -> (B,T,D)."""
+
+    def __init__(self, spec: CLIPSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads or 1
+        self.k_proj = nn.Linear(spec.width, spec.width)
+        self.v_proj = nn.Linear(spec.width, spec.width)
+        self.q_proj = nn.Linear(spec.width, spec.width)
+        self.out_proj = nn.Linear(spec.width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B,H,T,D/H)
+        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+class MLP(nn.Module):
+    """Linear, activation, linear."""
+
+    def __init__(self, spec: CLIPSpec) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(spec.width, spec.mlp_width)
+        self.fc2 = nn.Linear(spec.mlp_width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(quick_gelu(self.fc1(x)))
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and MLP, each with a norm before it and a residual connection."""
+
+    def __init__(self, spec: CLIPSpec) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(spec)
+        self.layer_norm1 = nn.LayerNorm(spec.width)
+        self.mlp = MLP(spec)
+        self.layer_norm2 = nn.LayerNorm(spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class CLIPTextEncoder(nn.Module):
+    """Token ids (B,T), T <= length -> one vector per token (B,T,D) in the weights' dtype."""
+
+    def __init__(self, spec: CLIPSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embeddings = Embeddings(spec)
+        layers = nn.ModuleList(EncoderLayer(spec) for _ in range(spec.layers))
+        self.encoder = nn.ModuleDict({"layers": layers})
+        self.final_layer_norm = nn.LayerNorm(spec.width)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        x = self.embeddings(token_ids)
+        for layer in self.encoder["layers"]:  # type: ignore[attr-defined]
+            x = layer(x)
+        return self.final_layer_norm(x)

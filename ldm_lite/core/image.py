@@ -1,0 +1,108 @@
+"""Convert images between files, PIL and tensors.  An image is RGB; a mask is of mode L, 255 = repaint, 0 = keep."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn import functional as F
+
+# Pillow knows forty more, some of which start other programs: EPS runs Ghostscript, whatever the file's name.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+MOST_PIXELS = 2**26  # of an image, 8192 x 8192
+
+
+def open_image(source: Any) -> Image.Image:
+    """Open a file, or convert an array (H,W,3) uint8 or a tensor (3,H,W) in [-1,1], to upright RGB on white.
+
+    Raises ValueError for what is not a readable image, OSError for a missing file.
+    """
+    return _flatten(source, "white").convert("RGB")
+
+
+def open_mask(source: Any) -> Image.Image:
+    """The same as a mask: 255 where it is lighter than middle grey, else 0; transparency is 0."""
+    return _flatten(source, "black").convert("L").point(lambda value: 255 * (value >= 128))
+
+
+def _flatten(source: Any, background: str) -> Image.Image:
+    """Open an image, rotated by its EXIF tag, and fill its transparent parts."""
+    image = source
+    if isinstance(source, Tensor):
+        image = to_pil(source.detach().cpu())
+    elif isinstance(source, np.ndarray):
+        image = Image.fromarray(source)
+    elif isinstance(source, (str, os.PathLike)):
+        with open(source, "rb"):  # a missing file raises OSError
+            pass
+        try:
+            image = Image.open(Path(source), formats=FORMATS)
+        except Exception as error:  # Pillow may raise nearly any exception for a damaged file
+            raise ValueError(f"{source}: is not an image that can be read, wanted {', '.join(FORMATS)}") from error
+    if not isinstance(image, Image.Image):
+        raise ValueError(f"got {type(source).__name__} as an image, wanted a path, PIL, an array or a tensor")
+    if not 0 < image.width * image.height <= MOST_PIXELS:
+        raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted at most {MOST_PIXELS} in all")
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
+    return image
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize an image or mask to fill (width, height), and crop the rest, equally on both sides.
+
+    No marked pixel of a mask is lost.
+    """
+    ratio = max(wanted / side for wanted, side in zip(size, image.size, strict=True))
+    width, height = (max(1, round(side * ratio)) for side in image.size)
+    left, top = (width - size[0]) // 2, (height - size[1]) // 2
+    return stretch(image, (width, height)).crop((left, top, left + size[0], top + size[1]))
+
+
+def stretch(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize an image or mask to (width, height), whatever its proportions."""
+    if image.size == size:
+        return image
+    if image.mode != "L":
+        return image.resize(size, Image.Resampling.LANCZOS)
+    # In floating point, the mean over a new pixel's area is above zero if any of it was masked.
+    means = np.asarray(image.convert("F").resize(size, Image.Resampling.BOX))
+    return Image.fromarray(np.where(means > 0, 255, 0).astype(np.uint8))
+
+
+def pad(pixels: Tensor, factor: int) -> Tensor:
+    """Pad pixels (C,H,W) on the right and bottom to multiples of `factor` by repeating the edge."""
+    _, height, width = pixels.shape
+    return F.pad(pixels[None], (0, -width % factor, 0, -height % factor), mode="replicate")[0]
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def to_pixels(image: Image.Image) -> Tensor:
+    """Convert an image to pixels (3,H,W) float32 in [-1,1].  `to_pil` inverts this bit for bit."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def to_pil(pixels: Tensor) -> Image.Image:
+    """Convert pixels (3,H,W) in [-1,1], on the CPU, to an RGB image, clamped and rounded."""
+    scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
+    return Image.fromarray(scaled.to(torch.uint8).permute(1, 2, 0).contiguous().numpy())
+
+
+def mask_weights(mask: Image.Image) -> Tensor:
+    """Convert a mask to weights (1,H,W) float32: 1 inside, 0 outside."""
+    return torch.from_numpy(np.array(mask))[None].float() / 255
+
+
+def mask_latent(weights: Tensor, factor: int) -> Tensor:
+    """Reduce weights (1,H,W), H and W multiples of `factor`, to (1,1,h,w): 1 if any pixel of the cell is 1."""
+    return F.max_pool2d((weights[None] == 1).float(), factor)

@@ -1,0 +1,121 @@
+"""Job: all that a run needs, in slots that features replace; run() turns it into events.
+
+Shape letters: B images of a batch, C channels, h w latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite.core.denoise import Call, Constraint, Draw, Inputs, InputSource, State, run_plan
+from ldm_lite.core.image import to_pil
+from ldm_lite.core.model import Model
+from ldm_lite.core.options import Options
+from ldm_lite.core.plan import Plan
+
+
+class Item(NamedTuple):
+    """An image to make."""
+
+    number: int  # in the job, from 0
+    prompt: str
+    negative: str
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run of images of one size.
+
+    Everything that differs between tasks, and what features change, is a slot.  Functions in slots are told the job,
+    so they follow it if another slot, say its model or plan, is replaced later.
+    """
+
+    model: Model
+    options: Options
+    shape: tuple[int, int, int]  # (C,h,w) of the latents
+    plan: Plan | None  # None: no steps
+    items: Iterable[Item]
+    encode: Callable[[Job, Sequence[Item]], InputSource]  # the prompts of a batch
+    begin: Callable[[Job, Sequence[Item], Draw], tuple[Tensor, Constraint]]  # its first latents (B,C,h,w)
+    noise_source: Callable[[Job, Sequence[Item]], Draw]  # first what it begins with, then the noise of rows
+    finish: Callable[[Item, Tensor], Tensor] = lambda item, pixels: pixels  # of a result's pixels (3,H,W)
+    wrappers: tuple[Callable[[InputSource, Job], InputSource], ...] = ()  # around what `encode` returns, outermost last
+    key: Callable[[Item], Hashable] = lambda item: None  # items of unlike keys do not share a batch
+    solve: Callable[..., Iterator[State]] = run_plan
+
+    def changing_inputs(self, change: Callable[[Inputs, Call, Job], Inputs]) -> Job:
+        """Return a job whose calls read what `change` makes of their inputs.
+
+        For what must remember something during a run, add a wrapper to `wrappers` instead: it is called for each batch.
+        """
+
+        def wrap(inputs_of: InputSource, job: Job) -> InputSource:
+            return lambda call: change(inputs_of(call), call, job)
+
+        return replace(self, wrappers=(*self.wrappers, wrap))
+
+
+class Latents(NamedTuple):
+    """Event: a batch that has run all its steps."""
+
+    job: Job
+    items: Sequence[Item]
+    latents: Tensor  # (B,C,h,w)
+
+
+class Result(NamedTuple):
+    """A finished image."""
+
+    item: Item
+    pixels: Tensor  # (3,H,W) in [-1,1], float32 on the CPU
+
+    @property
+    def image(self) -> Image.Image:
+        """The image as PIL, RGB."""
+        return to_pil(self.pixels)
+
+
+Events = Iterator[State | Latents]
+
+
+def batches(job: Job) -> Iterator[list[Item]]:
+    """Yield the items of a job in batches."""
+    batch: list[Item] = []
+    for item in job.items:
+        if batch and (len(batch) == job.options.batch_size or job.key(item) != job.key(batch[0])):
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def run(job: Job) -> Events:
+    """Yield the states of every batch, and its latents at the end."""
+    for batch in batches(job):
+        draw = job.noise_source(job, batch)
+        x, constrain = job.begin(job, batch, draw)
+        x = x.to(job.model.device, torch.float32)
+        if job.plan is not None:
+            inputs_of = job.encode(job, batch)
+            for wrap in job.wrappers:
+                inputs_of = wrap(inputs_of, job)
+            for state in job.solve(x, job.plan, inputs_of, draw, constrain):
+                x = state.latents
+                yield state
+        yield Latents(job, batch, x)
+
+
+def decode(events: Events) -> Iterator[Result]:
+    """Yield the results of a run, each as soon as it is decoded."""
+    for event in events:
+        if isinstance(event, Latents):
+            for item, pixels in zip(event.items, event.job.model.decode_pixels(event.latents), strict=True):
+                yield Result(item, event.job.finish(item, pixels))

@@ -1,0 +1,125 @@
+"""What the networks share: attention, 1x1 convolutions, the timestep embedding, and reading sizes from shapes.
+
+Shape letters: B batch, C channels, h w latent size, N tokens, H heads, D channels of a head.
+"""
+
+import copy
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B,H,N,D), k and v (B,H,M,D) -> (B,H,N,D)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v by PyTorch's fused kernels: the default.  Vaswani et al. 2017, eq. 1."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same as nn.MultiheadAttention writes it, with the whole map in memory: for reading and hooking."""
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, H, N, M)
+    return scores.softmax(dim=-1) @ v
+
+
+ATTENTIONS: dict[str, AttentionFn] = {"sdpa": sdpa, "explicit": explicit}
+
+
+def attention_layers(network: nn.Module, where: str = "*") -> dict[str, nn.Module]:
+    """The layers of a network with an attribute `attention`, by their names that match a pattern: "*attn2", ..."""
+    layers = {name: layer for name, layer in network.named_modules() if hasattr(layer, "attention")}
+    return {name: layer for name, layer in layers.items() if fnmatch.fnmatchcase(name, where)}
+
+
+def use_attention(network: nn.Module, attention: str | AttentionFn, where: str = "*") -> None:
+    """Set the attention of those layers: a name of ATTENTIONS, or a function.  It changes the network in place.
+
+    Raises ValueError for an unknown name, and for a pattern that no layer matches.
+    """
+    if isinstance(attention, str) and attention not in ATTENTIONS:
+        raise ValueError(f"unknown attention {attention!r}: wanted a function, or one of {', '.join(ATTENTIONS)}")
+    layers = attention_layers(network, where)
+    if not layers:
+        names = ", ".join(list(attention_layers(network))[:3])
+        raise ValueError(f"no attention layer matches {where!r}: their names are {names}, ...")
+    layer: Any
+    for layer in layers.values():
+        layer.attention = ATTENTIONS[attention] if isinstance(attention, str) else attention
+
+
+def shared_copy(network: nn.Module) -> Any:
+    """A copy of a network with modules of its own and the same weights, to change without changing the original."""
+    weights = [*network.parameters(), *network.buffers()]
+    return copy.deepcopy(network, {id(weight): weight for weight in weights})
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B,N,C) -> (B,H,N,C/H), a view."""
+    return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B,H,N,D) -> (B,N,H*D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+# ---- feature maps ---------------------------------------------------------------------------------------------------
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """(B,C,h,w) with channels last in memory: faster convolutions, and tokens (B,N,C) become a view."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+class Conv1x1(nn.Conv2d):
+    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions, which copies nothing with channels last."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(channels_last(x).permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def sinusoids(t: Tensor, dim: int) -> Tensor:
+    """Timesteps (B,) in [0,1000), possibly fractional -> float32 sinusoids (B,dim), the cosines first.
+
+    Frequencies exp(-ln 10000 * i / (dim/2)).  Vaswani et al. 2017, sec. 3.5, in the order of CompVis openaimodel.py.
+    """
+    half = dim // 2
+    freqs = torch.exp(torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(10000) / half))
+    angles = t.float()[:, None] * freqs  # (B, dim/2)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+# ---- sizes from shapes ----------------------------------------------------------------------------------------------
+
+Shapes = Mapping[str, tuple[int, ...]]  # by key, without prefix
+MOST_BLOCKS = 100  # of one kind in a row: released networks have at most 64
+
+
+def size(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
+    """Return the shape of a tensor that must be there, with so many dimensions.  Raises ValueError, naming the key."""
+    shape = shapes.get(key, ())
+    if len(shape) != rank or not all(0 < side <= 2**24 for side in shape):
+        raise ValueError(f"{key} has the shape {tuple(shape)}, wanted {rank} dimensions, none empty")
+    return tuple(shape)
+
+
+def count(shapes: Shapes, pattern: str) -> int:
+    """Return 1 + the largest index that the group of a pattern matches in a key, 0 without a match.
+
+    Raises ValueError if there are more than a network has.
+    """
+    indices = {int(match[1]) for key in shapes if (match := re.match(pattern, key))}
+    if (indices and len(indices) != 1 + max(indices)) or len(indices) > MOST_BLOCKS:
+        raise ValueError(f"its blocks {pattern} are not numbered from 0 to {MOST_BLOCKS} at most")
+    return len(indices)

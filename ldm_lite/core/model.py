@@ -1,0 +1,99 @@
+"""Model: the networks and noise schedule of one checkpoint, loaded."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.core.denoise import Conditioning, denoise_step
+from ldm_lite.core.family import Family
+from ldm_lite.core.schedule import Schedule
+
+log = logging.getLogger("ldm_lite")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A loaded checkpoint.  Immutable: threads may share it.
+
+    Latents are in the UNet's scale: the autoencoder's times family.scale_factor.
+    """
+
+    name: str  # of the file, without its extension
+    family: Family
+    schedule: Schedule
+    networks: Mapping[str, Any]  # modules by kind
+    step: Callable[..., Tensor] = denoise_step  # perhaps compiled
+
+    @property
+    def unet(self) -> Any:
+        """The network that denoises."""
+        return self.networks["unet"]
+
+    @property
+    def vae(self) -> Any:
+        """The autoencoder."""
+        return self.networks["vae"]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the networks compute on."""
+        return next(self.unet.parameters()).device
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return the latent shape (C,h,w) of an image, from its size in pixels.
+
+        Raises ValueError if a side is not a multiple of the autoencoder's factor, 8.
+        """
+        factor = self.vae.spec.factor
+        if height <= 0 or width <= 0 or height % factor or width % factor:
+            raise ValueError(f"got height {height} and width {width}, wanted multiples of {factor}")
+        return self.vae.spec.embed_dim, height // factor, width // factor
+
+    @torch.no_grad()
+    def encode_prompt(self, prompt: str | Sequence[str]) -> Conditioning:
+        """Return what the UNet reads of a prompt, or of B prompts: {"context": (B,T,D)}.
+
+        A warning names the words that do not fit into the text encoder.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        for text in dict.fromkeys(prompts):
+            if dropped := self.family.tokenizer.dropped(text):
+                log.warning("prompt is too long, dropped from it: %s", dropped)
+        return self.family.condition(self, prompts)
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B,3,H,W) in [-1,1] to the mean of their latents (B,C,h,w), float32 on the model's device.
+
+        For a sample, as in training, take mean + deviation * noise of vae.encode, times family.scale_factor.
+        """
+        mean, _ = self.vae.encode(pixels.to(self.device, next(self.vae.parameters()).dtype))
+        return mean.float() * self.family.scale_factor
+
+    @torch.no_grad()
+    def decode_pixels(self, latents: Tensor) -> Iterator[Tensor]:
+        """Decode latents (B,C,h,w) to pixels (3,H,W) in [-1,1], float32 on the CPU, image by image.
+
+        An autoencoder that overflows in half precision runs again in float32, with a warning: no black images.
+        Raises ValueError for latents or pixels that are not finite even so.
+        """
+        if not torch.isfinite(latents).all():
+            raise ValueError('the latents are not finite: the weights are damaged, or too coarse; `dtype="fp32"` helps')
+        vae = self.vae
+        for z in latents.to(self.device) / self.family.scale_factor:
+            dtype = next(vae.parameters()).dtype
+            pixels = vae.decode(z[None].to(dtype))[0].float()
+            if not torch.isfinite(pixels).all() and dtype != torch.float32:
+                log.warning("the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch."))
+                vae = copy.deepcopy(vae).float()  # a copy: other threads may be decoding
+                pixels = vae.decode(z[None].float())[0]
+            if not torch.isfinite(pixels).all():
+                raise ValueError("the image is not finite: the weights of the autoencoder are damaged")
+            yield pixels.clamp(-1, 1).cpu()

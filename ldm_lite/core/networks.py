@@ -1,0 +1,124 @@
+"""The kinds of networks that a checkpoint can hold, told by a key that each always has; splitting and filling.
+
+Further kinds join from outside, KINDS["name"] = Kind(...), with classes that are imported when a file needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ldm_lite.core.clip import CLIPSpec, CLIPTextEncoder
+from ldm_lite.core.files import Tensors, imported
+from ldm_lite.core.unet import UNet, UNetSpec
+from ldm_lite.core.vae import AutoencoderKL, VAESpec
+
+log = logging.getLogger("ldm_lite")
+
+
+class Kind(NamedTuple):
+    """A kind of network."""
+
+    probe: str  # a key that it always has
+    prefixes: tuple[str, ...]  # of its keys in a file; the first that fits counts
+    spec: Any  # a class with from_shapes(shapes), or its name, "module:Class"
+    network: Any  # spec -> network
+
+
+KINDS = {
+    "unet": Kind("input_blocks.0.0.weight", ("model.diffusion_model.", ""), UNetSpec, UNet),
+    "vae": Kind("decoder.conv_in.weight", ("first_stage_model.", ""), VAESpec, AutoencoderKL),
+    "clip": Kind(
+        "embeddings.token_embedding.weight",
+        ("cond_stage_model.transformer.text_model.", "cond_stage_model.transformer.", "text_model.", ""),
+        CLIPSpec,
+        CLIPTextEncoder,
+    ),
+}
+# Keys that carry no weights: buffers, and parts of no use here.
+NO_WEIGHTS = re.compile(
+    r"^(betas|alphas_cumprod\w*|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor|global_step|loss\..*)$"
+    r"|^model_ema\.|position_ids$|logit_scale$|text_projection(\.weight)?$"
+)
+
+
+def save_networks(
+    path: Path, networks: Mapping[str, nn.Module], buffers: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write networks, by kind, into one .safetensors file that split() reads: whole, or not at all."""
+    weights = {
+        KINDS[kind].prefixes[0] + key: value.detach().contiguous().cpu()
+        for kind, network in networks.items()
+        for key, value in network.state_dict().items()
+    }
+    part = path.with_name(path.name + ".part")
+    try:
+        save_file({**buffers, **weights}, part, dict(metadata))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
+    """Return the networks of a file by kind, without prefixes; with `ema` the UNet's EMA copy, if it is complete.
+
+    Raises ValueError, one line, if there is none.
+    """
+    parts: dict[str, Tensors] = {}
+    used: set[str] = set()
+    for kind, (probe, prefixes, _, _) in KINDS.items():
+        prefix = next((prefix for prefix in prefixes if prefix + probe in tensors.shapes.keys() - used), None)
+        if prefix is None:
+            continue
+        keys = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix) and key not in used}
+        used |= set(keys.values())
+        parts[kind] = tensors.renamed(keys)
+    if not parts:
+        few = ", ".join(sorted(tensors)[:3])
+        raise ValueError(f"{tensors.path}: holds no known network, wanted one of {', '.join(KINDS)} (has {few}, ...)")
+    if ignored := [key for key in tensors if key not in used and not NO_WEIGHTS.search(key)]:
+        log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), ", ".join(ignored[:3]))
+    if ema and "unet" in parts:
+        # The copy's keys are the network's without dots, which cannot be put back: build them from the network's.
+        copy = {key: "model_ema.diffusion_model" + key.replace(".", "") for key in parts["unet"]}
+        if all(key in tensors.shapes for key in copy.values()):
+            parts["unet"] = tensors.renamed(copy)
+    return parts
+
+
+def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build a network on the meta device, without memory, and fill it strictly, tensor by tensor.
+
+    Raises ValueError, one line with the first differences, if names or shapes differ.
+    """
+    with torch.device("meta"), _WithoutInit():
+        network = imported(KINDS[kind].network)(spec)
+    wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    missing = sorted(wanted.keys() - tensors.shapes.keys())
+    unexpected = sorted(key for key in tensors.shapes.keys() - wanted.keys() if not NO_WEIGHTS.search(key))
+    reshaped = [key for key in wanted if key in tensors.shapes and tensors.shapes[key] != wanted[key]]
+    for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)):
+        if keys:
+            few = ", ".join(keys[:3])
+            raise ValueError(f"{tensors.path}: the {kind} does not fit: {len(keys)} tensors {what} ({few})")
+    weights = {key: tensors[key].to(device=device, dtype=dtype) for key in wanted}
+    network.load_state_dict(weights, assign=True)
+    return network.eval()
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Skip torch.nn.init: on the meta device it has no effect, but it imports the compiler, over a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else None
+        return func(*args, **(kwargs or {}))

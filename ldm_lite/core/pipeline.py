@@ -1,0 +1,201 @@
+"""Pipeline: a loaded model with the tasks as methods; load() makes one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ldm_lite.core import features
+from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, denoise_step, run_plan
+from ldm_lite.core.family import Family, facts_of, recognise
+from ldm_lite.core.files import Tensors, open_file
+from ldm_lite.core.image import open_image, pad, to_pil, to_pixels
+from ldm_lite.core.job import Result, decode
+from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
+from ldm_lite.core.model import Model
+from ldm_lite.core.networks import load_network, save_networks, split
+from ldm_lite.core.plan import Plan
+from ldm_lite.core.samplers import make_plan
+from ldm_lite.core.schedule import Schedule, scaled_linear_betas
+from ldm_lite.core.tasks import noise_of
+
+log = logging.getLogger("ldm_lite")
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Pipeline(Model):
+    """A loaded model with the tasks as methods.
+
+    `options` are the fields of options.Options, by name, and the options of features.  Raises ValueError, one line,
+    for options that do not fit.
+    """
+
+    # ---- tasks ------------------------------------------------------------------------------------------------------
+
+    def txt2img(self, prompt: str | Sequence[str], **options: Any) -> list[Image.Image]:
+        """Text to image: one image for each prompt, or batch_size of a single prompt."""
+        return [result.image for result in self.results(prompt=prompt, **options)]
+
+    def img2img(self, prompt: str | Sequence[str], image: Any, **options: Any) -> list[Image.Image]:
+        """Image to image; an image is a path, PIL, an array (H,W,3) uint8 or a tensor (3,H,W) in [-1,1]."""
+        return [result.image for result in self.results(prompt=prompt, image=image, **options)]
+
+    def inpaint(self, prompt: str | Sequence[str], image: Any, mask: Any, **options: Any) -> list[Image.Image]:
+        """Repaint an image where the mask is white."""
+        return [result.image for result in self.results(prompt=prompt, image=image, mask=mask, **options)]
+
+    def results(self, **options: Any) -> Iterator[Result]:
+        """Yield the results of a task, each as soon as it is decoded: pixels, with the prompt and the seed."""
+        return decode(features.begin(self, *features.read(options)))
+
+    def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[State]:
+        """Run a task step by step: yield the state after each step.  Leaving the loop stops it.
+
+        pipe.decode(state.latents), or of state.x0, makes images of it.
+        """
+        arguments = {"prompt": prompt, **options}
+        return (event for event in features.begin(self, *features.read(arguments)) if isinstance(event, State))
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
+        """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it first, for one seed or B seeds."""
+        side = self.family.resolution
+        return noise_of([seed] if isinstance(seed, int) else seed, self.latent_shape(height or side, width or side))()
+
+    def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
+        """Return a sampler's plan (default: the family's sampler); options are spacing=, eta= and last=."""
+        steps = self.family.steps if steps is None else steps
+        return make_plan(sampler or self.family.sampler, self.schedule, steps, **options)
+
+    def denoise(
+        self,
+        noise: Tensor,
+        cond: Conditioning,
+        uncond: Conditioning | None,
+        plan: Plan,
+        guidance: float = 7.5,
+        draw: Draw | None = None,
+    ) -> Tensor:
+        """Run a plan from unit noise (B,C,h,w) and return the latents (B,C,h,w); one conditioning serves all B images.
+
+        draw makes the noise of samplers that add some: tasks.noise_of(seeds, shape), say.
+        """
+        if draw is None and plan.adds_noise.any():
+            raise ValueError("this sampler adds noise at every step: pass `draw=`, as tasks.noise_of makes it")
+
+        def rows(conditioning: Conditioning) -> Conditioning:
+            return {name: part.expand(len(noise), *part.shape[1:]) for name, part in conditioning.items()}
+
+        branches: tuple[Branch, ...] = (Branch(rows(cond)),)
+        if uncond is not None and guidance != 1:
+            branches = Branch(rows(uncond), positive=False), *branches
+        inputs, x = Inputs(self.unet, branches, guidance, step=self.step), noise.to(self.device, torch.float32)
+        for state in run_plan(x * plan.initial, plan, lambda call: inputs, draw or (lambda: noise)):
+            x = state.latents
+        return x
+
+    def decode(self, latents: Tensor) -> list[Image.Image]:
+        """Decode latents (B,C,h,w) to B images."""
+        return [to_pil(pixels) for pixels in self.decode_pixels(latents)]
+
+    def encode(self, image: Any) -> Tensor:
+        """Encode an image, or a list of images of one size, to the mean of their latents (B,C,h,w)."""
+        images = image if isinstance(image, (list, tuple)) else [image]
+        pixels = [pad(to_pixels(open_image(source)), self.vae.spec.factor) for source in images]
+        return self.encode_pixels(torch.stack(pixels))
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def with_networks(self, **networks: nn.Module) -> Pipeline:
+        """Return a pipeline with other networks, by kind: unet=, ...  layers.shared_copy makes one to change."""
+        return replace(self, networks={**self.networks, **networks})
+
+    def with_attention(self, attention: str | AttentionFn, where: str = "*") -> Pipeline:
+        """Return a pipeline whose UNet attends by a function of q, k, v (B,H,N,D), in the layers that match `where`.
+
+        "*attn1" are the self-attentions, "*attn2" those to the text.  The batch is that of denoise.Guided: with
+        guidance the first half of B is the negative prompt's.  Weights are shared.
+        """
+        unet = shared_copy(self.unet)
+        use_attention(unet, attention, where)
+        return self.with_networks(unet=unet)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all networks, in their dtype, with what `load` needs to know, into one .safetensors file."""
+        buffers = {"alphas_cumprod": torch.from_numpy(self.schedule.alpha_bar)}
+        save_networks(Path(path), self.networks, buffers, facts_of(self.family))
+
+
+def bundled() -> Path:
+    """The model that comes with the package: beside its modules, or in the checkout.  Raises FileNotFoundError."""
+    places = [folder / "weights" / "emoji.safetensors" for folder in list(Path(__file__).parents)[:3]]
+    for place in places:
+        if place.exists():
+            return place
+    raise FileNotFoundError(f"{places[-1]}: the bundled model is missing: give the path of a checkpoint")
+
+
+def load(
+    *sources: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    ema: bool = True,
+    compile: bool = False,
+    trainable: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> Pipeline:
+    """Load a checkpoint; networks of further files take the place of the first's; no file is the bundled model.
+
+    dtype is "fp32", "fp16" or "bf16"; by default float16 on CUDA, float32 elsewhere.  With `ema` the UNet is the EMA
+    copy, if a file has one.  Weights are frozen unless `trainable`.  metadata overrules what the file tells:
+    prediction="v", ...  Raises FileNotFoundError, and ValueError, one line, for files that are damaged, would run code,
+    or hold an unknown model.
+    """
+    began = time.perf_counter()
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"got dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
+    dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+    dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    files = [open_file(Path(source)) for source in sources or (bundled(),)]
+    parts: dict[str, Tensors] = {}
+    for file in files:
+        parts |= split(file, ema)
+    try:
+        family = recognise(parts, files[0].metadata, metadata or {})
+    except ValueError as error:
+        raise ValueError(f"{files[0].path}: {error}") from error
+    networks: dict[str, Any] = {
+        kind: load_network(kind, spec, parts[kind], device, dtype).requires_grad_(trainable)
+        for kind, spec in family.networks.items()
+    }
+    if device.type == "cuda":
+        for network in networks.values():
+            network.to(memory_format=torch.channels_last)
+    log.info("%s: %s, loaded in %.1f s", files[0].path, family.title, time.perf_counter() - began)
+    step = torch.compile(denoise_step) if compile else denoise_step
+    return Pipeline(files[0].path.stem, family, _schedule(files[0], family), networks, step)
+
+
+def _schedule(file: Tensors, family: Family) -> Schedule:
+    """Return the family's noise schedule, or the file's own, with a warning, if its buffer differs."""
+    schedule = Schedule.from_betas(scaled_linear_betas(family.beta_start, family.beta_end), family.prediction)
+    if "alphas_cumprod" in file:
+        stored = file["alphas_cumprod"].double().numpy()
+        same = stored.shape == schedule.alpha_bar.shape
+        if not same or not np.allclose(stored, schedule.alpha_bar, rtol=2e-3, atol=1e-4):
+            log.warning("%s: using the noise schedule in the file, which is not %s's", file.path.name, family.title)
+            return Schedule(stored, family.prediction)
+    return schedule

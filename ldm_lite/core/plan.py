@@ -1,0 +1,129 @@
+"""Plan: a sampler as a table of coefficients; Rows builds one.
+
+A row is one call of the network.  It replaces each register by a linear expression in the registers, the call's
+prediction H (eps or x0, as the sampler chooses) and fresh NOISE.  X is the latent, in the variance-preserving scale.
+
+X, H, NOISE and the others are the unit vectors of these expressions: `0.5 * X + 2 * H` is a row of coefficients, which
+numpy computes when the plan is made.  No latent is touched here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ldm_lite.core.schedule import Array, Level, Schedule
+
+NUM_REGISTERS = 5
+# The basis of a row's expressions: the latent, a latent saved by an earlier call, the last three predictions (latest
+# first), this call's prediction, fresh noise.
+X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A sampler's table for N calls of the network: float64 coefficients, no state.
+
+    samplers.make_plan makes one from a name.  To write your own, say Euler's method at four chosen timesteps:
+
+        levels = [schedule.at(t) for t in (999, 750, 500, 250)] + [CLEAN]
+        rows = Rows(schedule, keep="x0")  # H is x0, whatever the network predicts
+        for step, (now, after) in enumerate(pairwise(levels)):
+            eps = (X - now.a * H) / now.s
+            rows.add(step, now, after.a * H + after.s * eps)
+        plan = rows.plan(end=CLEAN)
+    """
+
+    t: Array  # (N,) the timestep that the network is told, possibly fractional
+    level: Array  # (N, 2) (a, s) of the latent that the call reads: x = a x0 + s eps
+    to_h: Array  # (N, 2) (p, q): H = p x + q out, for the network's output
+    to_x0: Array  # (N, 2) the same for x0; NaN where it is undefined
+    mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
+    step: Array  # (N,) the step that the call belongs to, from 0; a step can take two calls
+    adds_noise: NDArray[np.bool_]  # (N,) whether the row uses noise
+    remembers: NDArray[np.bool_]  # (N,) whether H joins the history
+    initial: float  # the first latent is unit noise times this
+    end: Level  # the level of the result
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps; len(plan.t) is the number of calls."""
+        return int(self.step[-1]) + 1
+
+    def x0_of_h(self, call: int) -> tuple[float, float]:
+        """Return (p, q) with x0 = p x + q H, for the H of a call."""
+        (p, q), (p0, q0) = self.to_h[call], self.to_x0[call]
+        return float(p0 - q0 * p / q), float(q0 / q)
+
+
+class Row(NamedTuple):
+    """One row of a plan as float32 tensors on the device: one compiled step serves every sampler."""
+
+    t: Tensor  # ()
+    level: Tensor  # (2,)
+    to_h: Tensor  # (2,)
+    to_x0: Tensor  # (2,)
+    mix: Tensor  # (R, R+2)
+
+
+def rows_of(plan: Plan, device: torch.device) -> list[Row]:
+    """The rows of a plan on a device, copied there at once."""
+    columns = (plan.t, plan.level, plan.to_h, plan.to_x0, plan.mix)
+    tensors = [torch.tensor(column, dtype=torch.float32, device=device) for column in columns]
+    return [Row(*row) for row in zip(*tensors, strict=True)]
+
+
+def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
+    """Return (p, q) with kept = p x + q out, for a network that predicts eps, or v = a eps - s x0.
+
+    NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
+    """
+    _, a, s = level
+    if prediction == keep:
+        return 0.0, 1.0
+    if prediction == "v":
+        return (s, a) if keep == "eps" else (a, -s)
+    return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
+
+
+@dataclass
+class Rows:
+    """Builds a plan: call add() once for each call of the network, then plan()."""
+
+    schedule: Schedule
+    keep: Literal["eps", "x0"]  # what H is
+    rows: list[tuple[Level, Array, int, bool]] = field(default_factory=list)
+
+    def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
+        """Add a call at level `now`: the latent becomes x, and H joins the history if `remember`."""
+        history = (H, H1, H2) if remember else (H1, H2, H3)
+        self.rows.append((now, np.array([x, aside, *history]), step, remember))
+
+    def plan(self, end: Level, initial: float | None = None) -> Plan:
+        """Return the finished table.  The first latent is unit noise times `initial`: by default the first level's s.
+
+        Raises ValueError for a table without rows, if a coefficient is undefined, as for eps at zero terminal SNR, and
+        if the first call does not remember its H: a preview shows the last one that was remembered.
+        """
+        if not self.rows or not self.rows[0][3]:
+            raise ValueError("a plan needs rows, the first of which has `remember=True`")
+        levels, mixes, steps, remembers = zip(*self.rows, strict=True)
+        prediction, mix = self.schedule.prediction, np.stack(mixes)
+        plan = Plan(
+            t=np.array([level.t for level in levels]),
+            level=np.array([[level.a, level.s] for level in levels]),
+            to_h=np.array([to_kept(prediction, self.keep, level) for level in levels]),
+            to_x0=np.array([to_kept(prediction, "x0", level) for level in levels]),
+            mix=mix,
+            step=np.array(steps),
+            adds_noise=np.any(mix[:, :, -1] != 0, axis=1),
+            remembers=np.array(remembers),
+            initial=levels[0].s if initial is None else initial,
+            end=end,
+        )
+        if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_h).all()):
+            raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
+        return plan

@@ -1,0 +1,188 @@
+"""Samplers: each is one function that writes its paper's update as the rows of a Plan.
+
+Latents are X = a x0 + s eps.  A sampler written for the variance-exploding scale y = x0 + sigma eps uses y = X / scale
+and X = scale y; scale is a.  H is the network's eps or x0.  A sampler of your own joins them by @sampler.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ldm_lite.core.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
+from ldm_lite.core.schedule import SPACINGS, Array, Level, Schedule, Spacing, ancestral, levels_of
+
+Sampler = Callable[..., Plan]  # (schedule, steps, spacing="...") and, where it has one, eta=...
+SAMPLERS: dict[str, Sampler] = {}
+
+
+def sampler(function: Sampler) -> Sampler:
+    """Add a function to SAMPLERS under its name.
+
+    Raises ValueError for one that make_plan cannot call as function(schedule, steps, spacing=...).
+    """
+    spacing = inspect.signature(function).parameters.get("spacing")
+    if spacing is None or spacing.default is spacing.empty:
+        raise ValueError(f'sampler {function.__name__}: wanted (schedule, steps, spacing="karras"), or another default')
+    SAMPLERS[function.__name__] = function
+    return function
+
+
+def make_plan(
+    name: str,
+    schedule: Schedule,
+    steps: int,
+    *,
+    spacing: str | Spacing | None = None,
+    eta: float | None = None,
+    last: int | None = None,
+) -> Plan:
+    """Make the plan of a sampler, "ddim", "euler_a_karras" or "DPM++ 2M Karras"; options default to the sampler's own.
+
+    With `last`, only that many final steps run; a multistep sampler starts them without a history.  Raises ValueError
+    for an unknown name or spacing, steps outside 1..1000, and an eta that the sampler does not take.
+    """
+    key, named_spacing = _resolve(name)
+    parameters = inspect.signature(SAMPLERS[key]).parameters
+    if not 1 <= steps <= len(schedule.alpha_bar):
+        raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
+    if spacing is None:
+        spacing = parameters["spacing"].default if named_spacing is None else named_spacing
+    whole = spacing  # of all steps
+
+    def levels(schedule: Schedule, steps: int) -> list[Level]:
+        return levels_of(whole, schedule, steps)[-(last or steps) - 1 :]
+
+    arguments: dict[str, Any] = {"spacing": whole if last is None else levels}
+    if eta is not None:
+        if "eta" not in parameters or not 0 <= eta <= 1:
+            able = ", ".join(key for key, f in SAMPLERS.items() if "eta" in inspect.signature(f).parameters)
+            raise ValueError(f"got eta {eta} for {key}, wanted 0 to 1, with one of {able}")
+        arguments["eta"] = eta
+    return SAMPLERS[key](schedule, steps, **arguments)
+
+
+def _resolve(name: str) -> tuple[str, str | None]:
+    """Split a name into a key of SAMPLERS and a key of SPACINGS, or None.  Raises ValueError, with near names."""
+    words = name.strip().lower().replace(" ", "_").replace("-", "_").replace("dpm++", "dpmpp")
+    if words in SAMPLERS:
+        return words, None
+    for spacing in SPACINGS:
+        if words.removesuffix(f"_{spacing}") in SAMPLERS:
+            return words.removesuffix(f"_{spacing}"), spacing
+    near = difflib.get_close_matches(words, SAMPLERS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"unknown sampler {name!r}: {hint}wanted one of {', '.join(SAMPLERS)}")
+
+
+# ---- in the variance-preserving scale -------------------------------------------------------------------------------
+
+
+def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0.0) -> Array:
+    """DDIM's update of x from one level to the next with a given eps.  Song et al. 2021, eq. 12."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # at zero terminal SNR, which Rows.plan reports
+        x0 = (x - now.s * eps) / now.a
+    old, new = _noise_shares(now, after, eta)
+    return after.a * x0 + old * eps + new * NOISE
+
+
+def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
+    """The coefficients of eps and of fresh noise (sigma of Song et al. 2021, eq. 16) in the next latent."""
+    ratio = now.a * after.s / (after.a * now.s)  # of the two levels' s / a
+    old = after.s * np.sqrt(1 - eta**2 + (eta * ratio) ** 2)
+    return float(old), float(eta * after.s * np.sqrt((1 - ratio) * (1 + ratio)))
+
+
+@sampler
+def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta: float = 0.0) -> Plan:
+    """DDIM; eta 1 adds noise of DDPM's variance.  Song et al. 2021, eqs. 12 and 16.
+
+    With the spacing "leading" it ends at timestep 0, not clean: the last state's x0 is not the image, but nearly.
+    """
+    rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
+    levels = levels_of(spacing, schedule, steps)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if rows.keep == "eps":
+            x = _transfer(now, after, H, eta=eta)
+        else:
+            old, new = _noise_shares(now, after, eta)
+            x = after.a * H + old * (X - now.a * H) / now.s + new * NOISE
+        rows.add(i, now, x)
+    return rows.plan(end=levels[-1], initial=1.0)
+
+
+@sampler
+def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> Plan:
+    """Pseudo linear multistep: DDIM's update with eps from Adams-Bashforth.  Liu et al. 2022, eqs. 9, 12 and 13.
+
+    The first step makes two calls (pseudo improved Euler), so there is one call more than steps.
+    """
+    rows, levels = Rows(schedule, keep="eps"), levels_of(spacing, schedule, steps)
+    for i, (now, after) in enumerate(pairwise(levels)):
+        if after.s == 0 and i == 0:  # a single step to the clean image: no eps can be predicted at its end
+            rows.add(i, now, _transfer(now, after, H))
+        elif i == 0:
+            rows.add(i, now, _transfer(now, after, H), aside=X)
+            # The original makes this call at the next timestep, which a single step to timestep 0 does not have.
+            ahead = after if len(levels) > 2 or after.t > 0 else after._replace(t=now.t)
+            rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
+        elif i == 1:
+            rows.add(i, now, _transfer(now, after, (3 * H - H1) / 2))
+        elif i == 2:
+            rows.add(i, now, _transfer(now, after, (23 * H - 16 * H1 + 5 * H2) / 12))
+        else:
+            rows.add(i, now, _transfer(now, after, (55 * H - 59 * H1 + 37 * H2 - 9 * H3) / 24))
+    return rows.plan(end=levels[-1], initial=1.0)
+
+
+# ---- in the variance-exploding scale --------------------------------------------------------------------------------
+
+
+def slope(y: Array, x0: Array, sigma: float) -> Array:
+    """dy/dsigma of the probability-flow ODE.  Karras et al. 2022, eq. 4 with sigma(t) = t."""
+    return (y - x0) / sigma
+
+
+@sampler
+def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    """Euler's method on dy/dsigma.  Karras et al. 2022, alg. 2 without the second half."""
+    rows, levels = Rows(schedule, keep="x0"), schedule.finite(levels_of(spacing, schedule, steps))
+    for i, (now, after) in enumerate(pairwise(levels)):
+        y = X / now.scale
+        rows.add(i, now, after.scale * (y + slope(y, H, now.sigma) * (after.sigma - now.sigma)))
+    return rows.plan(end=levels[-1])
+
+
+@sampler
+def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
+    """Euler ancestral: step below the next level, then add noise up to it.  k-diffusion sample_euler_ancestral."""
+    rows, levels = Rows(schedule, keep="x0"), schedule.finite(levels_of(spacing, schedule, steps))
+    for i, (now, after) in enumerate(pairwise(levels)):
+        down, up = ancestral(now.sigma, after.sigma, eta)
+        y = X / now.scale
+        y = y + slope(y, H, now.sigma) * (down - now.sigma)
+        rows.add(i, now, after.scale * y + after.scale * up * NOISE)
+    return rows.plan(end=levels[-1])
+
+
+# ---- DPM-Solver++: x0, in lambda = -log sigma -----------------------------------------------------------------------
+
+
+@sampler
+def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    """DPM-Solver++ (2M): x0 is extrapolated in lambda.  Lu et al. 2022b, alg. 2.
+
+    The first step is of first order, and so is one to sigma 0, where lambda is infinite.
+    """
+    rows, levels = Rows(schedule, keep="x0"), schedule.finite(levels_of(spacing, schedule, steps))
+    for i, (now, after) in enumerate(pairwise(levels)):
+        x0 = H
+        if i > 0 and after.sigma > 0:
+            r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
+            x0 = H + (H - H1) / (2 * r)
+        ratio = after.sigma / now.sigma  # exp(-h)
+        rows.add(i, now, after.scale * (ratio * X / now.scale + (1 - ratio) * x0))
+    return rows.plan(end=levels[-1])

@@ -1,0 +1,179 @@
+"""The tasks: options and a model -> a Job.  Text to image, image to image, inpainting.
+
+Shape letters: B images of a batch, C channels, h w latent size.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ldm_lite.core.denoise import Branch, Constraint, Draw, Inputs, InputSource, unconstrained
+from ldm_lite.core.image import mask_latent, mask_weights, open_image, open_mask, pad, resize, stretch, to_pixels
+from ldm_lite.core.job import Item, Job
+from ldm_lite.core.model import Model
+from ldm_lite.core.options import Options
+from ldm_lite.core.plan import Plan, to_kept
+from ldm_lite.core.samplers import make_plan
+from ldm_lite.core.schedule import Level
+
+log = logging.getLogger("ldm_lite")
+
+
+def prepare(model: Model, options: Options) -> Job:
+    """Return the job of the options.  Raises ValueError, one line, for options that do not fit the model."""
+    if options.mask is not None:
+        return inpaint(model, options)
+    return text_to_image(model, options) if options.image is None else image_to_image(model, options)
+
+
+def text_to_image(model: Model, options: Options) -> Job:
+    """From noise to an image of the options' size, or the family's."""
+    side = model.family.resolution
+    shape = model.latent_shape(options.height or side, options.width or side)
+    texts = zip(options.prompts, options.seeds, strict=True)
+    items = [Item(i, prompt, options.negative_prompt, seed) for i, (prompt, seed) in enumerate(texts)]
+    return Job(model, options, shape, plan_of(model, options), items, guided_text, from_noise, seeded_noise)
+
+
+def image_to_image(model: Model, options: Options) -> Job:
+    """From an image with the noise that the strength says; 0 only encodes and decodes it, 1 is text to image.
+
+    Results have the size of the resized image, whatever multiples of pixels the model takes.
+    """
+    image = open_image(options.image)
+    image = resize(image, size_of(model, options, image))
+    return _from_image(model, options, image, 0.75 if options.strength is None else options.strength)[0]
+
+
+def inpaint(model: Model, options: Options) -> Job:
+    """Image to image where the mask is white; latents elsewhere are put back before every call, pixels at the end."""
+    image = open_image(options.image)
+    mask, size = stretch(open_mask(options.mask), image.size), size_of(model, options, image)
+    image, mask = resize(image, size), resize(mask, size)
+    if mask.getbbox() is None:
+        raise ValueError("nothing to repaint, the mask is black: white is repainted")
+    strength = 1.0 if options.strength is None else options.strength
+    base, init = _from_image(model, options, image, strength)
+    factor = model.vae.spec.factor
+    free = mask_latent(pad(mask_weights(mask), factor), factor).to(init.device)  # (1, 1, h, w)
+    weights = mask_weights(mask)
+
+    def begin(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+        noise = draw().to(init.device)
+        levels = [] if job.plan is None else [*job.plan.level.tolist(), (1.0, 0.0)]
+
+        def constrain(number: int, x: Tensor) -> Tensor:
+            a, s = levels[number]
+            return free * x + (1 - free) * (a * init + s * noise) if number else x
+
+        return noised(init, job.plan, strength, noise), constrain
+
+    def finish(item: Item, pixels: Tensor) -> Tensor:
+        return weights * base.finish(item, pixels) + (1 - weights) * to_pixels(image)
+
+    return replace(base, begin=begin, finish=finish)
+
+
+def _from_image(model: Model, options: Options, image: Image.Image, strength: float) -> tuple[Job, Tensor]:
+    """Return the job of image to image, and the image's latents (1,C,h,w)."""
+    pixels = pad(to_pixels(image), model.vae.spec.factor)
+    init = model.encode_pixels(pixels[None])
+
+    def begin(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+        return noised(init, job.plan, strength, draw().to(init.device)), unconstrained
+
+    def finish(item: Item, pixels: Tensor) -> Tensor:
+        return pixels[:, : image.height, : image.width]
+
+    job = text_to_image(model, replace(options, height=pixels.shape[1], width=pixels.shape[2]))
+    return replace(job, plan=plan_of(model, options, strength), begin=begin, finish=finish), init
+
+
+# ---- parts of all tasks ---------------------------------------------------------------------------------------------
+
+
+def guided_text(job: Job, items: Sequence[Item]) -> InputSource:
+    """Job.encode: the prompts of a batch with classifier-free guidance; scale 1 means none, and half the work."""
+    model, scale = job.model, job.model.family.scale if job.options.scale is None else job.options.scale
+    branches: tuple[Branch, ...] = (Branch(model.encode_prompt([item.prompt for item in items])),)
+    if scale != 1:
+        negative = model.encode_prompt([item.negative for item in items])
+        branches = Branch(negative, positive=False), *branches
+    return lambda call: Inputs(model.unet, branches, scale, step=model.step)
+
+
+def from_noise(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+    """Job.begin: noise alone."""
+    assert job.plan is not None
+    return draw() * job.plan.initial, unconstrained
+
+
+def seeded_noise(job: Job, items: Sequence[Item]) -> Draw:
+    """Job.noise_source: that of each image's seed."""
+    return noise_of([item.seed for item in items], job.shape)
+
+
+def noise_of(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
+    """Return what draws unit noise (B,C,h,w) of B seeds: a CPU generator for each.
+
+    So no image depends on its batch or on the device.
+    """
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+    def draw() -> Tensor:
+        noise = [torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") for g in generators]
+        return torch.stack(noise)
+
+    return draw
+
+
+def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | None:
+    """Return the plan of the options, or the last steps of it that a strength leaves; None at strength 0.
+
+    strength * steps run, rounded down as in the original script, but at least one.
+    """
+    if strength == 0:
+        return None
+    if options.plan is not None:
+        if strength < 1:
+            raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
+        wanted = [to_kept(model.schedule.prediction, "x0", Level(0, *level)) for level in options.plan.level]
+        if not np.allclose(options.plan.to_x0, wanted, equal_nan=True):
+            raise ValueError(f"this plan is for another network: make one with the schedule of {model.name}")
+        return options.plan
+    steps = model.family.steps if options.steps is None else options.steps
+    last = None if strength == 1 else max(1, math.floor(round(steps * strength, 9)))
+    name, keys = options.sampler or model.family.sampler, ("spacing", "eta")
+    return make_plan(name, model.schedule, steps, last=last, **{key: getattr(options, key) for key in keys})
+
+
+def noised(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:
+    """Return the first latents (B,C,h,w): those of the image (1,C,h,w) at the plan's first level, or noise."""
+    if plan is None:
+        return init.expand(len(noise), -1, -1, -1)
+    if strength == 1:
+        return noise * plan.initial
+    a, s = plan.level[0].tolist()
+    return a * init + s * noise
+
+
+def size_of(model: Model, options: Options, image: Image.Image) -> tuple[int, int]:
+    """Return the (width, height) in pixels to resize an image to: that of the options, or its own.
+
+    Its own is reduced, with a message, to twice the model's training size at most.
+    """
+    width, height = options.width, options.height
+    if width is not None or height is not None:
+        width = width or max(1, round(image.width * (height or 0) / image.height))
+        return width, height or max(1, round(image.height * width / image.width))
+    ratio = min(1.0, 2 * model.family.resolution / max(image.size))
+    if ratio < 1:
+        log.info("the image is reduced to twice the model's size: `width` and `height` set another")
+    width, height = (max(1, round(side * ratio)) for side in image.size)
+    return width, height
