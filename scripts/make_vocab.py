@@ -1,4 +1,4 @@
-"""Make ldm_lite/core/clip_merges.txt.gz and ldm_lite/text/bert_vocab.txt.gz: the vocabularies of CLIP and of LDM's BERT.
+"""Make clip_merges.txt.gz in ldm_lite/core and bert_vocab.txt.gz in ldm_lite/text: CLIP's and BERT's vocabularies.
 
 CLIP: the 48,894 BPE merges that it uses, from OpenAI's full list of 262,144: bpe_simple_vocab_16e6.txt.gz of OpenAI
 CLIP (MIT, Copyright (c) 2021 OpenAI), the data file of open_clip_torch (MIT).
@@ -81,7 +81,10 @@ def main() -> None:
     """The command line."""
     kind, *paths = sys.argv[1:]
     if kind == "clip":
-        write(PACKAGE.parent / "core" / "clip_merges.txt.gz", [HEADER, *read_merges(Path(paths[0]) if paths else source())])
+        write(
+            PACKAGE.parent / "core" / "clip_merges.txt.gz",
+            [HEADER, *read_merges(Path(paths[0]) if paths else source())],
+        )
     else:
         write(PACKAGE / "bert_vocab.txt.gz", [BERT_HEADER, *read_pieces(Path(paths[0]))])
 
