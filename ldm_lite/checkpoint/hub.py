@@ -1,7 +1,5 @@
 """Find checkpoints: local paths, files on the Hugging Face hub, and the bundled model."""
 
-import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -33,8 +31,7 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     """Return the local path of a checkpoint.
 
     `source` is None (the bundled model), a path, one of ALIASES, or "owner/repository/file" on the hub.  A file on the
-    hub is downloaded once into the hub's cache, resuming an interrupted download, and its path is logged.  Raises
-    FileNotFoundError with what to do.
+    hub is downloaded once into the hub's cache, and its path is logged.  Raises FileNotFoundError with what to do.
     """
     if source is None:
         return bundled()
@@ -85,83 +82,25 @@ def files(repository: str) -> list[str]:
         try:
             folder = Path(snapshot_download(repository, local_files_only=True))
         except Exception:
-            reason = _reason(error, repository)
-            message = f"{repository}: no such file or folder, and the hub did not give it: {reason}"
-            raise FileNotFoundError(message) from error
+            message = f"{repository}: no such file or folder, and the hub did not list it: "
+            raise FileNotFoundError(message + _reason(error, repository)) from error
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def download(repository: str, file: str, kind: str = "model") -> Path:
     """Download a file of a repository and return its path in the hub's cache, which keeps the repository's folders.
 
-    kind is "model" or "dataset".  Raises FileNotFoundError with what to do.
+    kind is "model" or "dataset".  Without a network a file in the cache is used.  Raises FileNotFoundError with what
+    to do.
     """
+    # Imported here: it takes a third of a second, which local files need not wait for.
     from huggingface_hub import hf_hub_download
 
     try:
-        return (
-            _download(repository, file) if kind == "model" else Path(hf_hub_download(repository, file, repo_type=kind))
-        )
+        return Path(hf_hub_download(repository, file, repo_type=kind))
     except Exception as error:  # the library raises many kinds
-        reason = _reason(error, repository)
-        message = f"{repository}/{file}: no such file, and the hub did not give it: {reason}"
-        raise FileNotFoundError(message) from error
-
-
-def _download(repository: str, file: str) -> Path:
-    """Return a file's path in the hub's cache; download it first if it is missing.
-
-    huggingface_hub (2.4) discards an interrupted download, so this function downloads to where the library looks first,
-    and keeps a partial file.  If a version lacks the needed functions, the library downloads the file.
-    """
-    # Imported here: it takes a third of a second, which local files need not wait for.
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
-    url = hf_hub_url(repository, file)
-    try:
-        about = get_hf_file_metadata(url)
-    except Exception:  # for example no connection
-        cached = try_to_load_from_cache(repository, file)
-        if isinstance(cached, str):
-            return Path(cached)
-        raise
-    cache, folder = Path(constants.HF_HUB_CACHE), f"models--{repository.replace('/', '--')}"
-    blob, lock = cache / folder / "blobs" / str(about.etag), cache / ".locks" / folder / f"{about.etag}.lock"
-    if not isinstance(try_to_load_from_cache(repository, file, revision=about.commit_hash), str):
-        for path in (blob, lock):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ImportError, TypeError):
-            _fetch(url, file, blob, lock, about.size)
-    return Path(hf_hub_download(repository, file))
-
-
-def _fetch(url: str, file: str, blob: Path, lock: Path, size: int | None) -> None:
-    """Download to `blob`, resuming the partial file of an earlier attempt."""
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
-
-    part = blob.with_name(f"{blob.name}.part")
-    with WeakFileLock(lock):
-        if blob.exists():  # by another process, meanwhile
-            return
-        with open(part, "r+b" if part.exists() else "wb") as stream:
-            if stream.seek(0, os.SEEK_END):
-                log.info("%s: resumes after %.2f GB", file, stream.tell() / 1e9)
-            http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=size)
-        _check(part, blob.name)
-        part.replace(blob)
-
-
-def _check(path: Path, etag: str) -> None:
-    """Check a file's SHA-256 against the hub's etag.  If it differs, remove the file and raise ValueError."""
-    if len(etag) == 64:  # small files have another kind of etag
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
-        if digest.hexdigest() != etag:
-            path.unlink()
-            raise ValueError("the downloaded file has a wrong checksum and was removed: try again")
+        message = f"{repository}/{file}: no such file, and the download from the hub failed: "
+        raise FileNotFoundError(message + _reason(error, repository)) from error
 
 
 def _reason(error: Exception, repository: str) -> str:
@@ -173,6 +112,8 @@ def _reason(error: Exception, repository: str) -> str:
         return f"accept its licence at {page}, and log in with `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{repository} does not exist, was moved, or is private and needs `hf auth login`"
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # what kept the library from asking the hub
     if isinstance(error, errors.EntryNotFoundError):
         return f"the repository has no such file; its files are listed at {page}/tree/main"
     line = next((line for line in str(error).splitlines() if line.strip()), "")
