@@ -35,7 +35,6 @@ from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import pad, to_array, to_pil, to_pixels
 from ldm_lite.runtime import attention
-from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.batching import results, run
@@ -214,13 +213,13 @@ class Pipeline(Model):
 
         The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
         all threads.  Quantised weights stay so: the LoRA is added to them for each forward.  weight may be a text
-        too, as behind `lora=FILE:`: "0.8", "te=0.5:unet=1" or "0.8:lbw=OUTD".  A1111's hypernetworks are taken as well.
+        too, as behind `lora=FILE:`: "0.8", "te=0.5:unet=1" or "0.8:lbw=OUTD".
         """
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
         if names := ", ".join(repr(each.name) for each in opened.embeddings):
             log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)
         strength = strength_of(weight.split(":")) if isinstance(weight, str) else float(weight)
-        return lora.merge_lora(self.networks, [(opened, strength)], self.offloader, compiled=is_compiled(self.step))
+        return lora.merge_lora(self.networks, [(opened, strength)], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """Within the block, collect the UNet's attention maps (B,H,N,M) by layer name, one for each call.

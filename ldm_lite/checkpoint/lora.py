@@ -23,7 +23,6 @@ from torch import nn
 from ldm_lite.checkpoint import adapters, peft
 from ldm_lite.checkpoint.adapters import Change, Changes, Settings, Value
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
-from ldm_lite.checkpoint.hypernetwork import Hypernetwork, read_hypernetwork
 from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
 from ldm_lite.checkpoint.strength import Strength
@@ -34,7 +33,6 @@ from ldm_lite.models.flux import Flux
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.z_image import ZImage
 from ldm_lite.runtime.blocks import BlockLinear
@@ -134,11 +132,10 @@ class Lora:
     name: str
     modules: Mapping[str, Changes]
     embeddings: tuple[Embedding, ...] = ()  # bundled textual inversions; merging does not use them
-    hypernetwork: Hypernetwork | None = None  # which has no modules
 
 
 def open_lora(source: str | os.PathLike[str]) -> Lora:
-    """Read a LoRA in the format of kohya, LyCORIS, PEFT, ComfyUI or diffusers, or A1111's hypernetwork.
+    """Read a LoRA in the format of kohya, LyCORIS, PEFT, ComfyUI or diffusers.
 
     source is a file, a folder of PEFT (with adapter_config.json), or either on the hub: owner/repository[/file].  An
     alpha that is missing or 0 means the rank, unless a configuration of PEFT tells it.  Raises FileNotFoundError, or
@@ -148,22 +145,17 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
     modules: dict[str, Changes] = {}
     embeddings: list[Embedding] = []
     for role, weights, config in files:
-        own = _read(weights, role, config)
-        if own.hypernetwork is not None:
-            return own
-        if twice := own.modules.keys() & modules.keys():
+        part = _read(weights, role, config)
+        if twice := part.modules.keys() & modules.keys():
             raise ValueError(f"{title}: {min(twice)} is in two of its files")
-        modules |= own.modules
-        embeddings += own.embeddings
+        modules |= part.modules
+        embeddings += part.embeddings
     return Lora(title, modules, tuple(embeddings))
 
 
 def _read(path: Path, role: str, config: Path | None) -> Lora:
     """Read one file.  role is a network's if the file does not name it, else ""."""
     file = open_checkpoint(path)
-    with errors_of(path):
-        if (hypernetwork := read_hypernetwork(file)) is not None:
-            return Lora(path.name, {}, hypernetwork=hypernetwork)
     most, configs = len(file.shapes), dict[str, peft.PeftConfig]()
     if config is not None:
         configs[""] = peft.read_config(peft.parse_json(read_text(config), str(config)), str(config), most)
@@ -216,15 +208,13 @@ def merge_lora(
     offloader: Offloader | None = None,
     *,
     removable: bool = True,
-    compiled: bool = False,
 ) -> MergedLora:
     """Merge LoRAs, each with its weight, into networks by role; the sums are computed in float32.
 
     A weight is a number, or a Strength by network and block.  Quantised weights keep their bits: the sums are computed
     for each forward.  offloader is the networks' offloader, if they have one.  removable keeps a copy of every other
-    changed weight on the CPU.  compiled tells that the UNet's steps may be compiled already, which then see no
-    hypernetwork.  Raises ValueError, with nothing changed, if no module of a file is in the networks, one has another
-    shape, or compiled code would not see the change.
+    changed weight on the CPU.  Raises ValueError, with nothing changed, if no module of a file is in the networks, one
+    has another shape, or compiled code would not see the change.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
     places = {(role, name): found for role, network in networks.items() for name, found in targets(network).items()}
@@ -234,29 +224,20 @@ def merge_lora(
             for name in names:
                 table.setdefault(name, []).append((role, module))
     changes: dict[Weight, list[Applied]] = {}
-    attached: list[tuple[CrossAttention, Hypernetwork, float]] = []
-    for lora, given in loras:
-        scale = given if isinstance(given, Strength) else Strength(given, given)
+    for lora, weight in loras:
+        scale = weight if isinstance(weight, Strength) else Strength(weight, weight)
         with errors_of(lora.name):
             blocks = scale.by_block(networks)
-            if lora.hypernetwork is not None:
-                layers = lora.hypernetwork.layers_of(networks.get("unet"), compiled)
-                attached += [(layer, lora.hypernetwork, scale.of("unet", name, blocks)) for name, layer in layers]
-                log.info("%s: a hypernetwork of %d attentions, at %s", lora.name, len(layers), scale)
-                continue
         for place, target, change in _matched(lora, table, places):
             _check_seen(lora, target.parameter, offloader)
             strength = 1.0 if isinstance(change, Value) and change.always else scale.of(*place, blocks)
             changes.setdefault(target.parameter, []).append(Applied(target, change, strength))
         count = sum(name in table for name in lora.modules)
         log.info("%s: %d of %d modules merged, at %s", lora.name, count, len(lora.modules), scale)
-    merged = MergedLora(
-        offloader or Offloader({}, torch.device("cpu"))
-    )  # of no networks: reads and writes weights in place
-    for weight, parts in changes.items():
-        merged.merge(weight, parts, removable)
-    for layer, hypernetwork, strength in attached:
-        merged.handles += hypernetwork.attach(layer, strength)
+    # An offloader of no networks reads and writes weights in place.
+    merged = MergedLora(offloader or Offloader({}, torch.device("cpu")))
+    for parameter, parts in changes.items():
+        merged.merge(parameter, parts, removable)
     return merged
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ldm_lite.checkpoint.adapters import Change
 from ldm_lite.runtime.blocks import BlockLinear
@@ -65,7 +64,6 @@ class MergedLora:
         self._offloader = offloader
         self._before: list[tuple[nn.Parameter, Tensor]] = []  # the earlier values
         self._added: list[tuple[Weight, list[Applied]]] = []  # to quantised weights
-        self.handles: list[RemovableHandle] = []  # of hypernetworks
 
     def merge(self, weight: Weight, changes: Sequence[Applied], removable: bool) -> None:
         """Change a weight."""
@@ -93,9 +91,7 @@ class MergedLora:
         for weight, changes in self._added:
             with _changes(weight, self._offloader) as (present, _):
                 present[:] = [each for each in present if each not in changes]
-        for handle in self.handles:
-            handle.remove()
-        self._before, self._added, self.handles = [], [], []
+        self._before, self._added = [], []
 
     def __enter__(self) -> "MergedLora":
         return self

@@ -20,15 +20,13 @@ MOST_PICKLE = 64 * 2**20  # bytes
 MOST_DIRECTORY = 8 * 2**20  # bytes of a zip file's list of members, some 100,000
 WRAPPERS = ("state_dict", "params_ema", "params")  # the last two: BasicSR
 IP_ADAPTER = ("image_proj", "ip_adapter")
-HYPERNETWORK = "hypernetwork"  # a prefix of its tensors' keys
-TOLD = ("activation_func", "activate_output")  # of a hypernetwork, beside its tensors
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a legacy file
 
 Spans = dict[str, tuple[int, int]]  # a storage's name -> its first byte in the file, and its number of bytes
 
 
-def open_torch(path: Path, is_zip: bool) -> tuple[Shapes, dict[str, str], Callable[[str], Tensor]]:
-    """Return the shapes of a torch file's tensors by key, unwrapped, metadata, and a function that reads one tensor.
+def open_torch(path: Path, is_zip: bool) -> tuple[Shapes, Callable[[str], Tensor]]:
+    """Return the shapes of a torch file's tensors by key, unwrapped, and a function that reads one tensor.
 
     Tensors lie in the mapped file, unless they are not aligned there: then they are copies.  Raises ValueError, one
     line, having run nothing in the file.
@@ -36,7 +34,6 @@ def open_torch(path: Path, is_zip: bool) -> tuple[Shapes, dict[str, str], Callab
     try:
         with open_file(path) as file:
             content, spans = _zip(file) if is_zip else _legacy(file)
-            metadata, content = _hypernetwork(content)
             tensors = _tensors(content)
             for key, stored in tensors.items():
                 if stored.storage.key not in spans or stored.storage.nbytes > spans[stored.storage.key][1]:
@@ -52,6 +49,8 @@ def open_torch(path: Path, is_zip: bool) -> tuple[Shapes, dict[str, str], Callab
         raise ValueError(
             f"{path}: is truncated or damaged ({reason}), nothing in it was run: download it again"
         ) from error
+    if not tensors and isinstance(content, dict) and any(type(width) is int for width in content):
+        raise ValueError(f"{path}: is a hypernetwork of AUTOMATIC1111's web UI, which ldm_lite does not support")
     if not tensors:
         raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
     pages = MappedPages()
@@ -60,7 +59,7 @@ def open_torch(path: Path, is_zip: bool) -> tuple[Shapes, dict[str, str], Callab
         stored = tensors[key]
         return _read(mapped, stored, spans[stored.storage.key][0], pages)
 
-    return {key: stored.shape for key, stored in tensors.items()}, metadata, read
+    return {key: stored.shape for key, stored in tensors.items()}, read
 
 
 def _read(mapped: Tensor, stored: Stored, begin: int, pages: MappedPages) -> Tensor:
@@ -71,23 +70,6 @@ def _read(mapped: Tensor, stored: Stored, begin: int, pages: MappedPages) -> Ten
         values, shared = values.clone(), values
         pages.release(shared)
     return torch.as_strided(values.view(stored.dtype), stored.shape, stored.strides)
-
-
-def _hypernetwork(content: object) -> tuple[dict[str, str], object]:
-    """Return what a hypernetwork's file tells of it, and its tensors; the content of another file as it is."""
-    if not isinstance(content, dict) or not any(type(width) is int for width in content):
-        return {}, content
-    pairs = {width: pair for width, pair in content.items() if type(width) is int}
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs.values()):
-        return {}, content
-    flat = {
-        f"{HYPERNETWORK}.{width}.{i}.{key}": value
-        for width, pair in pairs.items()
-        for i, part in enumerate(pair)
-        if isinstance(part, dict)
-        for key, value in part.items()
-    }
-    return {name: str(content[name]) for name in TOLD if name in content}, flat
 
 
 def _tensors(content: object) -> dict[str, Stored]:

@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image 
     "script_name": ("",),
     "image_cfg_scale": (1.5,),
 }
-_LORA = re.compile(r"<(?:lora|lyco|hypernet):([^<>:]{1,200}):?([^<>]{0,400})>")
+_LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}):?([^<>]{0,400})>")
 
 
 class Txt2imgRequest(Body):
@@ -326,13 +326,15 @@ def _check_neutral(given: Txt2imgRequest) -> None:
 
 def _loras(prompt: str) -> tuple[str, Loras]:
     """Take <lora:NAME:WEIGHT> out of a prompt; WEIGHT may name networks and blocks.  Raises ValueError for others."""
-    found = []
+    if "<hypernet:" in prompt:
+        raise ValueError("hypernetworks are not supported: leave <hypernet:...> out of the prompt")
+    loras = []
     for name, weight in _LORA.findall(prompt):
         try:
-            found.append((name, strength_of(weight.split(":") if weight else [])))
+            loras.append((name, strength_of(weight.split(":") if weight else [])))
         except ValueError as error:
             raise ValueError(f"the LoRA {name!r}: {error}") from None
-    return _LORA.sub("", prompt), tuple(found)
+    return _LORA.sub("", prompt), tuple(loras)
 
 
 def _sampler(given: Txt2imgRequest) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from ldm_lite.checkpoint.strength import Strength
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import FROM_FILES
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.together import Together
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.tasks.enlarge import Upscaler
@@ -120,10 +119,7 @@ class Library:
         model = self.model
         if loras and self._merged[1] is None:
             opened = [(lora.open_lora(self.lora_file(each)), weight) for each, weight in loras]
-            self._merged = (
-                loras,
-                lora.merge_lora(model.networks, opened, model.offloader, compiled=is_compiled(model.step)),
-            )
+            self._merged = (loras, lora.merge_lora(model.networks, opened, model.offloader))
         return model
 
     def decoder(self) -> Model:

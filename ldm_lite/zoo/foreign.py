@@ -15,7 +15,6 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"(?s)\A(?=.*^image_proj\.proj\.0\.)(?=.*^image_proj\.norm\.)": FACE_ID,  # portrait
     r"(?s)\A(?!.*^ip_adapter\.1\.to_k_ip\.weight$).*^(image_proj|ip_adapter)\.": "an IP-Adapter that is not read",
     r"\.weight\.(absmax|quant_map|quant_state\.\w+)$|\.(SCB|qweight|qzeros)$": "a quantised file (bitsandbytes, GPTQ)",
-    r"^hypernetwork\.": "a hypernetwork (to be added to a checkpoint with `lora`)",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
     r"\blllite_": "a ControlNet-LLLite",

@@ -269,3 +269,14 @@ def test_reading_a_pickle_calls_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "evil").write_bytes(b"\x80\x02chostile_module\nx\n.")
     with pytest.raises(ValueError, match=r"its pickle names hostile_module\.x"):
         open_checkpoint(tmp_path / "evil")
+
+
+@pytest.mark.parametrize("with_settings", [False, True])
+def test_a_hypernetwork_is_named(tmp_path: Path, with_settings: bool) -> None:
+    """As AUTOMATIC1111's web UI writes it: networks for keys and values by width, the first files without settings."""
+    layers = {"linear.0.weight": torch.ones(8, 4), "linear.0.bias": torch.ones(8)}
+    settings = {"step": 100, "name": "a style", "activation_func": "relu", "sd_checkpoint": None}
+    torch.save({320: (layers, layers), 768: (layers, layers), **(settings if with_settings else {})}, tmp_path / "a.pt")
+    for load in (ldm_lite.load, ldm_lite.open_lora):
+        with pytest.raises(ValueError, match=r"a\.pt: is a hypernetwork of .* which ldm_lite does not support$"):
+            load(tmp_path / "a.pt")

@@ -44,8 +44,10 @@ def test_tags_weigh_networks_and_blocks() -> None:
     from ldm_lite.checkpoint.strength import Strength
     from ldm_lite.serve.a1111 import _loras
 
-    prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <hypernet:three>")
+    prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")
     assert prompt == "a car "
     assert found == (("one", Strength(0.5, 0.5, "OUTD")), ("two", Strength(0.5, 1)), ("three", Strength()))
     with pytest.raises(ValueError, match="the LoRA 'one': got the weight 'much', wanted a number"):
         _loras("<lora:one:much>")
+    with pytest.raises(ValueError, match="hypernetworks are not supported"):
+        _loras("a cat <hypernet:three:0.5>")
