@@ -11,38 +11,27 @@ from unittest import mock
 import pytest
 import torch
 from PIL import Image
+from runs import SAMPLERS, run_latents
 from torch import Tensor, nn
 
 import ldm_lite
-from ldm_lite import generate
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
-from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import Extras, decode, denoise, stream
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline, generate
+from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.generate import Extras, denoise
 from ldm_lite.runtime import tiling
-from ldm_lite.runtime.attention import use
-from ldm_lite.tasks import batching, text_inputs
-from ldm_lite.tasks.txt2img import prepare, txt2img
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
 SHAPE = (16, 8, 8)
-NOTHING = classifier_free(Conditioning(torch.zeros(1, 77, 128)), None, 1.0)
+NOTHING = torch.zeros(1, 77, 128)  # as conditioning
+ALONE = classifier_free(Conditioning(NOTHING), None, 1.0)
 
 
 def run(pipe: Pipeline, sampler: str, prompts: list[str], seeds: list[int], steps: int = 6) -> Tensor:
-    draw = SeededNoise(seeds, SHAPE)
-    branches = classifier_free(encode_prompts(pipe, prompts), encode_prompts(pipe, [""] * len(prompts)), 2.5)
-    plan = make_plan(sampler, pipe.schedule, steps)
-    latents = denoise(pipe, draw(), branches, plan, draw=draw)
-    return latents
+    return run_latents(pipe, prompts, sampler=sampler, seed=seeds, steps=steps, scale=2.5)
 
 
-def test_noise_depends_on_the_seed_alone() -> None:
-    together, later = SeededNoise([5, 6, 7, 8], SHAPE), SeededNoise([7], SHAPE)
+def test_noise_depends_on_the_seed_alone(bundled: Pipeline) -> None:
+    together, later = bundled.noise_source([5, 6, 7, 8]), bundled.noise_source(7)
     for _ in range(3):
         assert torch.equal(together()[2], later()[0])
 
@@ -75,17 +64,12 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])
 @pytest.mark.thin(4)
 def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -> None:
-    draw = SeededNoise([0], SHAPE)
-    rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
-    plan = make_plan(sampler, bundled.schedule, 3)
-    states = list(stream(bundled, draw(), rocket, plan, draw=draw))
+    states = list(bundled.stream("rocket", sampler=sampler, steps=3, scale=1.0, seed=0))
     assert [(state.step, state.num_steps) for state in states] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_the_loop_can_be_left(bundled: Pipeline) -> None:
-    rocket = classifier_free(encode_prompts(bundled, ["rocket"]), None, 7.5)
-    plan = make_plan("ddim", bundled.schedule, 1000)
-    steps = stream(bundled, SeededNoise([0], SHAPE)(), rocket, plan)
+    steps = bundled.stream("rocket", sampler="ddim", steps=1000, scale=1.0, seed=0)
     assert next(steps).latents.shape == (1, *SHAPE)
     steps.close()
 
@@ -94,11 +78,11 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     calls = []
     hook = bundled.unet.register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))
     try:
-        rocket, cat = encode_prompts(bundled, ["rocket"]), encode_prompts(bundled, ["cat"])
-        plan, noise = make_plan("ddim", bundled.schedule, 2), SeededNoise([0], SHAPE)()
-        plain = denoise(bundled, noise, classifier_free(rocket, None, 7.5), plan)
-        one = denoise(bundled, noise, classifier_free(rocket, cat, 1.0), plan)
-        guided = denoise(bundled, noise, classifier_free(rocket, cat, 2.0), plan)
+        rocket, cat = bundled.encode_prompt("rocket"), bundled.encode_prompt("cat")
+        plan, noise = bundled.plan("ddim", 2), bundled.noise(0)
+        plain = bundled.denoise(noise, rocket, None, plan, 7.5)
+        one = bundled.denoise(noise, rocket, cat, plan, 1.0)
+        guided = bundled.denoise(noise, rocket, cat, plan, 2.0)
     finally:
         hook.remove()
     assert calls == [1, 1, 1, 1, 2, 2]
@@ -140,11 +124,11 @@ def test_keys_and_values_are_made_once_a_run(bundled: Pipeline) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=True):
         _, calls = calls_in_a_run(bundled, LAYERS)
         assert calls == EVERY_STEP  # types change on the way there
-    use(bundled.unet, "mha")
+    bundled.use_attention("mha")
     try:
         again, calls = calls_in_a_run(bundled, LAYERS)
     finally:
-        use(bundled.unet, "sdpa")
+        bundled.use_attention("sdpa")
     assert calls["queries"] == 0  # MultiheadAttention's function reads weights and text itself
     torch.testing.assert_close(latents, again, rtol=1e-4, atol=1e-4)
     for name in ("middle_block.1.transformer_blocks.0.attn2.to_k", "middle_block.1", ""):
@@ -184,16 +168,16 @@ def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipelin
             seen.append((tuple(t.shape), tuple(context.shape)))
             return self.unet(x, t, context, y)
 
-    plan, noise, other = make_plan("ddim", bundled.schedule, 3), torch.zeros(1, *SHAPE), Other()
-    denoise(bundled, noise, NOTHING, plan, extras=Extras(control=lambda step, conditioning: (other, conditioning)))
-    denoise(replace(bundled, unet=other), noise, NOTHING, plan)  # type: ignore[arg-type]
+    plan, noise, other = bundled.plan("ddim", 3), torch.zeros(1, *SHAPE), Other()
+    denoise(bundled, noise, ALONE, plan, extras=Extras(control=lambda step, conditioning: (other, conditioning)))
+    replace(bundled, unet=other).denoise(noise, NOTHING, None, plan)  # type: ignore[arg-type]
     assert seen == [((1,), (1, 77, 128))] * 6
 
 
 def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) -> None:
     """As a style adapter makes it, in some of the steps."""
-    plan, noise = make_plan("ddim", bundled.schedule, 3), SeededNoise([1], SHAPE)()
-    longer = Conditioning(torch.cat([NOTHING.conditionings[0].context, torch.ones(1, 4, 128)], dim=1))  # type: ignore[list-item]
+    plan, noise = bundled.plan("ddim", 3), bundled.noise(1)
+    longer = Conditioning(torch.cat([NOTHING, torch.ones(1, 4, 128)], dim=1))
 
     def control(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
         return bundled.unet, longer if step == 1 else conditioning
@@ -201,8 +185,8 @@ def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) ->
     def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
         return lambda *inputs: bundled.unet(*inputs), control(step, conditioning)[1]
 
-    found = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=control))
-    wanted = denoise(bundled, noise, NOTHING, plan, extras=Extras(control=plain))
+    found = denoise(bundled, noise, ALONE, plan, extras=Extras(control=control))
+    wanted = denoise(bundled, noise, ALONE, plan, extras=Extras(control=plain))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -229,10 +213,9 @@ def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipel
 
 
 def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:
-    conditionings = tuple(encode_prompts(bundled, [prompt]) for prompt in ("", "rocket", "cat"))
-    plan, noise = make_plan("ddim", bundled.schedule, 1), SeededNoise([0], SHAPE)()
-    guided = denoise(bundled, noise, Branches(conditionings, (-1.5, 0.5, 2.0)), plan)
-    alone = [denoise(bundled, noise, Branches((each,), (1.0,)), plan) for each in conditionings]
+    options: dict[str, Any] = {"sampler": "ddim", "steps": 1, "seed": 0, "scale": 1.0, "prompt_syntax": "a1111"}
+    guided = run_latents(bundled, "rocket :0.5 AND cat :2", **options)  # of the empty prompt, the rest: 1 - 0.5 - 2
+    alone = [run_latents(bundled, prompt, **options) for prompt in ("", "rocket", "cat")]
     # one DDIM step is linear in the prediction
     torch.testing.assert_close(guided, -1.5 * alone[0] + 0.5 * alone[1] + 2.0 * alone[2], rtol=1e-4, atol=1e-3)
 
@@ -241,8 +224,8 @@ def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipel
     ("noise", "context", "uncond", "message"),
     [
         ((1, 4, 8, 8), (1, 77, 128), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
-        ((1, 16, 8, 8), (2, 77, 128), None, r"context: got one of shape \(2, 77, 128\), wanted \(1, T, 128\)"),
-        ((1, 16, 8, 8), (1, 77, 768), None, r"wanted \(1, T, 128\)"),
+        ((1, 16, 8, 8), (2, 77, 128), None, r"got conditioning of shape \(2, 77, 128\) for 1 images, wanted 1"),
+        ((1, 16, 8, 8), (1, 77, 768), None, r"context: got one of shape \(1, 77, 768\), wanted \(1, T, 128\)"),
         (
             (1, 16, 8, 8),
             (1, 77, 128),
@@ -254,57 +237,55 @@ def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipel
 def test_shapes_that_do_not_fit(
     bundled: Pipeline, noise: tuple[int, ...], context: tuple[int, ...], uncond: tuple[int, ...] | None, message: str
 ) -> None:
-    plan = make_plan("ddim", bundled.schedule, 2)
-    empty = None if uncond is None else Conditioning(torch.zeros(uncond))
-    branches = classifier_free(Conditioning(torch.zeros(context)), empty, 2.0)
+    empty = None if uncond is None else torch.zeros(uncond)
     with pytest.raises(ValueError, match=message):
-        denoise(bundled, torch.zeros(noise), branches, plan)
+        bundled.denoise(torch.zeros(noise), torch.zeros(context), empty, bundled.plan("ddim", 2), 2.0)
 
 
 def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
-    plan, context = make_plan("ddim", bundled.schedule, 2), torch.zeros(1, 77, 128)
+    plan, cond = bundled.plan("ddim", 2), bundled.encode_prompt("rocket")
     for conditioning, message in (
-        (Conditioning(), "context: got none, wanted"),
-        (Conditioning(context, y=torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), wanted none"),
-        (Conditioning(context, concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
+        (cond._replace(context=None, y=torch.zeros(1, 8)), "context: got none, wanted"),
+        (cond._replace(y=torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), wanted none"),
+        (cond._replace(concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            denoise(bundled, torch.zeros(1, *SHAPE), Branches((conditioning,), (1.0,)), plan)
+            bundled.denoise(torch.zeros(1, *SHAPE), conditioning, None, plan)
 
 
 def test_a_stochastic_sampler_needs_noise(bundled: Pipeline) -> None:
-    plan = make_plan("euler_a", bundled.schedule, 2)
+    plan = bundled.plan("euler_a", 2)
     with pytest.raises(ValueError, match="this sampler adds noise at every step: pass `draw`"):
-        denoise(bundled, torch.zeros(1, *SHAPE), NOTHING, plan)
+        bundled.denoise(torch.zeros(1, *SHAPE), NOTHING, None, plan)
 
 
 def test_an_inpainting_checkpoint_is_refused(bundled: Pipeline) -> None:
     family = bundled.family
     pipe = replace(bundled, family=replace(family, task="inpaint", unet=replace(family.unet, in_channels=33)))
-    plan = make_plan("ddim", pipe.schedule, 2)
+    plan = pipe.plan("ddim", 2)
     with pytest.raises(ValueError, match="reads an image besides the text"):
-        denoise(pipe, torch.zeros(1, *SHAPE), NOTHING, plan)
+        pipe.denoise(torch.zeros(1, *SHAPE), NOTHING, None, plan)
 
 
 def test_latents_that_are_not_finite_are_an_error(bundled: Pipeline) -> None:
     latents = torch.zeros(1, *SHAPE)
     latents[0, 0, 0, 0] = float("nan")
     with pytest.raises(ValueError, match="the latents are not finite"):
-        next(decode(bundled, latents))
+        bundled.decode(latents, output="tensor")[0]
 
 
 @pytest.mark.slow
 def test_a_decoder_that_overflows_is_run_again_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     pipe = ldm_lite.load(device="cpu", dtype="fp16")
     latents = run(ldm_lite.load(device="cpu"), "ddim", ["rocket"], [0])
-    want = next(decode(pipe, latents))
+    want = pipe.decode(latents, output="tensor")[0]
     # The same function, with a value in the middle that float16 cannot hold.
     with torch.no_grad():
         pipe.vae.decoder.conv_in.weight.mul_(4096)
         pipe.vae.decoder.conv_in.bias.mul_(4096)
         pipe.vae.decoder.mid.block_1.conv2.weight.mul_(4096)
         pipe.vae.decoder.mid.block_1.conv2.bias.mul_(4096)
-    got = next(decode(pipe, latents * 2))
+    got = pipe.decode(latents * 2, output="tensor")[0]
     assert torch.isfinite(got).all()
     assert got.shape == want.shape
     assert "the autoencoder overflows in float16: decoding in float32" in caplog.text
@@ -315,7 +296,7 @@ def test_decoding_goes_on_in_tiles_when_memory_runs_out(
     bundled: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     latents = torch.randn(2, *bundled.latent_shape(64, 64), generator=torch.Generator().manual_seed(0))
-    wanted = list(decode(bundled, latents))
+    wanted = bundled.decode(latents, output="tensor")
 
     def fails(self: object, x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
@@ -323,7 +304,7 @@ def test_decoding_goes_on_in_tiles_when_memory_runs_out(
     monkeypatch.setattr(generate, "tiled_on_cpu", lambda vae: vae)  # as on a GPU
     monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
     monkeypatch.setattr(tiling, "STRIP", 2**14)
-    got = list(decode(bundled, latents))
+    got = bundled.decode(latents, output="tensor")
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(got, wanted, strict=True))
     assert [record.getMessage() for record in caplog.records] == [
         "out of memory: decoding in tiles, which `vae_tiling` does from the start"
@@ -337,20 +318,17 @@ def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkey
     monkeypatch.setattr(generate, "tiled_on_cpu", lambda vae: vae)  # as on a GPU
     monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
     with pytest.raises(RuntimeError, match="another reason"):
-        list(decode(bundled, torch.zeros(1, *bundled.latent_shape(64, 64))))
+        bundled.decode(torch.zeros(1, *bundled.latent_shape(64, 64)), output="tensor")
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_many_prompts(
-    bundled: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is kept of an image: not its embeddings, beyond the last few, nor its latents."""
-    monkeypatch.setattr(text_inputs, "AHEAD", 2)  # 4 embeddings are kept
-    (tmp_path / "prompts.txt").write_text("".join(f"a cat and {i} dogs\n" for i in range(12)))
-    options = Options(from_file=str(tmp_path / "prompts.txt"), steps=1, scale=1.0, height=16, width=16)
+def test_memory_stays_flat_over_many_prompts(bundled: Pipeline, tmp_path: Path) -> None:
+    """Nothing is kept of an image: not its embeddings, beyond the last 64, nor its latents."""
+    (tmp_path / "prompts.txt").write_text("".join(f"a cat and {i} dogs\n" for i in range(80)))
+    options = {"from_file": str(tmp_path / "prompts.txt"), "steps": 1, "scale": 1.0, "height": 16, "width": 16}
     tensors, sizes = [], []
-    for i, _ in enumerate(txt2img(bundled, options)):
-        if i in (5, 11):
+    for i, _ in enumerate(bundled.stream(**options)):
+        if i in (72, 78):
             gc.collect()
             tensors.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
             sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -368,13 +346,11 @@ def test_dpm_adaptive_has_steps_of_its_own_for_every_image(small_path: Path) -> 
     alone = [pipe.txt2img(prompt, **(options | {"seed": 3 + k}))[0] for k, prompt in enumerate(("a cat", "a dog"))]
     for one, other in zip(both, alone, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-    job, inputs = prepare(pipe, Options(prompt="a cat", sampler="DPM adaptive", steps=6))
-    for state in batching.run(job, inputs):
-        if isinstance(state, generate.DenoisingState):
-            assert state.x0.shape == state.latents.shape
-            states.append(state.step)
+    for state in pipe.stream("a cat", sampler="DPM adaptive", steps=6):
+        assert state.x0.shape == state.latents.shape
+        states.append(state.step)
     assert states == sorted(states)
-    assert (states[0], states[-1], state.pixels.shape) == (1, 6, (3, 64, 64))  # type: ignore[union-attr]
+    assert (states[0], states[-1], both[0].shape) == (1, 6, (3, 64, 64))
     [image] = pipe.img2img("a cat", Image.new("RGB", (64, 64)), strength=0.4, steps=10, sampler="DPM adaptive")
     assert image.size == (64, 64)
     with pytest.raises(ValueError, match="no fixed steps for controls, a mask, a refiner"):

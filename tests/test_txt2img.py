@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,8 @@ import torch
 from PIL import Image
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite import txt2img as command
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.job import read_prompts
-from ldm_lite.tasks.txt2img import txt2img
 
 APPLE = "a red apple on a blue background"
 
@@ -51,14 +46,14 @@ COLOURS = {  # as scripts/render_emoji.py draws them
 def test_the_background_is_the_one_asked_for(bundled: Pipeline) -> None:
     """Of the twelve colours, the border's is nearest to the caption's."""
     for colour in COLOURS:
-        [result] = txt2img(bundled, Options(prompt=f"a cat on {colour}", steps=8))
+        [result] = bundled.txt2img(f"a cat on {colour}", steps=8, output="result")
         distances = {name: np.abs(border(result.array) - value).sum() for name, value in COLOURS.items()}
         assert min(distances, key=distances.__getitem__) == colour
 
 
 def test_a_red_heart_is_red_in_the_middle_on_white(bundled: Pipeline) -> None:
     white = []
-    for result in txt2img(bundled, Options(prompt="red heart", batch_size=4)):
+    for result in bundled.txt2img("red heart", batch_size=4, output="result"):
         red, green, blue = np.median(result.array[24:40, 24:40], axis=(0, 1))
         assert red > 150 > 100 > max(green, blue)
         white.append(border(result.array).min() > 200)
@@ -68,7 +63,7 @@ def test_a_red_heart_is_red_in_the_middle_on_white(bundled: Pipeline) -> None:
 @pytest.mark.slow
 def test_20_steps_of_a_second_order_sampler_are_100_of_ddim(bundled: Pipeline) -> None:
     few, many = (
-        next(txt2img(bundled, Options(prompt=APPLE, sampler=sampler, steps=steps))).array.astype(float)
+        bundled.txt2img(APPLE, sampler=sampler, steps=steps, output="numpy")[0].astype(float)
         for sampler, steps in (("dpmpp_2m karras", 20), ("ddim", 100))
     )
     assert np.abs(few - many).mean() < 4  # of 255
@@ -79,13 +74,13 @@ def test_20_steps_of_a_second_order_sampler_are_100_of_ddim(bundled: Pipeline) -
     ["plms", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddim", "euler", "euler_a", "dpmpp_2m karras"))],
 )
 def test_every_sampler_paints_the_background(bundled: Pipeline, sampler: str) -> None:
-    [result] = txt2img(bundled, Options(prompt="a cat on a yellow background", sampler=sampler, steps=20))
+    [result] = bundled.txt2img("a cat on a yellow background", sampler=sampler, steps=20, output="result")
     red, green, blue = border(result.array)
     assert min(red, green) > blue + 60
 
 
 def test_a_result_is_pil_numpy_and_tensor(bundled: Pipeline) -> None:
-    [result] = txt2img(bundled, Options(prompt=APPLE, steps=2, seed=7))
+    [result] = bundled.txt2img(APPLE, steps=2, seed=7, output="result")
     assert isinstance(result.image, Image.Image)
     assert result.image.size == (64, 64)
     assert result.array.shape == (64, 64, 3)
@@ -97,25 +92,24 @@ def test_a_result_is_pil_numpy_and_tensor(bundled: Pipeline) -> None:
 
 
 def test_image_k_has_seed_plus_k_in_any_batch(bundled: Pipeline) -> None:
-    many = list(txt2img(bundled, Options(prompt=APPLE, steps=3, batch_size=2, n_iter=2, seed=10, sampler="euler_a")))
+    many = bundled.txt2img(APPLE, steps=3, batch_size=2, n_iter=2, seed=10, sampler="euler_a", output="result")
     assert [result.seed for result in many] == [10, 11, 12, 13]
     for result in many:
-        [single] = txt2img(bundled, Options(prompt=APPLE, steps=3, seed=result.seed, sampler="euler_a"))
+        [single] = bundled.txt2img(APPLE, steps=3, seed=result.seed, sampler="euler_a", output="result")
         assert (single.pixels - result.pixels).abs().max() < 1e-3
 
 
 def test_ready_embeddings(bundled: Pipeline) -> None:
-    context, uncond = (encode_prompts(bundled, texts).context for texts in ([APPLE, "rocket"], [""]))
-    options = Options(steps=3, batch_size=2, cond=context, uncond=uncond)
-    from_embeddings = list(txt2img(bundled, options))
+    context, uncond = (bundled.encode_prompt(texts).context for texts in ([APPLE, "rocket"], [""]))
+    from_embeddings = bundled.txt2img(steps=3, batch_size=2, cond=context, uncond=uncond, output="result")
     for result, prompt, seed in zip(from_embeddings, [APPLE, "rocket"], [42, 43], strict=True):
-        [single] = txt2img(bundled, Options(prompt=prompt, steps=3, seed=seed))
+        [single] = bundled.txt2img(prompt, steps=3, seed=seed, output="result")
         assert (single.pixels - result.pixels).abs().max() < 1e-3
 
 
 def test_a_negative_prompt_is_moved_away_from_and_scale_1_is_the_prompt_alone(bundled: Pipeline) -> None:
     plain, moved, alone, unmoved, cancelled = (
-        next(txt2img(bundled, Options(prompt=APPLE, steps=5, **extra))).array.astype(float)
+        bundled.txt2img(APPLE, steps=5, output="numpy", **extra)[0].astype(float)
         for extra in (
             {},
             {"negative_prompt": "blue background"},
@@ -132,7 +126,7 @@ def test_a_negative_prompt_is_moved_away_from_and_scale_1_is_the_prompt_alone(bu
 
 def test_guidance_rescale_and_dynamic_threshold_matter(bundled: Pipeline) -> None:
     plain, rescaled, clamped = (
-        next(txt2img(bundled, Options(prompt=APPLE, steps=5, scale=7.5, **extra))).array
+        bundled.txt2img(APPLE, steps=5, scale=7.5, output="numpy", **extra)[0]
         for extra in ({}, {"guidance_rescale": 0.7}, {"dynamic_threshold": 0.9})
     )
     assert not np.array_equal(plain, rescaled)
@@ -142,43 +136,43 @@ def test_guidance_rescale_and_dynamic_threshold_matter(bundled: Pipeline) -> Non
 def test_a1111_syntax_and_long_prompts(bundled: Pipeline) -> None:
     long = APPLE + ", " + "very good " * 60
     results = [
-        next(txt2img(bundled, Options(prompt=prompt, steps=4, prompt_syntax=syntax))).array
+        bundled.txt2img(prompt, steps=4, prompt_syntax=syntax, output="numpy")[0]
         for prompt, syntax in ((APPLE, "plain"), (APPLE, "a1111"), ("a (red:1.5) apple on a blue background", "a1111"))
     ]
     assert np.array_equal(results[0], results[1])
     assert not np.array_equal(results[1], results[2])
-    [result] = txt2img(bundled, Options(prompt=long, steps=4, prompt_syntax="a1111", clip_skip=2))
+    [result] = bundled.txt2img(long, steps=4, prompt_syntax="a1111", clip_skip=2, output="result")
     assert "Clip skip: 2" in result.parameters
     assert "Prompt syntax: a1111" in result.parameters
 
 
 def test_sizes(bundled: Pipeline) -> None:
-    [result] = txt2img(bundled, Options(prompt=APPLE, steps=2, height=72, width=40))
+    [result] = bundled.txt2img(APPLE, steps=2, height=72, width=40, output="result")
     assert result.image.size == (40, 72)
     with pytest.raises(ValueError, match="got H 70 and W 41, wanted multiples of 8: take 72 and 40"):
-        txt2img(bundled, Options(prompt=APPLE, height=70, width=41))
+        bundled.txt2img(APPLE, height=70, width=41)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
 @pytest.mark.parametrize("compat", [False, True])
 def test_the_defaults_of_a_process_change_nothing(bundled: Pipeline, default: torch.dtype | str, compat: bool) -> None:
-    options = Options(prompt="a (red) apple", prompt_syntax="a1111", steps=2, sampler="ddim", eta=0.5, n_iter=1)
-    options = replace(options, batch_size=1, compat=compat)
-    [plain] = txt2img(bundled, options)
+    options = {"prompt_syntax": "a1111", "steps": 2, "sampler": "ddim", "eta": 0.5, "n_iter": 1, "batch_size": 1}
+    options |= {"compat": compat, "output": "tensor"}
+    [plain] = bundled.txt2img("a (red) apple", **options)
     try:
         if isinstance(default, str):
             torch.set_default_device(default)
         else:
             torch.set_default_dtype(default)
-        [result] = txt2img(bundled, options)
+        [pixels] = bundled.txt2img("a (red) apple", **options)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(result.pixels, plain.pixels)
+    assert torch.equal(pixels, plain)
 
 
 def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
-    results = list(txt2img(bundled, Options(prompt=APPLE, steps=2, batch_size=2, n_iter=2, fixed_code=True)))
+    results = bundled.txt2img(APPLE, steps=2, batch_size=2, n_iter=2, fixed_code=True, output="result")
     assert [result.seed for result in results] == [42, 43, 42, 43]
     assert np.array_equal(results[0].array, results[2].array)
 
@@ -213,7 +207,7 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
 )
 def test_options_that_do_not_fit(bundled: Pipeline, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        txt2img(bundled, Options(**options))
+        bundled.txt2img(**options)
 
 
 # ---- compat ---------------------------------------------------------------------------------------------------------
@@ -225,8 +219,7 @@ def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str
     inputs: list[torch.Tensor] = []
     hook = bundled.unet.register_forward_pre_hook(lambda module, args: inputs.append(args[0][:2].clone()))
     try:
-        options = Options(prompt=APPLE, steps=4, sampler=sampler, compat=True, batch_size=2, n_iter=2, scale=2.0)
-        list(txt2img(bundled, options))
+        bundled.txt2img(APPLE, steps=4, sampler=sampler, compat=True, batch_size=2, n_iter=2, scale=2.0)
     finally:
         hook.remove()
     generator = torch.Generator().manual_seed(42)
@@ -238,12 +231,9 @@ def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str
 
 @pytest.mark.slow
 def test_compat_has_the_original_s_counts(bundled: Pipeline) -> None:
-    steps: list[int] = []
-    options = Options(prompt=APPLE, steps=12, compat=True)
-    count = sum(1 for _ in txt2img(bundled, options, on_step=lambda state: steps.append(state.num_steps)))
-    assert count == 6
-    assert set(steps) == {13}
-    assert len(list(txt2img(bundled, Options(prompt=APPLE, steps=2)))) == 1
+    assert len(bundled.txt2img(APPLE, steps=12, compat=True)) == 6
+    assert {state.num_steps for state in bundled.stream(APPLE, steps=12, compat=True)} == {13}
+    assert len(bundled.txt2img(APPLE, steps=2, output="result")) == 1
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -291,7 +281,7 @@ def test_the_original_s_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run([APPLE, "--laion400m"], tmp_path) == 2
 
 
-def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_from_a_file(bundled: Pipeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("\ufeffa red apple\n\nrocket\r\na cat\n", encoding="utf-8")
     arguments = ["--from-file", os.fspath(tmp_path / "prompts.txt"), "--steps", "2", "--n_samples", "2", "--skip_grid"]
     assert run(arguments, tmp_path / "out") == 0
@@ -300,9 +290,10 @@ def test_prompts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         with Image.open(path) as image:
             prompts.append(image.info["parameters"].splitlines()[0])
     assert prompts == ["a red apple", "rocket", "a cat"]
+    many = {"from_file": tmp_path / "prompts.txt", "compat": True, "n_iter": 1, "steps": 2, "height": 16, "width": 16}
+    results = bundled.txt2img(**many, output="result")
+    assert [result.prompt for result in results] == ["a red apple", "", "rocket", "a cat"]
     capsys.readouterr()
-    compat = Options(from_file=os.fspath(tmp_path / "prompts.txt"), compat=True)
-    assert read_prompts(compat) == ["a red apple", "", "rocket", "a cat"]
     for content, message in ((b"", "holds no prompt"), (b"\xff\xfe\x00", "is not text in UTF-8")):
         (tmp_path / "bad.txt").write_bytes(content)
         assert run(["--from-file", os.fspath(tmp_path / "bad.txt")], tmp_path / "bad") == 2
