@@ -2,9 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +10,12 @@ import random_checkpoint
 import torch
 import toy
 from PIL import Image
+from runs import SAMPLERS, decoded_latents, unet_calls
 from torch import Tensor
 
+from ldm_lite import Pipeline
 from ldm_lite import img2img as command
-from ldm_lite.cli.task_options import Img2imgOptions as Options
 from ldm_lite.cli.task_options import InpaintOptions as InpaintOptions
-from ldm_lite.cli.task_options import Txt2imgOptions as TextOptions
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import decode, encode
-from ldm_lite.image import to_pixels
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.image_inputs import share
-from ldm_lite.tasks.img2img import edit_size, img2img
-from ldm_lite.tasks.inpaint import inpaint
-from ldm_lite.tasks.txt2img import txt2img
 
 APPLE = "a red apple on a blue background"
 GOLDEN = np.load(Path(__file__).parent / "data" / "pictures.npz")
@@ -41,17 +29,6 @@ def circle() -> Image.Image:
     return Image.fromarray(np.where(inside[:, :, None], [220, 30, 30], [70, 120, 220]).astype(np.uint8))
 
 
-@contextmanager
-def calls(pipe: Pipeline) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The latents and timesteps that the UNet is called with."""
-    made: list[tuple[Tensor, Tensor]] = []
-    hook = pipe.unet.register_forward_pre_hook(lambda module, inputs: made.append((inputs[0].clone(), inputs[1])))
-    try:
-        yield made
-    finally:
-        hook.remove()
-
-
 # ---- against other implementations ----------------------------------------------------------------------------------
 
 
@@ -60,23 +37,19 @@ def calls(pipe: Pipeline) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str, Pipeline], name: str) -> None:
     """diffusers' pipelines, and the original's samplers for --compat."""
     run, (context, uncond) = toy.PICTURE_RUNS[name], toy.embeddings()
-    latents: list[Tensor] = []
     settings = {"steps": run.steps, "scale": 5.0, "sampler": run.sampler, "spacing": run.spacing}
-    settings["strength"] = run.strength
-    settings |= {"cond": context, "uncond": uncond, "init_img": [Image.fromarray(toy.waves())]}
+    settings |= {"strength": run.strength, "cond": context, "uncond": uncond}
     if run.spacing == "original":
         settings |= {"spacing": None, "compat": True, "cond": context.expand(2, -1, -1), "batch_size": 2}
-    pipe, on_step = picture_pipes[run.task], lambda state: latents.append(state.latents)
-    if run.command == "inpaint":
-        extend = ",".join(f"{side}={pixels}" for side, pixels in run.extend)
-        mask = {"extend": extend} if extend else {"mask": [Image.fromarray(toy.mask())]}
-        made = inpaint(pipe, InpaintOptions(**settings, **mask), on_step)
-    elif run.spacing == "original":
-        made = img2img(pipe, Options(**settings), on_step)
-    else:
-        made = img2img(pipe, Options(**settings), on_step)
-    list(made)
-    assert toy.relative_error(latents[-1].numpy(), GOLDEN[name]) < 5e-5
+    pipe, image = picture_pipes[run.task], Image.fromarray(toy.waves())
+    with decoded_latents(pipe) as latents:
+        if run.command == "img2img":
+            pipe.img2img(None, image, **settings)
+        elif extend := ",".join(f"{side}={pixels}" for side, pixels in run.extend):
+            pipe.inpaint(None, image, extend=extend, **settings)
+        else:
+            pipe.inpaint(None, image, Image.fromarray(toy.mask()), **settings)
+    assert toy.relative_error(torch.cat(latents).numpy(), GOLDEN[name]) < 5e-5
 
 
 # ---- meaning --------------------------------------------------------------------------------------------------------
@@ -89,13 +62,13 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
     y, x = np.mgrid[:64, :64]
     far = (x - 31.5) ** 2 + (y - 31.5) ** 2 > 29**2
     prompt = "a red apple on a blue background"
-    options = Options(prompt=prompt, strength=0.6, steps=20, sampler="dpmpp_2m", batch_size=4, init_img=[circle])
-    for result in img2img(bundled, options):
-        red = result.array.argmax(axis=2) == 0
+    options = {"strength": 0.6, "steps": 20, "sampler": "dpmpp_2m", "batch_size": 4, "output": "numpy"}
+    for array in bundled.img2img(prompt, circle, **options):
+        red = array.argmax(axis=2) == 0
         assert red[circled].mean() > 0.8
         assert red[far].mean() < 0.1
-    disc = next(img2img(bundled, Options(prompt=prompt, strength=0.0, init_img=[circle]))).array
-    assert np.abs(result.array.astype(int) - disc)[circled].mean() > 8
+    disc = bundled.img2img(prompt, [circle], strength=0.0, output="numpy")[0]
+    assert np.abs(array.astype(int) - disc)[circled].mean() > 8
 
 
 # ---- strength -------------------------------------------------------------------------------------------------------
@@ -105,18 +78,17 @@ def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle:
 def test_strength_1_is_txt2img(bundled: Pipeline, circle: Image.Image) -> None:
     """The image is forgotten: only its size is left."""
     for sampler in ("ddim", "euler_a", "dpmpp_2m karras"):
-        [ours] = img2img(bundled, Options(prompt=APPLE, strength=1.0, steps=2, sampler=sampler, init_img=[circle]))
-        [plain] = txt2img(bundled, TextOptions(prompt=APPLE, steps=2, sampler=sampler))
+        [ours] = bundled.img2img(APPLE, [circle], strength=1.0, steps=2, sampler=sampler, output="result")
+        [plain] = bundled.txt2img(APPLE, steps=2, sampler=sampler, output="result")
         assert torch.equal(ours.pixels, plain.pixels)
 
 
 def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture) -> None:
-    with calls(bundled) as made, caplog.at_level("INFO"):
-        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, init_img=[circle]))
-    assert not made
+    with unet_calls(bundled) as calls, caplog.at_level("INFO"):
+        [result] = bundled.img2img(APPLE, [circle], strength=0.0, output="result")
+    assert not calls
     assert "strength 0: no UNet call" in caplog.text
-    mean, _ = encode(bundled, to_pixels(circle)[None])
-    assert torch.allclose(result.pixels, next(decode(bundled, mean)), atol=1e-3)
+    assert torch.allclose(result.pixels, bundled.decode(bundled.encode(circle), output="tensor")[0], atol=1e-3)
     assert "Steps: 0" in result.parameters
 
 
@@ -124,8 +96,7 @@ def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, ca
 def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle: Image.Image) -> None:
     strengths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     arrays = [
-        next(img2img(bundled, Options(prompt=APPLE, strength=strength, steps=5, init_img=[circle]))).pixels
-        for strength in strengths
+        bundled.img2img(APPLE, [circle], strength=strength, steps=5, output="tensor")[0] for strength in strengths
     ]
     distances = [float((array - arrays[0]).norm()) for array in arrays]
     assert distances == sorted(distances)
@@ -139,54 +110,61 @@ def test_the_first_call_sees_exactly_its_level_of_noise(
 ) -> None:
     """And as many calls are made as is said."""
     spacing = None if sampler == "lcm" else "karras"
-    options = Options(prompt=APPLE, strength=0.5, steps=6, sampler=sampler, spacing=spacing, scale=1.0)
-    options = replace(options, init_img=[circle])
-    with calls(bundled) as made, caplog.at_level("INFO"):
-        [result] = img2img(bundled, options)
-    plan = make_plan(sampler, bundled.schedule, 6, spacing=spacing, last=3)
-    assert len(made) == len(plan.t)
+    options = {"strength": 0.5, "steps": 6, "sampler": sampler, "spacing": spacing, "scale": 1.0, "output": "result"}
+    with unet_calls(bundled) as calls, caplog.at_level("INFO"):
+        [result] = bundled.img2img(APPLE, circle, **options)
+    plan = bundled.plan(sampler, 6, spacing=spacing, last=3)
+    assert len(calls) == len(plan.t)
     assert f"strength 0.5: the last 3 of 6 steps, {len(plan.t)} UNet calls" in caplog.text
     a, s = plan.level[0]
     noise = torch.randn(bundled.latent_shape(64, 64), generator=torch.Generator().manual_seed(42))
-    x, t = made[0]
-    assert t[0].item() == pytest.approx(plan.t[0], rel=1e-6)
-    assert torch.allclose(x[0], a * encode(bundled, to_pixels(circle)[None])[0][0] + s * noise, atol=2e-3)
+    assert calls[0].t[0].item() == pytest.approx(plan.t[0], rel=1e-6)
+    assert torch.allclose(calls[0].x[0], a * bundled.encode(circle)[0] + s * noise, atol=2e-3)
     assert "Denoising strength: 0.5" in result.parameters
 
 
-def test_how_many_steps_are_run() -> None:
-    assert share(50, 0.75, exact=False) == (50, 37)
-    assert share(50, 0.58, exact=False) == (50, 29)  # 0.58 * 50 is 28.999999999999996
-    assert share(50, 0.001, exact=False) == (50, 1)
-    assert share(50, 1.0, exact=False) == share(50, 1.0, exact=True) == (50, 50)
-    assert share(50, 0.3, exact=True) == (167, 50)
-    for strength in (0.05, 0.33, 0.9):
-        assert share(20, strength, exact=True)[1] == 20
+def test_how_many_steps_are_run(picture_pipes: dict[str, Pipeline]) -> None:
+    """The last of so many in all."""
+    pipe, image = picture_pipes["txt2img"], Image.new("RGB", (32, 32))
+    for steps, strength, exact, whole, last in (
+        (50, 0.75, False, 50, 37),
+        (50, 0.58, False, 50, 29),  # 0.58 * 50 is 28.999999999999996
+        (50, 0.001, False, 50, 1),
+        (50, 1.0, False, 50, 50),
+        (50, 1.0, True, 50, 50),
+        (50, 0.3, True, 167, 50),
+        (20, 0.05, True, 400, 20),
+        (20, 0.33, True, 61, 20),
+        (20, 0.9, True, 22, 20),
+    ):
+        options = {"steps": steps, "strength": strength, "exact_steps": exact, "sampler": "ddim", "scale": 1.0}
+        with unet_calls(pipe) as calls:
+            pipe.img2img("a", image, **options)
+        assert [float(call.t[0]) for call in calls] == pipe.plan("ddim", whole, last=last).t.tolist()
     with pytest.raises(ValueError, match=r"50 exact steps at strength 0\.01, .* wanted at most 1000: take at most 10"):
-        share(50, 0.01, exact=True)
+        pipe.img2img("a", image, steps=50, strength=0.01, exact_steps=True)
 
 
 def test_exact_steps(bundled: Pipeline, circle: Image.Image) -> None:
-    options = Options(prompt=APPLE, strength=0.4, steps=6, exact_steps=True, scale=1.0, init_img=[circle])
-    with calls(bundled) as made:
-        [result] = img2img(bundled, options)
-    assert len(made) == 6
-    assert made[0][1] < 500
+    options = {"strength": 0.4, "steps": 6, "exact_steps": True, "scale": 1.0}
+    with unet_calls(bundled) as calls:
+        [result] = bundled.img2img(APPLE, circle, output="result", **options)
+    assert len(calls) == 6
+    assert calls[0].t[0] < 500
     assert "Steps: 6" in result.parameters
 
 
 def test_compat_is_refused_where_the_original_fails(bundled: Pipeline, circle: Image.Image) -> None:
-    options = Options(prompt=APPLE, steps=4, compat=True, strength=1.0, init_img=[circle])
     with pytest.raises(ValueError, match="the original script fails at strength 1: take less"):
-        img2img(bundled, options)
+        bundled.img2img(APPLE, circle, steps=4, compat=True, strength=1.0)
     with pytest.raises(ValueError, match="`compat` knows the samplers of the original script, ddim, not plms"):
-        img2img(bundled, Options(prompt=APPLE, compat=True, sampler="plms", init_img=[circle]))
+        bundled.img2img(APPLE, [circle], compat=True, sampler="plms")
 
 
 def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: Image.Image) -> None:
     """2 samples, scale 5, and sides rounded down to multiples of 32."""
-    options = Options(prompt=APPLE, steps=4, strength=0.0, compat=True, init_img=[circle.resize((70, 40))])
-    results = list(img2img(bundled, options))
+    options = {"steps": 4, "strength": 0.0, "compat": True, "output": "result"}
+    results = bundled.img2img(APPLE, circle.resize((70, 40)), **options)
     assert [result.image.size for result in results] == [(64, 32)] * 2
     assert "CFG scale: 5.0" in results[0].parameters
 
@@ -196,17 +174,17 @@ def test_compat_has_the_original_s_counts_and_sizes(bundled: Pipeline, circle: I
 
 def test_every_image_has_its_seeds_in_any_batch(bundled: Pipeline, circle: Image.Image) -> None:
     pictures = [circle, circle.rotate(90).resize((40, 48))]
-    options = {"prompt": APPLE, "steps": 4, "sampler": "euler_a", "strength": 0.6}
-    many = list(img2img(bundled, Options(**options, batch_size=2, n_iter=2, seed=10, init_img=pictures)))
+    options = {"steps": 4, "sampler": "euler_a", "strength": 0.6, "output": "result"}
+    many = bundled.img2img(APPLE, pictures, batch_size=2, n_iter=2, seed=10, **options)
     assert [result.seed for result in many] == list(range(10, 18))
     for number, result in ((1, many[1]), (0, many[3]), (5, many[5])):
-        [single] = img2img(bundled, Options(**options, seed=result.seed, init_img=[pictures[number // 4]]))
+        [single] = bundled.img2img(APPLE, pictures[number // 4], seed=result.seed, **options)
         assert (single.pixels - result.pixels).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("size", [(50, 37), (8, 8), (3, 5), (65, 64)])
 def test_the_result_is_as_large_as_the_image(bundled: Pipeline, circle: Image.Image, size: tuple[int, int]) -> None:
-    [result] = img2img(bundled, Options(prompt=APPLE, steps=2, strength=0.5, init_img=[circle.resize(size)]))
+    [result] = bundled.img2img(APPLE, [circle.resize(size)], steps=2, strength=0.5, output="result")
     assert result.image.size == size
     assert f"Size: {size[0]}x{size[1]}" in result.parameters
 
@@ -225,7 +203,7 @@ def test_requested_sizes(
     bundled: Pipeline, circle: Image.Image, options: dict, size: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, **options, init_img=[circle]))
+    [result] = bundled.img2img(APPLE, [circle], strength=0.0, output="result", **options)
     assert result.image.size == size
     cut = len(options) == 2
     assert ("is cropped to the proportions" in caplog.text) == cut
@@ -235,7 +213,7 @@ def test_a_large_image_is_reduced_with_a_message(
     bundled: Pipeline, circle: Image.Image, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        [result] = img2img(bundled, Options(prompt=APPLE, strength=0.0, init_img=[circle.resize((1000, 500))]))
+        [result] = bundled.img2img(APPLE, [circle.resize((1000, 500))], strength=0.0, output="result")
     assert result.image.size == (128, 64)
     assert "is reduced from 1000 x 500 pixels to 128 x 64, twice the model's size" in caplog.text
 
@@ -243,21 +221,18 @@ def test_a_large_image_is_reduced_with_a_message(
 @pytest.mark.slow
 def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
     """On an image like the training data: far nearer than another such image."""
-    one, other = (next(txt2img(bundled, TextOptions(prompt=prompt, steps=10))) for prompt in (APPLE, "a cat on yellow"))
-    mean, deviation = encode(bundled, one.pixels[None])
-    assert mean.shape == deviation.shape == (1, *bundled.latent_shape(64, 64))
-    assert (deviation > 0).all()
-    again = next(decode(bundled, mean))
+    one, other = (bundled.txt2img(prompt, steps=10, output="result")[0] for prompt in (APPLE, "a cat on yellow"))
+    mean = bundled.encode(one.pixels)
+    assert mean.shape == (1, *bundled.latent_shape(64, 64))
+    again = bundled.decode(mean, output="tensor")[0]
     error = (again - one.pixels).square().mean().sqrt()
     assert error < 0.2
     assert error < (other.pixels - one.pixels).square().mean().sqrt() / 3
 
 
 def test_the_posterior_is_sampled_by_seed(bundled: Pipeline, circle: Image.Image) -> None:
-    options = {"prompt": APPLE, "strength": 0.0, "sample_posterior": True}
-    one, two, again = (
-        next(img2img(bundled, Options(**options, seed=seed, init_img=[circle]))).pixels for seed in (1, 2, 1)
-    )
+    options = {"strength": 0.0, "sample_posterior": True, "output": "tensor"}
+    one, two, again = (bundled.img2img(APPLE, circle, seed=seed, **options)[0] for seed in (1, 2, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, two)
 
@@ -267,8 +242,8 @@ def test_two_threads_equal_serial_runs(bundled: Pipeline, circle: Image.Image) -
     jobs = {"euler_a": 0.5, "dpmpp_2m": 0.9}
 
     def run(sampler: str) -> Tensor:
-        options = Options(prompt=APPLE, steps=4, sampler=sampler, strength=jobs[sampler], init_img=[circle])
-        return next(img2img(bundled, options)).pixels
+        options = {"steps": 4, "sampler": sampler, "strength": jobs[sampler], "output": "tensor"}
+        return bundled.img2img(APPLE, circle, **options)[0]
 
     serial, parallel = {sampler: run(sampler) for sampler in jobs}, {}
     threads = [threading.Thread(target=lambda s=sampler: parallel.update({s: run(s)})) for sampler in jobs]
@@ -290,23 +265,16 @@ def test_guidance_by_text_and_image(
 ) -> None:
     """Three branches, less those of no weight; the mixture is the paper's."""
     pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
-    options = Options(prompt="make it red", steps=1, sampler="ddim", init_img=[picture])
-    outs: list[Tensor] = []
-    hook = pipe.unet.register_forward_hook(lambda module, inputs, out: outs.append(out))
-    latents: list[Tensor] = []
-    try:
-        with calls(pipe) as made:
-            scaled = replace(options, scale=scale, image_scale=image_scale)
-            [result] = img2img(pipe, scaled, on_step=lambda state: latents.append(state.latents))
-            [full] = img2img(pipe, options)
-    finally:
-        hook.remove()
-    assert [len(x) for x, _ in made] == [branches, 3]
+    options = {"steps": 1, "sampler": "ddim", "output": "result"}
+    with unet_calls(pipe) as calls, decoded_latents(pipe) as latents:
+        [result] = pipe.img2img("make it red", picture, scale=scale, image_scale=image_scale, **options)
+        [full] = pipe.img2img("make it red", picture, **options)
+    assert [len(call.x) for call in calls] == [branches, 3]
     assert f"Image CFG scale: {image_scale}" in result.parameters
     assert "Image CFG scale: 1.5" in full.parameters
-    neither, seen, both = outs[1].unbind()
+    neither, seen, both = calls[1].out.unbind()
     out = neither + image_scale * (seen - neither) + scale * (both - seen)
-    plan = make_plan("ddim", pipe.schedule, 1)
+    plan = pipe.plan("ddim", 1)
     noise = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(42))
     registers = torch.from_numpy(plan.mix[0, 0]).float()
     assert torch.allclose(latents[0][0], registers[0] * noise + registers[-2] * out, atol=1e-3)
@@ -314,10 +282,10 @@ def test_guidance_by_text_and_image(
 
 def test_the_image_s_latents_are_unscaled_and_absent_in_one_branch(picture_pipes: dict[str, Pipeline]) -> None:
     pipe, picture = picture_pipes["instruct"], Image.fromarray(toy.waves())
-    with calls(pipe) as made:
-        list(img2img(pipe, Options(prompt="make it red", steps=1, init_img=[picture])))
-    mean, _ = pipe.vae.encode(to_pixels(picture)[None])
-    neither, seen, both = made[0][0][:, 4:]
+    with unet_calls(pipe) as calls:
+        pipe.img2img("make it red", [picture], steps=1)
+    mean = pipe.encode(picture) / pipe.family.scale_factor
+    neither, seen, both = calls[0].x[:, 4:]
     assert torch.allclose(seen, mean[0], atol=1e-5)
     assert torch.equal(seen, both)
     assert not neither.any()
@@ -325,6 +293,7 @@ def test_the_image_s_latents_are_unscaled_and_absent_in_one_branch(picture_pipes
 
 def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeline]) -> None:
     """By hand, from edit_cli.py: the short side is rounded up to a multiple of 64, the long one then down."""
+    pipe = picture_pipes["instruct"]
     for size, resolution, wanted in (
         ((512, 512), 512, (512, 512)),
         ((1024, 768), 512, (512, 384)),
@@ -333,11 +302,11 @@ def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeli
         ((1920, 1080), 512, (512, 320)),
         ((100, 90), 256, (256, 256)),
     ):
-        assert edit_size(size, resolution) == wanted
+        [image] = pipe.img2img("make it red", Image.new("RGB", size), resolution=resolution, strength=0.0)
+        assert image.size == wanted
     waves = Image.fromarray(toy.waves()).resize((90, 70))
-    options = Options(prompt="make it red", steps=1, resolution=64, init_img=[waves])
-    [result] = img2img(picture_pipes["instruct"], options)
-    assert result.image.size == (64, 64)
+    [image] = pipe.img2img("make it red", waves, steps=1, resolution=64)
+    assert image.size == (64, 64)
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------
@@ -358,19 +327,19 @@ def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeli
 )
 def test_options_that_do_not_fit(bundled: Pipeline, circle: Image.Image, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        img2img(bundled, Options(**options, init_img=[circle]))
+        bundled.img2img(options.pop("prompt", None), circle, **options)
 
 
 def test_a_checkpoint_of_the_wrong_kind_names_the_right_command(
     bundled: Pipeline, picture_pipes: dict[str, Pipeline], circle: Image.Image
 ) -> None:
     with pytest.raises(ValueError, match=r"which img2img cannot use: take python -m ldm_lite\.inpaint"):
-        img2img(picture_pipes["inpaint"], Options(prompt="a", init_img=[circle]))
+        picture_pipes["inpaint"].img2img("a", [circle])
     with pytest.raises(ValueError, match=r"which inpaint cannot use: take python -m ldm_lite\.img2img"):
-        inpaint(picture_pipes["instruct"], InpaintOptions(prompt="a", init_img=[circle], mask=[circle]))
+        picture_pipes["instruct"].inpaint("a", [circle], [circle])
     for task, right in (("inpaint", "inpaint"), ("instruct", "img2img")):
         with pytest.raises(ValueError, match=rf"which txt2img cannot use: take python -m ldm_lite\.{right}"):
-            txt2img(picture_pipes[task], TextOptions(prompt="a"))
+            picture_pipes[task].txt2img("a")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

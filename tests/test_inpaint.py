@@ -1,7 +1,6 @@
 """Inpainting: what is masked changes, the rest does not; masks of all kinds; beyond the edges; messages."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +8,10 @@ import pytest
 import torch
 import toy
 from PIL import Image
+from runs import SAMPLERS, decoded_latents, unet_calls
 
+from ldm_lite import Pipeline
 from ldm_lite import inpaint as command
-from ldm_lite.cli.task_options import InpaintOptions as Options
-from ldm_lite.cli.task_options import Txt2imgOptions as TextOptions
-from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.generate import encode
-from ldm_lite.image import to_pixels
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.inpaint import inpaint
-from ldm_lite.tasks.txt2img import txt2img
 
 CAT = "a cat on a yellow background"
 
@@ -26,7 +19,7 @@ CAT = "a cat on a yellow background"
 @pytest.fixture(scope="module")
 def apple(bundled: Pipeline) -> Image.Image:
     """The bundled model's apple on blue, 64 x 64."""
-    return next(txt2img(bundled, TextOptions(prompt="a red apple on a blue background", steps=10))).image
+    return bundled.txt2img("a red apple on a blue background", steps=10)[0]
 
 
 def right_half(size: tuple[int, int] = (64, 64)) -> Image.Image:
@@ -43,8 +36,7 @@ def changed(result: np.ndarray, picture: Image.Image) -> np.ndarray:
 @pytest.mark.parametrize("sampler", ["ddim", "euler_a", "dpmpp_2m"])
 def test_half_an_emoji_changes_and_the_other_half_does_not(bundled: Pipeline, apple: Image.Image, sampler: str) -> None:
     """The right half becomes yellow; the left half is the image's, bit for bit."""
-    options = Options(prompt=CAT, steps=20, sampler=sampler, init_img=[apple], mask=[right_half()])
-    [result] = inpaint(bundled, options)
+    [result] = bundled.inpaint(CAT, apple, right_half(), steps=20, sampler=sampler, output="result")
     where = changed(result.array, apple)
     assert not where[:, :32].any()
     assert where[:, 32:].mean() > 0.9
@@ -62,28 +54,23 @@ def test_every_sampler_leads_to_what_is_kept(
     bundled: Pipeline, apple: Image.Image, sampler: str, strength: float
 ) -> None:
     """In the latents, whatever the sampler remembers and adds: at the end they are the image's."""
-    options = Options(prompt=CAT, steps=4, sampler=sampler, strength=strength, init_img=[apple], mask=[right_half()])
-    latents = []
-    list(inpaint(bundled, options, on_step=lambda state: latents.append(state.latents)))
-    mean, _ = encode(bundled, to_pixels(apple)[None])
-    difference = (latents[-1] - mean).abs()
+    with decoded_latents(bundled) as latents:
+        bundled.inpaint(CAT, apple, right_half(), steps=4, sampler=sampler, strength=strength)
+    difference = (latents[0] - bundled.encode(apple)).abs()
     assert difference[..., :4].max() < 1e-4
     assert difference[..., 4:].max() > 0.3
 
 
 def test_without_pasting_the_rest_is_the_autoencoder_s(bundled: Pipeline, apple: Image.Image) -> None:
-    options = {"prompt": CAT, "steps": 4}
     pasted, bare = (
-        next(inpaint(bundled, Options(**options, no_paste=no, init_img=[apple], mask=[right_half()]))).array
-        for no in (False, True)
+        bundled.inpaint(CAT, apple, right_half(), steps=4, no_paste=no, output="numpy")[0] for no in (False, True)
     )
     assert np.array_equal(pasted[:, 32:], bare[:, 32:])
     assert changed(bare, apple)[:, :32].any()
 
 
 def test_feathering_reaches_into_the_rest_and_no_farther(bundled: Pipeline, apple: Image.Image) -> None:
-    options = Options(prompt=CAT, steps=4, feather=4.0, init_img=[apple], mask=[right_half()])
-    [result] = inpaint(bundled, options)
+    [result] = bundled.inpaint(CAT, apple, right_half(), steps=4, feather=4.0, output="result")
     where = changed(result.array, apple).mean(axis=0)
     assert where[30:32].min() > 0.5
     assert where[:24].max() == 0
@@ -96,37 +83,36 @@ def test_feathering_reaches_into_the_rest_and_no_farther(bundled: Pipeline, appl
 def test_a_single_pixel(bundled: Pipeline, apple: Image.Image) -> None:
     mask = Image.new("L", (64, 64))
     mask.putpixel((17, 41), 255)
-    [result] = inpaint(bundled, Options(prompt=CAT, steps=4, init_img=[apple], mask=[mask]))
+    [result] = bundled.inpaint(CAT, [apple], [mask], steps=4, output="result")
     assert np.argwhere(changed(result.array, apple)).tolist() == [[41, 17]]
 
 
 def test_all_white_is_txt2img(bundled: Pipeline, apple: Image.Image) -> None:
     white = Image.new("L", (64, 64), 255)
-    [result] = inpaint(bundled, Options(prompt=CAT, steps=4, init_img=[apple], mask=[white]))
-    [plain] = txt2img(bundled, TextOptions(prompt=CAT, steps=4))
+    [result] = bundled.inpaint(CAT, [apple], [white], steps=4, output="result")
+    [plain] = bundled.txt2img(CAT, steps=4, output="result")
     assert (result.pixels - plain.pixels).abs().max() < 1e-4
 
 
 def test_all_black_is_an_error(bundled: Pipeline, apple: Image.Image) -> None:
     black = Image.new("L", (64, 64))
     with pytest.raises(ValueError, match="image: nothing to repaint, its mask is black: white is repainted"):
-        list(inpaint(bundled, Options(prompt=CAT, steps=4, init_img=[apple], mask=[black])))
+        bundled.inpaint(CAT, [apple], [black], steps=4)
 
 
 def test_inverted_and_of_another_size(bundled: Pipeline, apple: Image.Image) -> None:
-    options = Options(prompt=CAT, steps=4, invert_mask=True, init_img=[apple], mask=[right_half((128, 128))])
-    [result] = inpaint(bundled, options)
-    where = changed(result.array, apple)
+    [array] = bundled.inpaint(CAT, apple, right_half((128, 128)), steps=4, invert_mask=True, output="numpy")
+    where = changed(array, apple)
     assert not where[:, 32:].any()
     assert where[:, :32].any()
     with pytest.raises(ValueError, match="image has 64 x 64 pixels, but its mask 64 x 32"):
-        list(inpaint(bundled, replace(options, mask=[right_half((64, 32))])))
+        bundled.inpaint(CAT, apple, right_half((64, 32)), steps=4, invert_mask=True)
 
 
 @pytest.mark.parametrize("size", [(50, 37), (9, 9), (65, 64)])
 def test_odd_sizes_stay_and_so_does_the_rest(bundled: Pipeline, apple: Image.Image, size: tuple[int, int]) -> None:
     small = apple.resize(size)
-    [result] = inpaint(bundled, Options(prompt=CAT, steps=2, init_img=[small], mask=[right_half(size)]))
+    [result] = bundled.inpaint(CAT, [small], [right_half(size)], steps=2, output="result")
     assert result.image.size == size
     where = changed(result.array, small)
     assert not where[:, : size[0] // 2].any()
@@ -134,21 +120,20 @@ def test_odd_sizes_stay_and_so_does_the_rest(bundled: Pipeline, apple: Image.Ima
 
 
 def test_a_batch_equals_single_runs(bundled: Pipeline, apple: Image.Image) -> None:
-    options = {"prompt": CAT, "steps": 4, "sampler": "euler_a"}
+    options = {"steps": 4, "sampler": "euler_a", "output": "result"}
     masks = [right_half(), right_half().rotate(90)]
-    many = list(inpaint(bundled, Options(**options, batch_size=2, init_img=[apple, apple], mask=masks)))
+    many = bundled.inpaint(CAT, [apple, apple], masks, batch_size=2, **options)
     for number, result in enumerate(many):
-        single = Options(**options, seed=result.seed, init_img=[apple], mask=[masks[number // 2]])
-        [alone] = inpaint(bundled, single)
+        [alone] = bundled.inpaint(CAT, apple, masks[number // 2], seed=result.seed, **options)
         assert (alone.pixels - result.pixels).abs().max() < 1e-3
 
 
 def test_beyond_the_edges(bundled: Pipeline, apple: Image.Image) -> None:
-    options = Options(prompt=CAT, steps=4, extend="left=20, bottom=8", init_img=[apple])
-    [result] = inpaint(bundled, options)
+    options = {"steps": 4, "extend": "left=20, bottom=8", "output": "result"}
+    [result] = bundled.inpaint(CAT, apple, **options)
     assert result.image.size == (84, 72)
     assert np.array_equal(result.array[:64, 20:], np.asarray(apple))
-    [both] = inpaint(bundled, replace(options, mask=[right_half()]))
+    [both] = bundled.inpaint(CAT, apple, right_half(), **options)
     where = changed(both.array[:64, 20:], apple)
     assert not where[:, :32].any()
     assert where[:, 32:].any()
@@ -156,20 +141,16 @@ def test_beyond_the_edges(bundled: Pipeline, apple: Image.Image) -> None:
 
 def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipeline]) -> None:
     """[latents, mask, latents of the image with a grey hole]."""
-    pipe, inputs = picture_pipes["inpaint"], []
-    hook = pipe.unet.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    photo, mask = Image.fromarray(toy.waves()), Image.new("L", (64, 64))
+    pipe, photo, mask = picture_pipes["inpaint"], toy.waves(), Image.new("L", (64, 64))
     mask.putpixel((17, 41), 255)
-    try:
-        list(inpaint(pipe, Options(prompt="a", steps=1, init_img=[photo], mask=[mask])))
-    finally:
-        hook.remove()
-    _, seen, hole = inputs[0][0].split((4, 1, 4))
+    with unet_calls(pipe) as calls:
+        pipe.inpaint("a", Image.fromarray(photo), mask, steps=1)
+    _, seen, hole = calls[0].x[0].split((4, 1, 4))
     assert np.argwhere(seen[0].numpy()).tolist() == [[5, 2]]
     assert seen.max() == 1
-    pixels = to_pixels(photo)
+    pixels = torch.from_numpy(photo).permute(2, 0, 1) / 127.5 - 1
     pixels[:, 41, 17] = 0
-    assert torch.allclose(hole, encode(pipe, pixels[None])[0][0], atol=1e-5)
+    assert torch.allclose(hole, pipe.family.scale_factor * pipe.vae.encode(pixels[None])[0][0], atol=1e-5)
 
 
 # ---- what does not fit, and the command -----------------------------------------------------------------------------
@@ -190,14 +171,14 @@ def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipe
 )
 def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        list(inpaint(bundled, Options(**options, init_img=[apple], mask=[right_half()])))
+        bundled.inpaint(options.pop("prompt", None), apple, right_half(), **options)
 
 
 def test_images_and_masks_must_pair(bundled: Pipeline, apple: Image.Image) -> None:
     with pytest.raises(ValueError, match="no mask: give one with `mask=FILE`, white where to repaint, or `extend="):
-        inpaint(bundled, Options(prompt="a", init_img=[apple]))
+        bundled.inpaint("a", [apple])
     with pytest.raises(ValueError, match="got 2 masks for 3 images, wanted one, or one for each"):
-        inpaint(bundled, Options(prompt="a", init_img=[apple] * 3, mask=[right_half()] * 2))
+        bundled.inpaint("a", [apple] * 3, [right_half()] * 2)
 
 
 def run(arguments: list[str], out: Path) -> int:
