@@ -1,6 +1,5 @@
 """ESRGAN networks: the original's numbers, both layouts of their files, tiles, the command."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,36 +7,13 @@ import numpy as np
 import pytest
 import torch
 import toy
+from esrgan import GOLDENS, old_layout, weights
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor
 
 import ldm_lite
-from ldm_lite.bench.checkpoints import random_tensor
 from ldm_lite.models.rrdb import original_keys
 from ldm_lite.upscale import main
-
-GOLDENS = np.load(Path(__file__).parent / "data" / "upscaler.npz")
-
-
-def weights(scale: int) -> dict[str, Tensor]:
-    """The weights of the golden networks: they depend on the original's keys."""
-    shapes = json.loads(str(GOLDENS[f"x{scale}.shapes"]))
-    return {key: random_tensor(key, tuple(shape)) for key, shape in shapes.items()}
-
-
-def old_layout(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same under the keys of ESRGAN's own files."""
-    outside = {"conv_first": "0", "conv_body": "1.sub.2", "conv_up1": "3", "conv_up2": "6", "conv_hr": "8"}
-    outside["conv_last"] = "10"
-    renamed = {}
-    for key, value in values.items():
-        module, _, kind = key.rpartition(".")
-        if module.startswith("body."):
-            _, block, dense, conv = module.split(".")
-            module = f"1.sub.{block}.{dense.upper()}.{conv}.0"
-        renamed[f"model.{outside.get(module, module)}.{kind}"] = value
-    return renamed
 
 
 @pytest.fixture(scope="module")

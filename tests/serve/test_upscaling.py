@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import esrgan
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.models.rrdb import RRDBNet, RRDBSpec
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.ticket import RUNNING, Ticket
@@ -34,8 +34,7 @@ del OURS["sampler_name"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("upscalers")
-    torch.manual_seed(0)
-    torch.save({"params": RRDBNet(RRDBSpec(fold=2, width=8, grown=4, blocks=1)).state_dict()}, path / "x2net.pth")
+    torch.save({"params": esrgan.weights(2)}, path / "x2net.pth")
     return path
 
 
