@@ -1,23 +1,15 @@
 """Prompts that change while an image is made, and prompts of several parts: what the network reads at each call."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from runs import Call, guided_outputs, run_latents, unet_calls
 
 import ldm_lite
-from ldm_lite.cli.task_options import Img2imgOptions
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite import Pipeline
 from ldm_lite.diffusion.guidance import Branches, Conditioning
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.runtime.compile import _tensors
-from ldm_lite.tasks.img2img import img2img
-from ldm_lite.tasks.txt2img import txt2img
 
 SMALL = {"height": 16, "width": 16, "prompt_syntax": "a1111", "negative_prompt": "bad"}
 
@@ -27,33 +19,12 @@ def pipe(small_path: Any) -> Pipeline:
     return ldm_lite.load(small_path, device="cpu")
 
 
-class Recorder:
-    """A step that remembers the conditioning and the weights of each call."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self.contexts: list[Tensor] = []
-        self.weights: list[list[float]] = []
-        self.cached: list[bool] = []
-        self.model = dataclasses.replace(pipe, step=self)
-
-    def __call__(
-        self, network: Any, registers: Tensor, row: Any, noise: Tensor, cond: Any, guidance: Any, *more: Any
-    ) -> Tensor:
-        self.contexts.append(cond.context)
-        self.weights.append([] if guidance.weights is None else guidance.weights.tolist())
-        self.cached.append(cond.cache is not None)
-        if cond.cache is not None:  # the keys and values are those of this text
-            right = _tensors(network.text_cache(cond.context))
-            assert all(torch.equal(a, b) for a, b in zip(_tensors(cond.cache), right, strict=True))
-        return denoise_step(network, registers, row, noise, cond, guidance, *more)
-
-
-def texts_read(pipe: Pipeline, contexts: list[Tensor], branch: int, known: list[str]) -> list[str]:
-    """Which of some texts the first image's branch read at each call."""
-    encoded = {text: encode_prompts(pipe, [text]).context[0] for text in known}
-    found = [[text for text, each in encoded.items() if torch.equal(each, context[branch])] for context in contexts]
-    assert all(len(each) == 1 for each in found)
-    return [text for [text] in found]
+def texts_read(pipe: Pipeline, calls: list[Call], branch: int, known: list[str]) -> list[str]:
+    """Which of some texts a branch of guidance, of one image, read at each call."""
+    encoded = {text: pipe.encode_prompt(text).context[0] for text in known}
+    read = [[text for text, each in encoded.items() if torch.equal(each, call.context[branch])] for call in calls]
+    assert all(len(texts) == 1 for texts in read)
+    return [text for [text] in read]
 
 
 @pytest.mark.parametrize(
@@ -69,52 +40,55 @@ def texts_read(pipe: Pipeline, contexts: list[Tensor], branch: int, known: list[
     ],
 )
 def test_each_call_reads_the_text_of_its_time(pipe: Pipeline, sampler: str, prompt: str, wanted: list[str]) -> None:
-    recorder = Recorder(pipe)
-    list(txt2img(recorder.model, Options(prompt, sampler=sampler, steps=6, **SMALL)))
-    assert texts_read(pipe, recorder.contexts, 1, list(dict.fromkeys(wanted))) == wanted
-    assert texts_read(pipe, recorder.contexts, 0, ["bad"]) == ["bad"] * len(wanted)
-    assert all(recorder.cached)
+    with unet_calls(pipe) as calls:
+        watched = run_latents(pipe, prompt, sampler=sampler, steps=6, **SMALL)
+    assert texts_read(pipe, calls, 1, list(dict.fromkeys(wanted))) == wanted
+    assert texts_read(pipe, calls, 0, ["bad"]) == ["bad"] * len(wanted)
+    # Nobody watching, keys and values are made once for each text: they are those of the text of the time.
+    alone = run_latents(pipe, prompt, sampler=sampler, steps=6, **SMALL)
+    torch.testing.assert_close(alone, watched, rtol=1e-4, atol=1e-4)
 
 
 def test_the_negative_prompt_changes_too(pipe: Pipeline) -> None:
-    recorder = Recorder(pipe)
-    list(txt2img(recorder.model, Options("a cat", steps=4, **SMALL | {"negative_prompt": "[bad:ugly:2] AND"})))
-    assert texts_read(pipe, recorder.contexts, 0, ["bad AND", "ugly AND"]) == ["bad AND"] * 3 + ["ugly AND"]
+    with unet_calls(pipe) as calls:
+        pipe.txt2img("a cat", steps=4, **SMALL | {"negative_prompt": "[bad:ugly:2] AND"})
+    assert texts_read(pipe, calls, 0, ["bad AND", "ugly AND"]) == ["bad AND"] * 3 + ["ugly AND"]
 
 
 def test_an_image_to_start_from_counts_from_its_first_call_on(pipe: Pipeline) -> None:
     """As in the web UI: a share is one of all steps, but the calls that the strength leaves out do not count."""
-    recorder, image = Recorder(pipe), torch.zeros(3, 16, 16)
-    options = Img2imgOptions("[cat:dog:0.5]", init_img=(image,), strength=0.75, steps=8, **SMALL)
-    list(img2img(recorder.model, options))
-    assert texts_read(pipe, recorder.contexts, 1, ["cat", "dog"]) == ["cat"] * 5 + ["dog"]
+    with unet_calls(pipe) as calls:
+        pipe.img2img("[cat:dog:0.5]", torch.zeros(3, 16, 16), strength=0.75, steps=8, **SMALL)
+    assert texts_read(pipe, calls, 1, ["cat", "dog"]) == ["cat"] * 5 + ["dog"]
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_and_adds_the_differences_of_its_parts(pipe: Pipeline, scale: float) -> None:
     """Liu et al. 2022, and the web UI's combine_denoised: uncond + sum of weight * scale * (cond - uncond)."""
-    recorder = Recorder(pipe)
-    list(txt2img(recorder.model, Options("a cat :1.2 AND a dog: -0.5", steps=2, scale=scale, **SMALL)))
+    prompt, options = "a cat :1.2 AND a dog: -0.5", {"steps": 2, "scale": scale, **SMALL}
+    with unet_calls(pipe) as calls:
+        pipe.txt2img(prompt, **options)
     for branch, text in enumerate(["bad", "a cat", "a dog"]):
-        assert texts_read(pipe, recorder.contexts, branch, ["bad", "a cat", "a dog"]) == [text] * 2
-    assert recorder.weights[0] == pytest.approx([1 - 0.7 * scale, 1.2 * scale, -0.5 * scale])
+        assert texts_read(pipe, calls, branch, ["bad", "a cat", "a dog"]) == [text] * 2
+    for (bad, cat, dog), guided in guided_outputs(pipe, prompt, **options):
+        wanted = bad + 1.2 * scale * (cat - bad) - 0.5 * scale * (dog - bad)
+        torch.testing.assert_close(guided, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_parts_of_weight_that_add_up_to_nothing_are_the_negative_prompt(pipe: Pipeline) -> None:
     larger = SMALL | {"height": 64, "width": 64}
-    [made] = txt2img(pipe, Options("a cat AND a cat :-1", steps=2, **larger))
-    [negative] = txt2img(pipe, Options("bad", steps=2, scale=1.0, **larger))
+    [made] = pipe.txt2img("a cat AND a cat :-1", steps=2, output="result", **larger)
+    [negative] = pipe.txt2img("bad", steps=2, scale=1.0, output="result", **larger)
     torch.testing.assert_close(made.pixels, negative.pixels, atol=1e-4, rtol=0)
 
 
 def test_no_image_depends_on_its_batch(pipe: Pipeline) -> None:
     prompts = ["[a cat|a dog]", "a cat AND a dog", "a [cat:dog:2]", "a dog :0.5", "a cat AND a dog"]
-    options = Options(prompts, steps=2, batch_size=5, seed=7, **SMALL)
-    together = list(txt2img(pipe, options))
+    together = pipe.txt2img(prompts, steps=2, batch_size=5, seed=7, output="result", **SMALL)
     assert [result.prompt for result in together] == prompts
     for i, result in enumerate(together):
-        [alone] = txt2img(pipe, dataclasses.replace(options, prompt=prompts[i], seed=7 + i, batch_size=1))
-        torch.testing.assert_close(result.pixels, alone.pixels, atol=1e-3, rtol=0)
+        [alone] = pipe.txt2img(prompts[i], steps=2, batch_size=1, seed=7 + i, output="tensor", **SMALL)
+        torch.testing.assert_close(result.pixels, alone, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +96,14 @@ def test_no_image_depends_on_its_batch(pipe: Pipeline) -> None:
 )
 def test_what_does_not_go_with_and_is_one_line(pipe: Pipeline, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="with AND") as caught:
-        list(txt2img(pipe, Options("a AND b", steps=2, **SMALL, **options)))
+        pipe.txt2img("a AND b", steps=2, **SMALL, **options)
     assert "\n" not in str(caught.value)
 
 
 def test_plain_prompts_have_no_syntax(pipe: Pipeline) -> None:
-    recorder = Recorder(pipe)
-    list(txt2img(recorder.model, Options("[a|b] AND c :2", steps=2, height=16, width=16)))
-    assert texts_read(pipe, recorder.contexts, 1, ["[a|b] AND c :2"]) == ["[a|b] AND c :2"] * 2
+    with unet_calls(pipe) as calls:
+        pipe.txt2img("[a|b] AND c :2", steps=2, height=16, width=16)
+    assert texts_read(pipe, calls, 1, ["[a|b] AND c :2"]) == ["[a|b] AND c :2"] * 2
 
 
 def test_a_run_that_begins_later_has_the_texts_of_its_time() -> None:

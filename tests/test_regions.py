@@ -1,6 +1,5 @@
 """Prompts of regions, against the arithmetic of ComfyUI's masks."""
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import PngImagePlugin
+from runs import guided_outputs
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.cli.task_options import Img2imgOptions
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
+from ldm_lite import Pipeline
 from ldm_lite.conditioning.regions import read_regions, shares
-from ldm_lite.diffusion.guidance import guide
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.img2img import img2img
-from ldm_lite.tasks.txt2img import txt2img
 
 SMALL: dict[str, Any] = {"height": 32, "width": 64, "steps": 2}
 
@@ -27,28 +21,6 @@ SMALL: dict[str, Any] = {"height": 32, "width": 64, "steps": 2}
 @pytest.fixture(scope="module")
 def pipe(small_path: Path) -> Pipeline:
     return ldm_lite.load(small_path, device="cpu")
-
-
-class Outputs:
-    """A step that keeps the network's outputs of each branch and what guidance makes of them."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self.outs: list[Tensor] = []
-        self.guided: list[Tensor] = []
-        self.model = dataclasses.replace(pipe, step=self)
-
-    def __call__(
-        self, network: Any, registers: Tensor, row: Any, noise: Tensor, cond: Any, guidance: Any, *more: Any
-    ) -> Tensor:
-        x = registers[0]
-
-        def seen(*args: Any, **inputs: Any) -> Tensor:
-            out: Tensor = network(*args, **inputs)
-            self.outs.append(out.view(-1, *x.shape))
-            self.guided.append(guide(guidance, out, x, torch.ones(2)))
-            return out
-
-        return denoise_step(seen, registers, row, noise, cond, guidance, *more)
 
 
 def comfy(outs: Tensor, boxes: list[tuple[int, int, int, int]], strengths: list[float], scale: float) -> Tensor:
@@ -76,36 +48,32 @@ def comfy(outs: Tensor, boxes: list[tuple[int, int, int, int]], strengths: list[
 def test_outputs_are_averaged_as_in_comfyui(
     pipe: Pipeline, prompt: str, regions: str, boxes: list[Any], strengths: list[float], scale: float
 ) -> None:
-    outputs = Outputs(pipe)
-    list(txt2img(outputs.model, Options(prompt, regions=regions, scale=scale, batch_size=2, **SMALL)))
-    for outs, guided in zip(outputs.outs, outputs.guided, strict=True):
+    options = {"regions": regions, "scale": scale, "batch_size": 2, **SMALL}
+    for outs, guided in guided_outputs(pipe, prompt, **options):
         assert len(outs) == len(boxes) + (scale != 1)  # without guidance the negative prompt is not computed
         whole = outs if scale != 1 else torch.cat([outs[:1], outs])
         torch.testing.assert_close(guided, comfy(whole, boxes, strengths, scale), rtol=2e-5, atol=2e-5)
 
 
 def test_a_prompt_everywhere_is_the_prompt(pipe: Pipeline) -> None:
-    [alone] = txt2img(pipe, Options("a cat", seed=3, **SMALL))
+    [alone] = pipe.txt2img("a cat", seed=3, output="result", **SMALL)
     for regions in ("all; all", "0,0,0.5,1; 0.5,0,1,1"):
-        [made] = txt2img(pipe, Options("a cat AND a cat", regions=regions, seed=3, **SMALL))
+        [made] = pipe.txt2img("a cat AND a cat", regions=regions, seed=3, output="result", **SMALL)
         torch.testing.assert_close(made.pixels, alone.pixels, atol=1e-3, rtol=0)
-    [one] = txt2img(pipe, Options("a cat", regions="all", seed=3, **SMALL))
+    [one] = pipe.txt2img("a cat", regions="all", seed=3, output="result", **SMALL)
     assert torch.equal(one.pixels, alone.pixels)
 
 
 def test_steps_without_guidance_have_all_regions(pipe: Pipeline) -> None:
     """Also without regions: AND of two prompts and no guidance is their sum less the negative prompt."""
     for regions, boxes in (("0,0,0.5,1; 0.5,0,1,1", [(0, 0, 4, 4), (4, 0, 8, 4)]), (None, None)):
-        outputs = Outputs(pipe)
-        own = SMALL | {"prompt_syntax": "a1111"}
-        options = Options("a cat AND a dog", regions=regions, guidance_interval="0.5-", scale=5.0, **own)
-        list(txt2img(outputs.model, options))
-        outs = outputs.outs[0]
+        options = {"regions": regions, "guidance_interval": "0.5-", "scale": 5.0, "prompt_syntax": "a1111", **SMALL}
+        outs, guided = guided_outputs(pipe, "a cat AND a dog", **options)[0]
         if boxes is None:
-            torch.testing.assert_close(outputs.guided[0], outs[1] + outs[2] - outs[0], rtol=2e-5, atol=2e-5)
+            wanted = outs[1] + outs[2] - outs[0]
         else:
             wanted = comfy(torch.cat([outs[:1], outs]), boxes, [1, 1], 1.0)
-            torch.testing.assert_close(outputs.guided[0], wanted, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(guided, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_the_other_tasks_and_passes(pipe: Pipeline) -> None:
@@ -113,10 +81,10 @@ def test_the_other_tasks_and_passes(pipe: Pipeline) -> None:
     image = torch.zeros(3, 32, 64)
     made = {}
     for other in ("a dog", "a rocket"):
-        options = Img2imgOptions(f"a cat AND {other}", regions="0,0,0.5,1; 0.5,0,1,1", init_img=(image,), **SMALL)
-        [made[other]] = img2img(pipe, options)
-    assert not torch.equal(made["a dog"].pixels, made["a rocket"].pixels)
-    [hires] = txt2img(pipe, Options("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", hires=2, **SMALL))
+        options = {"regions": "0,0,0.5,1; 0.5,0,1,1", "output": "tensor", **SMALL}
+        [made[other]] = pipe.img2img(f"a cat AND {other}", image, **options)
+    assert not torch.equal(made["a dog"], made["a rocket"])
+    [hires] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", hires=2, output="result", **SMALL)
     assert hires.pixels.shape == (3, 64, 128)
     assert "Regions: " in hires.parameters
 
@@ -126,18 +94,18 @@ def test_networks_of_flows(flow_path: Path) -> None:
     pipe = ldm_lite.load(flow_path, device="cpu")
     skips = pipe.family.skip_layers is not None
     side: dict[str, Any] = {"height": 64, "width": 64, "steps": 2} | ({"skip_layer_scale": 0.0} if skips else {})
-    [alone] = txt2img(pipe, Options("a cat", **side))
-    [made] = txt2img(pipe, Options("a cat AND a cat", regions="0,0,0.5,1; 0.5,0,1,1", **side))
+    [alone] = pipe.txt2img("a cat", output="result", **side)
+    [made] = pipe.txt2img("a cat AND a cat", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **side)
     torch.testing.assert_close(made.pixels, alone.pixels, atol=2e-3, rtol=0)
 
 
 def test_a_picture_is_made_again_from_its_text(pipe: Pipeline, tmp_path: Path) -> None:
-    [made] = txt2img(pipe, Options("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", **SMALL))
+    [made] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **SMALL)
     path = tmp_path / "made.png"
     text = PngImagePlugin.PngInfo()
     text.add_text("parameters", made.parameters)
     made.image.save(path, pnginfo=text)
-    [again] = txt2img(pipe, Options(from_png=path))
+    [again] = pipe.txt2img(from_png=path, output="result")
     assert np.array_equal(again.array, made.array)
 
 
@@ -157,7 +125,7 @@ def test_a_picture_is_made_again_from_its_text(pipe: Pipeline, tmp_path: Path) -
 )
 def test_wrong_regions_are_one_line(pipe: Pipeline, prompt: str, regions: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"region|weight") as caught:
-        list(txt2img(pipe, Options(prompt, regions=regions, **SMALL)))
+        pipe.txt2img(prompt, regions=regions, **SMALL)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -178,6 +146,6 @@ def test_shares_add_up_for_any_box_and_size() -> None:
 
 def test_one_part_needs_no_negative_prompt(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ldm_lite"):
-        [made] = txt2img(pipe, Options("a cat", regions="all", scale=1.0, **SMALL))
+        [made] = pipe.txt2img("a cat", regions="all", scale=1.0, output="result", **SMALL)
     assert torch.isfinite(made.pixels).all()
     assert not caplog.records
