@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import texts
 from PIL import Image
 
 import ldm_lite
-from ldm_lite.cli.options import SaveOptions
-from ldm_lite.cli.output import Saver
-from ldm_lite.cli.task_options import ImageOptions, Txt2imgOptions
+from ldm_lite import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.trick_options import TrickOptions
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.from_png import with_picture
-from ldm_lite.text.parameters import parameters, parse_parameters, read_parameters
+from ldm_lite.text.parameters import parameters, parse_parameters
 from ldm_lite.txt2img import main
 
 WEBUI = """a (red:1.2) apple <lora:fruit:0.8>,
@@ -33,13 +32,6 @@ ADetailer prompt: "a, \\"b\\": c", Lora hashes: "fruit: 123", Version: v1.10.1""
 @pytest.fixture(scope="module")
 def pipe(small_path: Path) -> Pipeline:
     return ldm_lite.load(small_path, device="cpu")
-
-
-def picture(path: Path, text: str, **more: Any) -> Path:
-    """A small picture with a text."""
-    path.parent.mkdir(exist_ok=True)
-    Saver(SaveOptions(out=str(path)), "txt2img").sample(Image.new("RGB", (8, 8)), text)
-    return path
 
 
 def test_the_grammar() -> None:
@@ -67,23 +59,32 @@ def test_every_value_comes_back(value: str) -> None:
 
 
 def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
-    path = picture(tmp_path / "a.png", WEBUI)
-    options = with_picture(Txt2imgOptions(from_png=path, seed=42), pipe)
-    assert options.prompt == "a (red:1.2) apple ,\non a table"
-    assert (options.steps, options.scale, options.seed, options.width, options.height) == (20, 6.5, 42, 64, 96)
-    assert (options.sampler, options.spacing, options.clip_skip) == ("dpmpp_2m", "karras", 2)
-    assert (options.prompt_syntax, options.from_png) == ("a1111", None)
+    small = WEBUI.replace("Steps: 20", "Steps: 4").replace("64x96", "32x40")
+    path = texts.save(tmp_path / "a.png", small)
+    [result] = pipe.txt2img(from_png=path, seed=42, output="result")
+    assert result.parameters.splitlines()[:4] == [
+        "a (red:1.2) apple ,",
+        "on a table",
+        'Negative prompt: blue, "green"',
+        "sky",
+    ]
+    assert result.parameters.splitlines()[4].startswith(
+        "Steps: 4, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 6.5, Seed: 42, Size: 32x40, Model: small, "
+        "RNG: CPU, Denoising strength: 0.4, Hires upscaler: Latent, Hires upscale: 2.0, Prompt syntax: a1111, "
+        "Clip skip: 2, ENSD: 31337, Version: ldm_lite"
+    )
+    assert result.image.size == (64, 80)
     first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    wanted = "its ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
-    assert (options.hires, options.hires_strength, options.hires_upscaler) == (2, 0.4, "Latent")
-    assert first == f"{path}: {wanted} are not heeded"
-    assert (options.noise, options.ensd) == ("own", 31337)
+    assert first == f"{path}: its ADetailer prompt, Lora hashes, <lora:fruit:0.8> are not heeded"
     assert second == f"{path}: was made with fruit (45dee52b12), not {pipe.name}"
     # all that was given overrides it, also with the value that is the default
-    given = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 128}
-    options = with_picture(Txt2imgOptions(from_png=path, prompt_syntax="plain", clip_skip=1, **given), pipe)
-    assert {name: getattr(options, name) for name in given} == given
-    assert (options.spacing, options.prompt_syntax, options.clip_skip, options.height) == (None, "plain", 1, 96)
+    given = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 48}
+    [result] = pipe.txt2img(from_png=path, prompt_syntax="plain", clip_skip=1, output="result", **given)
+    assert result.parameters.startswith(
+        "x\nNegative prompt: \nSteps: 5, Sampler: Euler, Schedule type: Uniform, CFG scale: 7.0, Seed: 4294967295, "
+        "Size: 48x40, Model: small, RNG: CPU, Denoising strength: 0.4, Hires upscaler: Latent, Hires upscale: 2.0, "
+        "ENSD: 31337, Version: ldm_lite"
+    )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -121,7 +122,7 @@ def test_our_own_pictures_make_the_same_image(
 ) -> None:
     options = {"prompt": "a cat", "steps": 3, **OPTIONS[case]}
     [image] = pipe.txt2img(**options)
-    path = picture(tmp_path / "a.png", image.info["parameters"])
+    path = texts.save(tmp_path / "a.png", image.info["parameters"])
     caplog.clear()
     [again] = pipe.txt2img(from_png=path)
     assert np.array_equal(image, again)
@@ -147,12 +148,12 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
     for name, value in {**ELSEWHERE, "preprocess": "canny,none", "skip_layer_scale": 1.5}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)
         entries = {"Steps": 3, "Sampler": "Euler", named[name]: text, "Version": "ldm_lite 1"}
-        path = picture(tmp_path / f"{name}.png", parameters("a", None, entries))
+        path = texts.save(tmp_path / f"{name}.png", parameters("a", None, entries))
         extra = {"control": ("a.png:b.png",)} if name == "preprocess" else {}
         assert getattr(with_picture(Txt2imgOptions(from_png=path, **extra)), name) == value
     # a refiner and controls are files of the user's: the text alone opens none
     entries = {"Steps": 20, "Control": "/etc/passwd:b.png", "Refiner": "r", "Refiner from step": 17}
-    path = picture(tmp_path / "refiner.png", parameters("a", None, entries | {"Version": "ldm_lite 1"}))
+    path = texts.save(tmp_path / "refiner.png", parameters("a", None, entries | {"Version": "ldm_lite 1"}))
     assert with_picture(Txt2imgOptions(from_png=path)).refiner is None
     assert with_picture(Txt2imgOptions(from_png=path, refiner="x.ckpt")).refiner_start == 0.8
 
@@ -174,13 +175,13 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         ("no settings", "has no settings in its last line"),
     ],
 )
-def test_wrong_values_are_one_line(entries: str, message: str, tmp_path: Path) -> None:
-    path = picture(tmp_path / "a.png", f"a cat\n{entries}")
+def test_wrong_values_are_one_line(pipe: Pipeline, entries: str, message: str, tmp_path: Path) -> None:
+    path = texts.save(tmp_path / "a.png", f"a cat\n{entries}")
     with pytest.raises(ValueError, match=f"a.png: {message}"):
-        with_picture(Txt2imgOptions(from_png=path))
+        pipe.txt2img(from_png=path)
 
 
-def test_files_that_hold_no_text(tmp_path: Path) -> None:
+def test_files_that_hold_no_text(pipe: Pipeline, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
     (tmp_path / "text.png").write_text("Steps: 1, Seed: 2")
     Image.new("RGB", (8, 8)).save(tmp_path / "photo.bmp")
@@ -192,11 +193,14 @@ def test_files_that_hold_no_text(tmp_path: Path) -> None:
         ("missing.png", "No such file"),
     ):
         with pytest.raises((ValueError, OSError), match=message):
-            read_parameters(tmp_path / name)
+            pipe.txt2img(from_png=tmp_path / name)
     exif = Image.Exif()
-    exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "é\nSteps: 4, Seed: 2".encode("utf-16-be")
+    exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + "é\nSteps: 2, Seed: 4".encode("utf-16-be")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg", exif=exif)
-    assert read_parameters(tmp_path / "a.jpg") == ("é", None, {"Steps": "4", "Seed": "2"})
+    [result] = pipe.txt2img(from_png=tmp_path / "a.jpg", output="result")
+    assert (result.prompt, result.seed) == ("é", 4)
+    assert "Negative prompt" not in result.parameters
+    assert "Steps: 2" in result.parameters
 
 
 @pytest.mark.parametrize(
@@ -218,8 +222,8 @@ def test_hostile_texts_take_no_time(text: str) -> None:
     assert time.perf_counter() - start < 1
 
 
-def test_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = picture(
+def test_the_command(pipe: Pipeline, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = texts.save(
         tmp_path / "in" / "a.png",
         "a cat\nSteps: 2, Sampler: UniPC, Seed: 5, Size: 64x64, Hires steps: 1, Version: v1.6.0",
     )
@@ -232,5 +236,4 @@ def test_the_command(small_path: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert "Seed: 5" in image.info["parameters"]
     assert capsys.readouterr().err.count("Hires steps") == 1
     with pytest.raises(ValueError, match="`from_png` is an option of txt2img"):
-        ldm_lite.load(small_path, device="cpu").img2img("a", Image.new("RGB", (64, 64)), from_png=path)
-    assert issubclass(ImageOptions, Txt2imgOptions)
+        pipe.img2img("a", Image.new("RGB", (64, 64)), from_png=path)

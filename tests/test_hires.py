@@ -7,9 +7,9 @@ from typing import Any
 import esrgan
 import numpy as np
 import pytest
+import texts
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from runs import run_latents
 from torch.nn import functional as F
 
@@ -82,17 +82,11 @@ def test_by_an_esrgan_network(pipe: Pipeline, tmp_path: Path) -> None:
     image = enlarge(enlarge(Image.fromarray(cut))).resize((120, 96), Image.Resampling.LANCZOS)
     enlarged = pipe.encode(image)
     torch.testing.assert_close(states[-1].latents, by_hand(pipe, enlarged, 4, 0.7), atol=1e-3, rtol=1e-3)
-    result.image.save(tmp_path / "a.png", pnginfo=png_text(result.parameters))
+    texts.save(tmp_path / "a.png", result.parameters, result.image)
     with pytest.raises(ValueError, match="was enlarged by 'x2net': give that network, `hires_esrgan=FILE`"):
         pipe.txt2img(from_png=tmp_path / "a.png")
     [again] = pipe.txt2img(from_png=tmp_path / "a.png", hires_esrgan=more["hires_esrgan"], output="result")
     assert torch.equal(again.pixels, result.pixels)
-
-
-def png_text(text: str) -> PngInfo:
-    info = PngInfo()
-    info.add_text("parameters", text)
-    return info
 
 
 @pytest.mark.slow
@@ -114,7 +108,7 @@ def test_prompts_of_its_own(pipe: Pipeline, tmp_path: Path) -> None:
     torch.testing.assert_close(states[-1].latents, by_hand(pipe, enlarged, 3, 0.5), atol=1e-4, rtol=1e-4)
     assert made.prompt == "a dog, a house"
     assert "Hires prompt: a cat, Hires negative prompt: bad" in made.parameters
-    made.image.save(tmp_path / "a.png", pnginfo=png_text(made.parameters))
+    texts.save(tmp_path / "a.png", made.parameters, made.image)
     [again] = pipe.txt2img(from_png=tmp_path / "a.png", output="result")
     assert torch.equal(again.pixels, made.pixels)
     ready = pipe.encode_prompt("a cat")

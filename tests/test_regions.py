@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import texts
 import torch
-from PIL import PngImagePlugin
 from runs import guided_outputs
 from torch import Tensor
 
@@ -101,10 +101,7 @@ def test_networks_of_flows(flow_path: Path) -> None:
 
 def test_a_picture_is_made_again_from_its_text(pipe: Pipeline, tmp_path: Path) -> None:
     [made] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **SMALL)
-    path = tmp_path / "made.png"
-    text = PngImagePlugin.PngInfo()
-    text.add_text("parameters", made.parameters)
-    made.image.save(path, pnginfo=text)
+    path = texts.save(tmp_path / "made.png", made.parameters, made.image)
     [again] = pipe.txt2img(from_png=path, output="result")
     assert np.array_equal(again.array, made.array)
 

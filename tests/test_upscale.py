@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,12 @@ import torch
 import toy
 import toy_zoo
 from PIL import Image
+from runs import unet_calls
 
 import ldm_lite
-from ldm_lite import generate
-from ldm_lite.cli.task_options import UpscaleOptions as Options
+from ldm_lite import Pipeline, generate
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.tasks.upscale import noised, upscale
 from ldm_lite.upscale import main
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "zoo.npz")
@@ -49,15 +47,27 @@ def picture(width: int = 7, height: int = 5) -> Image.Image:
 def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
     """Trap 20: noise on the image, its level as a class, attn1 that reads the text, v, and another scale factor."""
     pipe, run = pipes["x4"], toy_zoo.RUNS["x4"]
-    concat = noised(pipe, toy_zoo.picture("x4"), toy_zoo.NOISE_LEVEL, toy_zoo.upscale_noise())
-    y = torch.tensor([toy_zoo.NOISE_LEVEL])
-    cond, uncond = (Conditioning(context[None], y, concat) for context in toy_zoo.upscale_contexts())
-    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    _, a, s = pipe.schedule.at(toy_zoo.NOISE_LEVEL)
+    read = {"y": torch.tensor([toy_zoo.NOISE_LEVEL]), "concat": a * toy_zoo.picture("x4") + s * toy_zoo.upscale_noise()}
+    ready = pipe.encode_prompt("")
+    cond, uncond = (ready._replace(context=context[None], **read) for context in toy_zoo.upscale_contexts())
+    plan = pipe.plan("ddim", run.steps, spacing="original")
     with toy.in_float64(*pipe.networks.values()):
-        latents = generate.denoise(pipe, toy_zoo.noise("x4"), classifier_free(cond, uncond, run.scale), plan)
-        pixels = next(generate.decode(pipe, latents))
+        latents = pipe.denoise(toy_zoo.noise("x4"), cond, uncond, plan, run.scale)
+        pixels = pipe.decode(latents, output="tensor")[0]
     assert toy.relative_error(latents, GOLDEN["run.x4.latents"]) < 1e-5
     assert toy.relative_error(pixels, GOLDEN["run.x4.pixels"][0].clip(-1, 1)) < 1e-5
+
+
+def test_the_image_is_read_with_the_noise_of_its_level(pipes: dict[str, Pipeline]) -> None:
+    pipe, image = pipes["x4"], Image.fromarray(toy.waves(32))
+    with unet_calls(pipe) as calls:
+        pipe.upscale(image, steps=1, scale=1.0, noise_level=30)
+    assert calls[0].inputs["y"].tolist() == [30]
+    _, a, s = pipe.schedule.at(30)
+    noise = (calls[0].x[0, 4:] - a * (torch.from_numpy(toy.waves(32)).permute(2, 0, 1) / 127.5 - 1)) / s
+    assert float(noise.mean()) == pytest.approx(0, abs=0.05)
+    assert float(noise.std()) == pytest.approx(1, abs=0.05)
 
 
 def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline]) -> None:
@@ -65,7 +75,7 @@ def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline
     pipe, run = pipes["ldm_bsr_sr"], toy_zoo.RUNS["ldm_bsr_sr"]
     assert run.tile is not None
     branches = classifier_free(Conditioning(concat=toy_zoo.picture("ldm_bsr_sr")), None, 1.0)
-    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    plan = pipe.plan("ddim", run.steps, spacing="original")
     tiled = replace(pipe, unet=TiledUNet(pipe.unet, run.tile))  # type: ignore[arg-type]
     with toy.in_float64(pipe.unet):
         results = [generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan) for p in (tiled, pipe)]
@@ -75,30 +85,28 @@ def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline
 
 @pytest.mark.parametrize("name", ["x4", "ldm_bsr_sr"])
 def test_any_size_becomes_four_times_as_large(name: str, pipes: dict[str, Pipeline]) -> None:
-    options = Options(steps=1, tile=8, init_img=[picture(), picture(6, 9), picture(11, 9)])
-    results = list(upscale(pipes[name], options))
+    images = [picture(), picture(6, 9), picture(11, 9)]
+    results = pipes[name].upscale(images, steps=1, tile=8, output="result")
     assert [result.image.size for result in results] == [(28, 20), (24, 36), (44, 36)]
     assert [result.seed for result in results] == [42, 43, 44]
 
 
 def test_an_image_depends_on_its_own_seed_alone(pipes: dict[str, Pipeline]) -> None:
     """The noise on the image as well; a batch of three may add up in another order than one image."""
-    three = list(upscale(pipes["x4"], Options(steps=1, batch_size=3, init_img=[picture()])))
-    alone = next(upscale(pipes["x4"], Options(steps=1, seed=44, init_img=[picture()])))
+    three = pipes["x4"].upscale([picture()], steps=1, batch_size=3, output="result")
+    alone = pipes["x4"].upscale([picture()], steps=1, seed=44, output="result")[0]
     torch.testing.assert_close(three[2].pixels, alone.pixels, rtol=1e-4, atol=1e-4)
     assert (three[1].pixels - alone.pixels).abs().max() > 1e-2
 
 
 def test_prompt_and_noise_level_matter(pipes: dict[str, Pipeline]) -> None:
-    def made(**changes: object) -> np.ndarray:
-        options = Options(steps=2, init_img=[picture()], **changes)  # type: ignore[arg-type]
-        return next(upscale(pipes["x4"], options)).array
+    def upscaled(prompt: str | None = None, **changes: Any) -> np.ndarray:
+        return pipes["x4"].upscale(picture(), prompt, steps=2, output="numpy", **changes)[0]
 
-    plain = made()
-    assert np.array_equal(made(prompt=""), plain)
-    assert Options("a cat", steps=2).prompt == "a cat"  # the first argument, as of the other tasks' options
-    for changes in ({"prompt": "a cat"}, {"noise_level": 0}, {"scale": 1.0, "prompt": "a cat"}):
-        assert not np.array_equal(made(**changes), plain)
+    plain = upscaled()
+    assert np.array_equal(upscaled(""), plain)
+    for prompt, changes in (("a cat", {}), (None, {"noise_level": 0}), ("a cat", {"scale": 1.0})):
+        assert not np.array_equal(upscaled(prompt, **changes), plain)
 
 
 Make = Callable[[list[str]], int]
@@ -117,8 +125,7 @@ def test_the_command(name: str, paths: dict[str, Path], tmp_path: Path, capsys: 
 
 
 def test_seeds_continue_from_the_largest(pipes: dict[str, Pipeline]) -> None:
-    options = Options(steps=1, seed=2**63 - 1, init_img=[picture(), picture()])
-    assert len(list(upscale(pipes["x4"], options))) == 2
+    assert len(pipes["x4"].upscale([picture(), picture()], steps=1, seed=2**63 - 1)) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,9 +135,9 @@ def test_seeds_continue_from_the_largest(pipes: dict[str, Pipeline]) -> None:
         ({"tile": 4}, "got `tile` 4, wanted 8 to 65536"),
     ],
 )
-def test_numbers_out_of_range(changes: dict[str, int], message: str) -> None:
+def test_numbers_out_of_range(pipes: dict[str, Pipeline], changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Options(**changes)  # type: ignore[arg-type]
+        pipes["x4"].upscale(picture(), **changes)
 
 
 @pytest.mark.parametrize(
