@@ -3,21 +3,19 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import random_checkpoint
-import torch
 import toy
 from PIL import Image
 
-from ldm_lite import img2img, txt2img
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.diffusion.original import original_plan
-from ldm_lite.image import grid, to_array
-from ldm_lite.pipeline import Pipeline, load
-from ldm_lite.tasks.job import Result
-from ldm_lite.tasks.original import as_original, check_original
+import ldm_lite
+from ldm_lite import Pipeline, img2img, txt2img
+from ldm_lite.cli.task_options import Img2imgOptions, Txt2imgOptions
+from ldm_lite.image import grid
+from ldm_lite.tasks.original import as_original
 from ldm_lite.zoo.families import FAMILIES, SD2
 from ldm_lite.zoo.networks import OPEN_CLIP_H
 
@@ -55,22 +53,18 @@ def test_files_are_those_of_the_original_script(with_ema: Path, tmp_path: Path, 
         assert difference.mean() < 0.002, path
 
 
-def test_bits_are_cut_off_as_in_numpy() -> None:
-    pixels = torch.linspace(-1.1, 1.1, 3000).reshape(3, 100, 10)
-    wanted = (255.0 * ((pixels + 1.0) / 2.0).clamp(0.0, 1.0).permute(1, 2, 0).numpy()).astype(np.uint8)
-    assert np.array_equal(to_array(pixels, truncate=True), wanted)
-    result = Result(pixels, "", 0, "", truncated=True)
-    assert np.array_equal(np.asarray(result.image), wanted)
-    assert not np.array_equal(to_array(pixels), wanted)
-
-
-def test_from_python_bits_are_cut_off_too(bundled: Pipeline) -> None:
-    options = {"steps": 2, "compat": True, "batch_size": 1, "n_iter": 1, "height": 64, "width": 64}
-    [tensor], [array], [image] = (
-        bundled.txt2img("a", output=output, **options) for output in ("tensor", "numpy", "pil")
-    )
-    assert np.array_equal(array, to_array(tensor, truncate=True))
-    assert np.array_equal(array, np.asarray(image))
+def test_bits_are_cut_off_as_in_numpy(bundled: Pipeline) -> None:
+    """From Python too; without compat they are rounded."""
+    for compat in (True, False):
+        options = {"steps": 2, "compat": compat, "batch_size": 1, "n_iter": 1, "height": 64, "width": 64}
+        [tensor], [array], [image], [result] = (
+            bundled.txt2img("a", output=output, **options) for output in ("tensor", "numpy", "pil", "result")
+        )
+        fractions = 255.0 * ((tensor + 1.0) / 2.0).clamp(0.0, 1.0).permute(1, 2, 0).numpy()
+        assert np.array_equal(array, fractions.astype(np.uint8)) == compat
+        assert np.array_equal(array, fractions.round().astype(np.uint8)) != compat
+        assert np.array_equal(array, np.asarray(image))
+        assert np.array_equal(array, result.array)
 
 
 def test_the_grid_of_one_image_has_no_border() -> None:
@@ -80,11 +74,14 @@ def test_the_grid_of_one_image_has_no_border() -> None:
 
 
 def test_weights_are_those_of_the_original_configuration(with_ema: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not load(with_ema, device="cpu", ema="original").ema
-    own = load(with_ema, device="cpu")
+    assert not ldm_lite.load(with_ema, device="cpu", ema="original").ema
+    own = ldm_lite.load(with_ema, device="cpu")
     assert own.ema
-    as_original(own, Txt2imgOptions(compat=True), "txt2img")
+    own.txt2img("a", steps=2, n_iter=1, batch_size=1, height=32, width=32, compat=True)
     assert 'has its EMA weights, the original script takes the main ones: load with `ema="no"`' in caplog.text
+
+
+def test_families_whose_original_takes_ema_weights() -> None:
     with_it = {name for name, family in FAMILIES.items() if family.original_ema}
     assert {"instruct_pix2pix", "ldm_inpainting_big", "ldm_bsr_sr", "ldm_cin256", "ldm_layout2img"} < with_it
     assert not {"sd1", "sd2", "sd2_depth", "x4", "sd1_inpaint", "ldm_text2img_large", "ldm_cin256_v2"} & with_it
@@ -105,26 +102,23 @@ def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "options", "message"),
     [
-        (Txt2imgOptions(compat=True, spacing="karras"), "the original script has no `spacing`"),
-        (Txt2imgOptions(compat=True, churn=1.0), "the original script has no `churn`"),
-        (Img2imgOptions(compat=True, exact_steps=True), "the original script has no `exact_steps`"),
-        (Txt2imgOptions(compat=True, sampler="ddim karras"), r"ddim, plms, dpmpp_2m, not ddim karras"),
-        (Img2imgOptions(compat=True, sampler="dpmpp_2m"), "of the original script, ddim, not dpmpp_2m"),
-        (InpaintOptions(compat=True, sampler="dpmpp_2m"), "of the original script, ddim, plms, not dpmpp_2m"),
+        ("txt2img", {"spacing": "karras"}, "the original script has no `spacing`"),
+        ("txt2img", {"churn": 1.0}, "the original script has no `churn`"),
+        ("img2img", {"exact_steps": True}, "the original script has no `exact_steps`"),
+        ("txt2img", {"sampler": "ddim karras"}, r"ddim, plms, dpmpp_2m, not ddim karras"),
+        ("img2img", {"sampler": "dpmpp_2m"}, "of the original script, ddim, not dpmpp_2m"),
+        ("inpaint", {"sampler": "dpmpp_2m"}, "of the original script, ddim, plms, not dpmpp_2m"),
+        ("txt2img", {"sampler": "dpmpp_2m", "steps": 1}, "got 1 steps, wanted 2 to 1000"),
+        ("txt2img", {"sampler": "dpmpp_2m", "steps": 10, "eta": 0.5}, "got eta 0.5, but dpmpp_2m has none"),
     ],
 )
-def test_what_the_scripts_lack_is_an_error(options: Txt2imgOptions, message: str) -> None:
+def test_what_the_scripts_lack_is_an_error(bundled: Pipeline, task: str, options: dict[str, Any], message: str) -> None:
+    image, mask = Image.fromarray(toy.waves()), Image.fromarray(toy.mask())
+    images = {"txt2img": (), "img2img": (image,), "inpaint": (image, mask)}
     with pytest.raises(ValueError, match=message):
-        check_original(options)
-
-
-def test_dpm_solver_refuses_what_the_original_refuses(bundled: Pipeline) -> None:
-    with pytest.raises(ValueError, match="got 1 steps, wanted 2 to 1000"):
-        original_plan("dpmpp_2m", bundled.schedule, 1)
-    with pytest.raises(ValueError, match=r"got eta 0.5, but dpmpp_2m has none"):
-        original_plan("dpmpp_2m", bundled.schedule, 10, eta=0.5)
+        getattr(bundled, task)("a", *images[task], compat=True, **options)
 
 
 def test_inpainting_networks_have_no_repeatable_original(picture_pipes: dict[str, Pipeline]) -> None:

@@ -9,19 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import toy
+from diffusers_files import DATA, weights_of
 from safetensors.torch import save_file
+from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
 from ldm_lite.checkpoint.diffusers_config import CHECKED, KINDS, read_network, read_scheduler
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.diffusion.guidance import classifier_free
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SharedNoise
-from ldm_lite.generate import decode, denoise
-from tests.checkpoint.test_diffusers_keys import DATA, weights_of
-from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
 
 GOLDEN = np.load(DATA / "configs.npz")
 FILES: dict[str, dict[str, Any]] = json.loads(str(GOLDEN["made_with"]))["files"]
@@ -64,13 +58,13 @@ def test_a_folder_makes_the_image_that_diffusers_makes(
     pipe = ldm_lite.load(configure(weights, name), device="cpu")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert pipe.family.resolution == 128
-    cond = encode_prompts(pipe, [PROMPT])
-    uncond = encode_prompts(pipe, [NEGATIVE], PromptOptions(negative=True))
-    draw = SharedNoise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
-    plan = make_plan("euler" if name == "euler" else pipe.family.sampler, pipe.schedule, 4)
-    latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 5.0), plan, draw=draw)
+    cond = pipe.encode_prompt(PROMPT)
+    uncond = pipe.encode_prompt(NEGATIVE, negative=True)
+    draw = pipe.noise_source(toy.LCM_SEED, height=64, width=64)
+    plan = pipe.plan("euler" if name == "euler" else pipe.family.sampler, 4)
+    latents = pipe.denoise(NOISE, cond, uncond, plan, 5.0, draw=draw)
     assert toy.relative_error(latents, GOLDEN[f"{name}.latents"]) < 5e-5
-    [pixels] = decode(pipe, latents)
+    [pixels] = pipe.decode(latents, output="tensor")
     assert toy.relative_error(pixels[None, :, ::4, ::4], GOLDEN[f"{name}.pixels"].clip(-1, 1)) < 5e-5
 
 
@@ -187,14 +181,14 @@ def test_solvers_are_named_and_the_family_keeps_its_own(caplog: pytest.LogCaptur
 
 
 def test_a_spacing_of_the_checkpoint_yields_to_one_in_a_name(weights: Path) -> None:
-    schedule = ldm_lite.load(configure(weights, "zero_snr"), device="cpu").schedule
-    assert schedule.spacing == "trailing_to_0"
+    pipe = ldm_lite.load(configure(weights, "zero_snr"), device="cpu")
+    assert pipe.schedule.spacing == "trailing_to_0"
     for name in ("ddim", "dpmpp_2m"):
-        assert make_plan(name, schedule, 4).t[0] == 999
-    plain = replace(schedule, spacing=None)
+        assert pipe.plan(name, 4).t[0] == 999
+    plain = replace(pipe, schedule=replace(pipe.schedule, spacing=None))
     for name in ("ddim leading", "euler karras", "lcm"):
-        assert np.array_equal(make_plan(name, schedule, 4).t, make_plan(name, plain, 4).t)
-    assert make_plan("ddim", schedule, 4, spacing="leading").t[0] == 751
+        assert np.array_equal(pipe.plan(name, 4).t, plain.plan(name, 4).t)
+    assert pipe.plan("ddim", 4, spacing="leading").t[0] == 751
 
 
 def test_what_the_user_tells_comes_first(weights: Path) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import toy
-from random_checkpoint import SMALL, random_tensor, small
+from diffusers_files import DATA, GOLDEN, THEIRS, shapes_of, weights_of
+from random_checkpoint import SMALL, small
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -23,20 +23,8 @@ from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import SDXL_UNET, Spec, build, infer_vae
 
-DATA = Path(__file__).parents[1] / "data"
-GOLDEN = np.load(DATA / "diffusers.npz")
-THEIRS = json.loads(gzip.decompress((DATA / "diffusers.json.gz").read_bytes()))
 ORIGINAL = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/test_z_image.py
-
-
-def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(shape) for key, shape in THEIRS[name].items()}
-
-
-def weights_of(name: str) -> dict[str, Tensor]:
-    """The weights of a miniature, by diffusers' keys, as the goldens' networks had them."""
-    return {key: random_tensor(key, shape) for key, shape in shapes_of(f"small.{name}").items()}
 
 
 def loaded(component: Component, spec: Spec) -> nn.Module:

@@ -27,6 +27,7 @@ from make_tokenizer_goldens import reference
 from make_vocab import read_merges, source
 from PIL import Image
 from random_checkpoint import small, state_dict
+from toy import NEGATIVE, NOISE, PROMPT
 
 from ldm_lite.bench import peers
 from ldm_lite.models.taesd import TAESD
@@ -34,8 +35,6 @@ from ldm_lite.zoo.detection import with_prediction
 from ldm_lite.zoo.families import Family
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
-NOISE = toy.normal(9, 1, 4, 8, 8)
 
 
 def scheduler(family: Family) -> object:

@@ -13,24 +13,17 @@ import pytest
 import torch
 import toy
 from PIL import Image
-from random_checkpoint import small, state_dict, write
+from random_checkpoint import metadata, small, state_dict, write
+from runs import ddim_latents, decoded_latents, unet_calls
 from safetensors.torch import save_file
+from toy import NEGATIVE, PROMPT
 
 import ldm_lite
-from ldm_lite import img2img, inpaint, txt2img
+from ldm_lite import Pipeline, img2img, inpaint, txt2img
+from ldm_lite.bench import __main__ as bench
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import ConditioningOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.diffusion.guidance import Branches, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import DenoisingState, Extras, RefinerSwitch, decode, denoise
-from ldm_lite.image import depth_latent, open_depth
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks import img2img as img2img_task
-from ldm_lite.tasks import inpaint as inpaint_task
-from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.zoo.describe import describe
+from ldm_lite.train import __main__ as train
 from ldm_lite.zoo.detection import check_metadata, detect_family, turbo_variant, with_prediction
 from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
 from ldm_lite.zoo.networks import build
@@ -38,8 +31,6 @@ from ldm_lite.zoo.networks import build
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "families.npz")
 MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
-PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"
-NOISE = toy.normal(9, 1, 4, 8, 8)
 
 Load = Callable[[str], Pipeline]
 
@@ -70,27 +61,13 @@ def load(files: Callable[[str], Path]) -> Load:
     return one
 
 
-def run(
-    pipe: Pipeline, negative: str | None, scale: float, options: PromptOptions, refiner: Pipeline | None = None
-) -> torch.Tensor:
-    def branches(pipe: Pipeline) -> Branches:
-        cond = encode_prompts(pipe, [PROMPT], options)
-        return classifier_free(cond, encode_prompts(pipe, [negative], replace(options, negative=True)), scale)
-
-    plan = make_plan("ddim", pipe.schedule, 4)
-    switch = None if refiner is None else RefinerSwitch(refiner, branches(refiner), 2)
-    unets = [each.unet for each in (pipe, refiner) if each is not None]
-    with toy.in_float64(*unets):
-        return denoise(pipe, NOISE, branches(pipe), plan, extras=Extras(refiner=switch))
-
-
 # ---- against diffusers ----------------------------------------------------------------------------------------------
 
 
 def test_encoded_prompts_of_sd2_equal_diffusers(load: Load) -> None:
     """Traps 1 and 2: the layer before the last, with the final norm, of tokens padded with 0."""
     pipe = load("sd2")
-    context = encode_prompts(pipe, [PROMPT]).context
+    context = pipe.encode_prompt(PROMPT).context
     assert toy.relative_error(context, GOLDEN["sd2.context"]) < 1e-5
     padded = replace(pipe.tokenizer, pad_id=49407)([PROMPT])
     assert toy.relative_error(pipe.text_encoder(padded), GOLDEN["sd2.context"]) > 1e-3
@@ -99,32 +76,28 @@ def test_encoded_prompts_of_sd2_equal_diffusers(load: Load) -> None:
 @pytest.mark.parametrize("prediction", ["eps", "v"])
 def test_runs_of_sd2_equal_diffusers(files: Callable[[str], Path], prediction: str) -> None:
     pipe = ldm_lite.load(files("sd2"), device="cpu", prediction=prediction)
-    latents = run(pipe, NEGATIVE, 9.0, PromptOptions())
+    latents = ddim_latents(pipe, NEGATIVE, 9.0)
     assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
     other = {"eps": "v", "v": "eps"}[prediction]
     assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
 
 
 def test_runs_with_a_depth_map_equal_diffusers(load: Load) -> None:
-    pipe = load("sd2_depth")
-    depth = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
-    cond, uncond = (encode_prompts(pipe, [text])._replace(concat=depth) for text in (PROMPT, NEGATIVE))
-    with toy.in_float64(pipe.unet):
-        latents = denoise(pipe, NOISE, classifier_free(cond, uncond, 9.0), make_plan("ddim", pipe.schedule, 4))
+    latents = ddim_latents(load("sd2_depth"), NEGATIVE, 9.0, depth=Image.fromarray(toy.depth_map()))
     assert toy.relative_error(latents, GOLDEN["depth.latents"]) < 1e-5
 
 
 @pytest.mark.parametrize(("name", "key"), [("sd2", "sd2.eps"), ("sdxl_base", "sdxl.none")])
 def test_images_equal_diffusers(load: Load, name: str, key: str) -> None:
     """Trap 6: the autoencoders are alike, their scale factors are not."""
-    [pixels] = decode(load(name), torch.from_numpy(GOLDEN[f"{key}.latents"]))
+    [pixels] = load(name).decode(torch.from_numpy(GOLDEN[f"{key}.latents"]), output="tensor")
     wanted = GOLDEN[f"{key.split('.')[0]}.pixels"].clip(-1, 1)
     assert toy.relative_error(pixels[None, :, ::4, ::4], wanted) < 1e-5
 
 
 def test_encoded_prompts_of_sdxl_equal_diffusers(load: Load) -> None:
     """Traps 1, 2 and 3: no final norm, paddings of 49407 and 0, the pooled output projected."""
-    conditioning = encode_prompts(load("sdxl_base"), [PROMPT])
+    conditioning = load("sdxl_base").encode_prompt(PROMPT)
     assert toy.relative_error(conditioning.context, GOLDEN["sdxl.context"]) < 1e-5
     assert toy.relative_error(conditioning.y[:, :96], GOLDEN["sdxl.pooled"]) < 1e-5
 
@@ -132,37 +105,31 @@ def test_encoded_prompts_of_sdxl_equal_diffusers(load: Load) -> None:
 def test_runs_of_sdxl_equal_diffusers(load: Load) -> None:
     """Traps 4 and 28: sizes height first; no negative prompt is not the empty one."""
     pipe = load("sdxl_base")
-    none, empty = (run(pipe, negative, 5.0, PromptOptions()) for negative in (None, ""))
+    none, empty = (ddim_latents(pipe, negative, 5.0) for negative in (None, ""))
     assert toy.relative_error(none, GOLDEN["sdxl.none.latents"]) < 1e-5
     assert toy.relative_error(empty, GOLDEN["sdxl.empty.latents"]) < 1e-5
     assert toy.relative_error(none, GOLDEN["sdxl.empty.latents"]) > 1e-3
-    sizes = PromptOptions(size=(64, 64), extra=ConditioningOptions(original_size=(96, 80), crop_top_left=(8, 4)))
-    assert toy.relative_error(run(pipe, None, 5.0, sizes), GOLDEN["sdxl.sizes.latents"]) < 1e-5
-    turned = PromptOptions(size=(64, 64), extra=ConditioningOptions(original_size=(80, 96), crop_top_left=(4, 8)))
-    assert toy.relative_error(run(pipe, None, 5.0, turned), GOLDEN["sdxl.sizes.latents"]) > 1e-4
 
 
 def test_the_refiner_goes_on_where_the_base_leaves_off(load: Load) -> None:
-    latents = run(load("sdxl_base"), None, 5.0, PromptOptions(), refiner=load("sdxl_refiner"))
+    latents = ddim_latents(load("sdxl_base"), None, 5.0, refiner=load("sdxl_refiner"), refiner_start=0.5)
     assert toy.relative_error(latents, GOLDEN["sdxl.refined.latents"]) < 1e-5
     assert toy.relative_error(latents, GOLDEN["sdxl.none.latents"]) > 1e-2
 
 
 def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load) -> None:
     """Height first, and the scores are the refiner's alone."""
-    options = Txt2imgOptions(prompt=PROMPT, steps=4, sampler="ddim", scale=5.0, height=64, width=64, noise=NOISE)
-
-    def last(options: Txt2imgOptions) -> torch.Tensor:
-        states: list[DenoisingState] = []
-        list(txt2img_task.txt2img(load("sdxl_base"), options, states.append))
-        return states[-1].latents
-
-    assert toy.relative_error(last(options), GOLDEN["sdxl.none.latents"]) < 1e-5
-    sized = replace(options, original_size="96x80", crop_top_left="8,4", target_size="64x64")
-    assert toy.relative_error(last(sized), GOLDEN["sdxl.sizes.latents"]) < 1e-5
-    assert toy.relative_error(last(replace(sized, target_size="80x64")), GOLDEN["sdxl.sizes.latents"]) > 1e-4
-    scored = replace(options, refiner_start=0.5, aesthetic_score=8.0, negative_aesthetic_score=1.5)
-    assert toy.relative_error(last(replace(scored, refiner=load("sdxl_refiner"))), GOLDEN["sdxl.scored.latents"]) < 1e-5
+    pipe, refiner = load("sdxl_base"), load("sdxl_refiner")
+    sizes = {"original_size": "96x80", "crop_top_left": "8,4", "target_size": "64x64"}
+    for changes, same in (
+        ({}, True),
+        ({"target_size": "80x64"}, False),
+        ({"original_size": "80x96", "crop_top_left": "4,8"}, False),
+    ):
+        error = toy.relative_error(ddim_latents(pipe, None, 5.0, **sizes | changes), GOLDEN["sdxl.sizes.latents"])
+        assert error < 1e-5 if same else error > 1e-4
+    scores = {"refiner": refiner, "refiner_start": 0.5, "aesthetic_score": 8.0, "negative_aesthetic_score": 1.5}
+    assert toy.relative_error(ddim_latents(pipe, None, 5.0, **scores), GOLDEN["sdxl.scored.latents"]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -217,14 +184,11 @@ def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: P
 
 @pytest.mark.slow
 def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
-    extra = ConditioningOptions(image_embedding=toy.normal(10, 1, 24), noise_level=300)
-    options = PromptOptions(extra=extra)
-    pipe = load("sd2_unclip_h")
-    assert toy.relative_error(encode_prompts(pipe, ["a", "b"], options).y[1:], GOLDEN["unclip.y"]) < 1e-5
-    assert not encode_prompts(pipe, [""], replace(options, negative=True)).y.any()
+    pipe, options = load("sd2_unclip_h"), {"image_embedding": toy.normal(10, 1, 24), "noise_level": 300}
+    assert toy.relative_error(pipe.encode_prompt(["a", "b"], **options).y[1:], GOLDEN["unclip.y"]) < 1e-5
+    assert not pipe.encode_prompt("", negative=True, **options).y.any()
     statistics = torch.cat([toy.normal(11, 1, 24), toy.normal(12, 1, 24).exp()])
-    options = PromptOptions(extra=replace(extra, image_statistics=statistics))
-    y = encode_prompts(load("sd2_unclip_l"), ["a"], options).y
+    y = load("sd2_unclip_l").encode_prompt("a", image_statistics=statistics, **options).y
     assert toy.relative_error(y, GOLDEN["unclip_l.y"]) < 1e-5
 
 
@@ -237,7 +201,7 @@ def test_metadata_decide_the_prediction_before_weights(
 ) -> None:
     """Trap 7: Stable Diffusion 2's files of eps and of v have the same keys and shapes."""
     caplog.set_level("INFO", logger="ldm_lite")
-    weights, about = dict(state_dict(small("sd2"))), describe(small("sd2"))
+    weights, about = dict(state_dict(small("sd2"))), metadata(small("sd2"))
     del about["prediction"], about["resolution"]
     save_file(weights, tmp_path / "eps", metadata=about)
     key = "model.diffusion_model.output_blocks.3.1.transformer_blocks.0.norm1.bias"
@@ -253,7 +217,7 @@ def test_metadata_decide_the_prediction_before_weights(
 
 
 def test_the_marker_of_v_prediction(files: Callable[[str], Path], tmp_path: Path) -> None:
-    weights, about = dict(state_dict(small("sdxl_base"))), describe(small("sdxl_base"))
+    weights, about = dict(state_dict(small("sdxl_base"))), metadata(small("sdxl_base"))
     del about["prediction"]
     save_file({**weights, "v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, tmp_path / "v", metadata=about)
     schedule = ldm_lite.load(tmp_path / "v", device="cpu").schedule
@@ -329,14 +293,14 @@ def test_miniatures_are_detected_by_their_metadata() -> None:
                 role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
                 for role, spec in family.networks.items()
             }
-        assert with_prediction(detect_family(shapes, describe(family)), family.prediction) == with_prediction(
+        assert with_prediction(detect_family(shapes, metadata(family)), family.prediction) == with_prediction(
             family, family.prediction
         )
 
 
 def test_metadata_keys() -> None:
     for family in FAMILIES.values():
-        assert set(describe(family)) <= set(check_metadata(describe(family)))
+        assert set(metadata(family)) <= set(check_metadata(metadata(family)))
     with pytest.raises(ValueError, match="got `metadata` guidence, wanted one of unet_num_heads, "):
         check_metadata({"family": "sd1", "guidence": "5"})
 
@@ -370,29 +334,26 @@ def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load,
     assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
     image = Image.open(tmp_path / "out.png")
     assert "Refiner: sdxl_refiner, Refiner from step: 2" in image.info["parameters"]
-    options = Txt2imgOptions(prompt=PROMPT, steps=2, height=64, width=64)
-    refined = replace(options, refiner=load("sdxl_refiner"))
-    pixels = {
-        start: next(txt2img_task.txt2img(load("sdxl_base"), replace(refined, refiner_start=start)))
+    options = {"steps": 2, "height": 64, "width": 64, "output": "result"}
+    refined = {
+        start: load("sdxl_base").txt2img(PROMPT, refiner=load("sdxl_refiner"), refiner_start=start, **options)[0]
         for start in (0.0, 0.5, 1.0)
     }
-    assert np.array_equal(pixels[0.5].array, np.asarray(image))
-    assert not np.array_equal(pixels[0.5].array, pixels[1.0].array)
-    alone = next(txt2img_task.txt2img(load("sdxl_base"), options))
-    assert torch.equal(pixels[1.0].pixels, alone.pixels)
-    last = next(txt2img_task.txt2img(load("sdxl_refiner"), options))
-    assert torch.equal(pixels[0.0].pixels, last.pixels)
+    assert np.array_equal(refined[0.5].array, np.asarray(image))
+    assert not np.array_equal(refined[0.5].array, refined[1.0].array)
+    [alone] = load("sdxl_base").txt2img(PROMPT, **options)
+    assert torch.equal(refined[1.0].pixels, alone.pixels)
+    [last] = load("sdxl_refiner").txt2img(PROMPT, **options)
+    assert torch.equal(refined[0.0].pixels, last.pixels)
 
 
 def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     """The share of the steps is of all from pure noise on: of 8, 2 are left out, 2 the base's, 4 the refiner's."""
     caplog.set_level("INFO", "ldm_lite")
     settings = {"steps": 8, "scale": 5.0, "sampler": "ddim", "strength": 0.75, "refiner_start": 0.5}
-    states: list[DenoisingState] = []
-    given = {"init_img": [Image.fromarray(toy.waves())], "refiner": load("sdxl_refiner")}
-    options = Img2imgOptions(prompt=PROMPT, **settings, **given)
-    list(img2img_task.img2img(load("sdxl_base"), options, states.append))
-    assert toy.relative_error(states[-1].latents, GOLDEN["sdxl.img2img.latents"]) < 1e-5
+    with decoded_latents(load("sdxl_base")) as latents:
+        load("sdxl_base").img2img(PROMPT, Image.fromarray(toy.waves()), refiner=load("sdxl_refiner"), **settings)
+    assert toy.relative_error(latents[0], GOLDEN["sdxl.img2img.latents"]) < 1e-5
     assert "sdxl_refiner: runs the last 4 of 6 steps" in caplog.text
 
 
@@ -401,15 +362,13 @@ def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogC
 def test_inpainting_with_a_refiner(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
     mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
-    options = InpaintOptions(
-        prompt=PROMPT, steps=4, sampler="ddim", init_img=[Image.fromarray(toy.waves())], mask=[mask]
-    )
-    halved = replace(options, refiner_start=0.5)
+    given = (PROMPT, Image.fromarray(toy.waves()), mask)
+    options = {"steps": 4, "sampler": "ddim", "output": "tensor"}
     pixels = {
-        refiner: next(inpaint_task.inpaint(load(name), replace(halved, refiner=load(refiner)))).pixels
+        refiner: load(name).inpaint(*given, refiner=load(refiner), refiner_start=0.5, **options)[0]
         for refiner in (name, "sdxl_refiner")
     }
-    pixels[None] = next(inpaint_task.inpaint(load(name), options)).pixels
+    [pixels[None]] = load(name).inpaint(*given, **options)
     assert torch.equal(pixels[None], pixels[name])
     changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
     assert changed[16:48, 16:48].float().mean() > 0.9
@@ -447,11 +406,8 @@ def test_options_without_a_refiner_or_embedding_are_one_line(
 
 def test_no_negative_prompt_is_not_the_empty_one_to_sdxl_alone(load: Load) -> None:
     for name, differ in (("sdxl_base", True), ("sdxl_refiner", False), ("sd2", False)):
-        options = Txt2imgOptions(prompt=PROMPT, steps=2, height=64, width=64)
-        none, empty = (
-            next(txt2img_task.txt2img(load(name), replace(options, negative_prompt=negative))).pixels
-            for negative in (None, "")
-        )
+        options = {"steps": 2, "height": 64, "width": 64, "output": "tensor"}
+        none, empty = (load(name).txt2img(PROMPT, negative_prompt=text, **options)[0] for text in (None, ""))
         assert torch.equal(none, empty) != differ
 
 
@@ -472,7 +428,17 @@ def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsy
     assert "got a depth map, but small Stable Diffusion 2.x wants none" in capsys.readouterr().err
 
 
-def test_depth_maps_keep_all_their_bits(tmp_path: Path) -> None:
+def test_depth_maps_keep_all_their_bits(load: Load, tmp_path: Path) -> None:
+    pipe = load("sd2_depth")
+
+    def read(depth: Path | Image.Image, side: int = 64) -> torch.Tensor:
+        """What the UNet reads of a depth map."""
+        with unet_calls(pipe) as calls:
+            pipe.txt2img("", depth=depth, steps=1, scale=1.0, height=side, width=side)
+        return calls[0].x[:, 4:]
+
+    wanted = read(Image.fromarray(toy.depth_map()))
+    assert (wanted.min(), wanted.max()) == (-1, 1)
     values = (toy.depth_map().astype(np.uint16) * 7 + 30_000) * 1
     for name, image in (
         ("bits16.png", Image.fromarray(values)),
@@ -480,12 +446,8 @@ def test_depth_maps_keep_all_their_bits(tmp_path: Path) -> None:
         ("rgb.png", Image.fromarray(toy.depth_map()).convert("RGB")),
     ):
         image.save(tmp_path / name)
-        got = depth_latent(open_depth(tmp_path / name), (8, 8))
-        wanted = depth_latent(Image.fromarray(toy.depth_map()), (8, 8))
-        assert torch.allclose(got, wanted, atol=1e-4), name
-    assert (got.min(), got.max()) == (-1, 1)
-    flat = depth_latent(Image.new("L", (8, 8), 9), (4, 4))
-    assert torch.isfinite(flat).all()
+        assert torch.allclose(read(tmp_path / name), wanted, atol=1e-4), name
+    assert torch.isfinite(read(Image.new("L", (8, 8), 9), side=32)).all()
 
 
 def test_an_image_embedding_is_read(
@@ -569,33 +531,31 @@ def test_inpainting_files_are_refused_by_other_commands(
 def test_a_long_prompt_warns_once_with_two_encoders(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     pipe = load("sdxl_base")
     caplog.clear()  # what loading says, if this test is the first to load it
-    encode_prompts(pipe, ["a " * 75 + "fox", None])
+    pipe.txt2img("a " * 75 + "fox", steps=1, height=64, width=64)
     assert [record.getMessage() for record in caplog.records] == ["prompt is too long, dropped from it: fox"]
 
 
 def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
     pipe = load("sdxl_base")
-    long = encode_prompts(pipe, ["a cat, " * 30], PromptOptions(syntax="a1111"))
+    long = pipe.encode_prompt("a cat, " * 30, prompt_syntax="a1111")
     assert long.context.shape == (1, 2 * 77, 160)
-    first = encode_prompts(pipe, ["a cat, " * 25], PromptOptions(syntax="a1111"))
+    first = pipe.encode_prompt("a cat, " * 25, prompt_syntax="a1111")
     assert torch.allclose(long.context[:, :77], first.context, atol=1e-5)
     assert torch.allclose(long.y, first.y, atol=1e-5)  # the pooled output is the first chunk's
 
 
 @pytest.mark.slow
-def test_unsupported_options_are_one_line(load: Load, files: Callable[[str], Path], tmp_path: Path) -> None:
-    from ldm_lite.bench import __main__ as bench
-    from ldm_lite.train.options import TrainOptions
-    from ldm_lite.train.run import train
-
+def test_unsupported_options_are_one_line(
+    files: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     Image.new("RGB", (64, 64)).save(data / "a.png")
     (data / "a.txt").write_text("a")
     for name in ("sd2_depth", "sdxl_refiner"):
-        options = TrainOptions(data=str(data), out=str(tmp_path / "run"), steps=1)
-        with pytest.raises(ValueError, match="only text-to-image models with CLIP text encoders can be trained"):
-            train(options, LoadOptions(ckpt=str(files(name)), device="cpu"))
+        arguments = ["--data", str(data), "--out", str(tmp_path / "run"), "--steps", "1", "--device", "cpu"]
+        assert train.main([*arguments, "--ckpt", str(files(name))]) == 2
+        assert "only text-to-image models with CLIP text encoders can be trained" in capsys.readouterr().err
     assert bench.main(["--ckpt", str(files("sdxl_base")), "--device", "cpu", "--out", str(tmp_path / "bench")]) == 2
 
 
