@@ -8,31 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+from diffusers_files import GOLDEN, shapes_of, weights_of
 from PIL import Image
-from random_checkpoint import LCM
+from random_checkpoint import LCM, metadata
+from runs import unet_calls
 from safetensors.torch import save_file
+from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
-from ldm_lite import generate, txt2img
+from ldm_lite import Pipeline, generate, txt2img
 from ldm_lite.checkpoint.lora import file_names
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.conditioning.prompts import guided
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SharedNoise
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import train
-from ldm_lite.zoo.describe import describe
+from ldm_lite.train import __main__ as train
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import UNETS
-from tests.checkpoint.test_diffusers_keys import GOLDEN, shapes_of, weights_of
-from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
 
 Load = Callable[..., Pipeline]
 
@@ -42,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of the networks of an LCM in miniature, as diffusers writes them."""
     path = tmp_path_factory.mktemp("lcm")
     for name in ("unet", "vae", "text_encoder"):
-        save_file(weights_of(f"lcm.{name}"), path / f"{name}.safetensors", describe(LCM))
+        save_file(weights_of(f"lcm.{name}"), path / f"{name}.safetensors", metadata(LCM))
     return path
 
 
@@ -53,11 +47,9 @@ def pipe(folder: Path) -> Pipeline:
 
 
 def run(pipe: Pipeline, steps: int, scale: float) -> torch.Tensor:
-    branches = guided(pipe, encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE]), scale)
-    plan = make_plan(pipe.family.sampler, pipe.schedule, steps)
-    draw = SharedNoise(torch.Generator().manual_seed(toy.LCM_SEED), 1, (4, 8, 8))
-    latents = generate.denoise(pipe, NOISE, branches, plan, draw=draw)
-    return latents
+    cond, uncond = pipe.encode_prompt(PROMPT), pipe.encode_prompt(NEGATIVE)
+    draw = pipe.noise_source(toy.LCM_SEED)
+    return pipe.denoise(NOISE, cond, uncond, pipe.plan(steps=steps), scale, draw=draw)
 
 
 @pytest.mark.parametrize(("steps", "scale"), toy.LCM_RUNS)
@@ -68,14 +60,22 @@ def test_a_run_ends_as_that_of_diffusers(pipe: Pipeline, steps: int, scale: floa
 
 
 def test_there_is_one_branch_which_is_told_the_scale(pipe: Pipeline) -> None:
-    cond = encode_prompts(pipe, ["a", "b"])
-    branches = guided(pipe, cond, cond, 8.0)
-    assert len(branches.conditionings) == 1
-    assert branches.conditionings[0].y.shape == (2, 256)
+    with unet_calls(pipe) as calls:
+        pipe.txt2img(["a", "b"], negative_prompt="c", batch_size=2, steps=1, scale=8.0)
+        pipe.txt2img("a", negative_prompt="c", steps=1, scale=3.0)
+    first, second = (call.inputs["y"] for call in calls)
+    assert first.shape == (2, 256)
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[:1], second)
+
+
+def test_the_scale_stands_behind_the_vector_of_sdxl(pipe: Pipeline) -> None:
     sdxl = replace(pipe, family=replace(pipe.family, unet=replace(pipe.family.unet, vector_dim=24)))
-    vector = toy.normal(3, 2, 24)
-    both = guided(sdxl, cond._replace(y=vector), None, 8.0).conditionings[0].y
-    assert torch.equal(both, torch.cat([vector, branches.conditionings[0].y], dim=1))
+    cond, vector = pipe.encode_prompt(["a", "b"]), toy.normal(3, 2, 24)
+    alone, both = (
+        guided(model, cond._replace(y=y), None, 8.0).conditionings[0].y for model, y in ((pipe, None), (sdxl, vector))
+    )
+    assert torch.equal(both, torch.cat([vector, alone], dim=1))
 
 
 def test_the_defaults_are_those_of_the_paper() -> None:
@@ -87,7 +87,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
 
 
 def test_without_a_scale_nothing_is_run(pipe: Pipeline) -> None:
-    plan = make_plan("ddim", pipe.schedule, 2)
+    plan = pipe.plan("ddim", 2)
     branches = guided(replace(pipe, family=FAMILIES["sd1"]), Conditioning(torch.zeros(1, 77, 64)), None, 1.0)
     with pytest.raises(ValueError, match=r"y: got none, wanted one of shape \(1, 256\)"):
         generate.denoise(pipe, NOISE, branches, plan)
@@ -114,16 +114,17 @@ def test_the_command_takes_the_unet_beside_a_checkpoint(
     assert pictures["negative"].tobytes() == pictures["plain"].tobytes() != pictures["scale"].tobytes()
 
 
-def test_it_is_not_trained_whole(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
+def test_it_is_not_trained_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data").mkdir()
     Image.new("RGB", (64, 64)).save(tmp_path / "data" / "a.png")
     (tmp_path / "data" / "a.txt").write_text("a")
-    options = TrainOptions(data=str(tmp_path / "data"), out=str(tmp_path / "run"), steps=1)
-    files = {name: str(folder / f"{name}.safetensors") for name in ("vae", "text_encoder")}
-    with pytest.raises(
-        ValueError, match="small LCM: is distilled: train a LoRA of it, or the model it was distilled from"
-    ):
-        train(options, LoadOptions(ckpt=str(folder / "unet.safetensors"), device="cpu", **files))
+    arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--steps", "1", "--device", "cpu"]
+    files = {"--ckpt": "unet", "--vae": "vae", "--text-encoder": "text_encoder"}
+    for flag, name in files.items():
+        arguments += [flag, str(folder / f"{name}.safetensors")]
+    assert train.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "small LCM: is distilled: train a LoRA of it, or the model it was distilled from" in said
 
 
 # The layers that LCM-LoRA changes: those of the released files, and of diffusers' training script for them.
@@ -146,6 +147,7 @@ def test_lcm_lora_finds_all_its_modules(name: str) -> None:
 
 
 def test_ready_embeddings_are_told_the_scale_too(pipe: Pipeline) -> None:
-    options = Txt2imgOptions(PROMPT, height=64, width=64)
-    ready = txt2img_task.txt2img(pipe, replace(options, cond=encode_prompts(pipe, [PROMPT]).context))
-    assert torch.equal(next(ready).pixels, next(txt2img_task.txt2img(pipe, options)).pixels)
+    options = {"height": 64, "width": 64, "output": "tensor"}
+    [ready] = pipe.txt2img(cond=pipe.encode_prompt(PROMPT).context, **options)
+    [encoded] = pipe.txt2img(PROMPT, **options)
+    assert torch.equal(ready, encoded)
