@@ -58,29 +58,23 @@ class Values(TorchDispatchMode):
         return True if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
-def to_cuda(network: nn.Module, dtype: torch.dtype, channels_last: bool = False) -> nn.Module:
-    """Give a network on meta fake weights on the device."""
+def fake_network(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float16) -> Any:
+    """Make a network with fake weights on the device."""
+    with on_meta():
+        network = make()
     for module in network.modules():
         for kept in (module._parameters, module._buffers):
             for name, value in kept.items():
                 if value is not None:
                     like = dtype if value.is_floating_point() else value.dtype
-                    layout = torch.channels_last if channels_last and value.ndim == 4 else torch.contiguous_format
-                    fresh = torch.empty(value.shape, device=CUDA, dtype=like, memory_format=layout)
+                    fresh = torch.empty(value.shape, device=CUDA, dtype=like)
                     kept[name] = nn.Parameter(fresh, requires_grad=False) if kept is module._parameters else fresh
     return network.eval()
 
 
-def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float16) -> Any:
-    """Make a network with fake weights on the device."""
-    with on_meta():
-        network = make()
-    return to_cuda(network, dtype)
-
-
 def fake_model(name: str, family: Family) -> Model:
     """Make a model of a family in half precision."""
-    networks = {role: made(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
+    networks = {role: fake_network(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
     schedule, tokenizer = Schedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
     return Model(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
@@ -119,7 +113,7 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield "inpaint", lambda: list(inpaint(model, InpaintOptions(**edited, mask=mask)))
     if family.unet.context_dim == 768 and family.unet.in_channels == 4 and family.conditioner == "clip":
         controls = (Control("net", image, guess=True), Control("adapter", image, start=0.5))
-        networks = [made(lambda: ControlNet(family.unet)), made(lambda: T2IAdapter(ADAPTER))]
+        networks = [fake_network(lambda: ControlNet(family.unet)), fake_network(lambda: T2IAdapter(ADAPTER))]
         loaded = [LoadedControl(*each) for each in zip(controls, networks, strict=True)]
         with mock.patch.object(tasks_job, "load_controls", return_value=loaded):
             yield "control", lambda: list(txt2img(model, Txt2imgOptions(**prompt, control=controls)))
@@ -128,7 +122,9 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def loss(family: Family, model: Model) -> Tensor:
     """The training loss of a batch; its gradients would need a real device."""
-    networks = {role: made(lambda spec=spec: build(spec), torch.float32) for role, spec in family.networks.items()}
+    networks = {
+        role: fake_network(lambda spec=spec: build(spec), torch.float32) for role, spec in family.networks.items()
+    }
     model = replace(model, **networks)
     compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
