@@ -162,8 +162,8 @@ class RuntimeOptions(CheckedOptions):
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
     kernels: str | None = option(
         None,
-        "plain: only PyTorch's own, nothing is timed; on a GPU, switch on just these: qkv, norm, geglu, conv, pdl, tma "
-        "with commas, or all (default: qkv)",
+        "plain: only PyTorch's own, nothing is timed; on a GPU, switch on just these: qkv, norm, pdl, tma with "
+        "commas, or all (default: qkv)",
     )
     matmul_precision: str | None = option(
         None, "of float32 matmuls on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")

@@ -13,7 +13,7 @@ from torch import nn
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention
-from ldm_lite.runtime import aot, fused_norm, timed_layers
+from ldm_lite.runtime import aot, fused_norm
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import Step, compiled_step
@@ -27,7 +27,7 @@ from ldm_lite.runtime.tiling import tile
 log = logging.getLogger("ldm_lite")
 
 # What may be switched on a GPU by the option `kernels`, and what is on by default.
-KERNELS = ("qkv", "norm", "geglu", "conv", "pdl", "tma")
+KERNELS = ("qkv", "norm", "pdl", "tma")
 PLAIN = "plain"  # the option's value for PyTorch's own kernels alone, on a CPU too
 BY_DEFAULT = frozenset({"qkv"})
 SETTINGS = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}  # of Inductor
@@ -96,7 +96,7 @@ def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
 def choose_kernels(text: str | None, device: torch.device) -> frozenset[str]:
     """Parse the option `kernels`: names with commas between, "all", "plain" for none of them, or None for the default.
 
-    Raises ValueError for an unknown name, and for Triton's kernels on a GPU where it is missing.
+    Raises ValueError for an unknown name, and for Triton's kernel on a GPU where it is missing.
     """
     if text is None:
         return BY_DEFAULT
@@ -107,8 +107,8 @@ def choose_kernels(text: str | None, device: torch.device) -> frozenset[str]:
         raise ValueError(
             f"got `kernels` {unknown[0]!r}, wanted all, plain, or some of {', '.join(KERNELS)} with commas"
         )
-    if device.type == "cuda" and names & {"norm", "geglu"} and importlib.util.find_spec("triton") is None:
-        raise ValueError("the kernels norm and geglu need Triton, which torch for CUDA brings along: leave them out")
+    if device.type == "cuda" and "norm" in names and importlib.util.find_spec("triton") is None:
+        raise ValueError("the kernel norm needs Triton, which torch for CUDA brings along: leave it out")
     return names
 
 
@@ -135,10 +135,6 @@ def _has_cpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset
 
 def _use_gpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> None:
     fused_norm.use(network, triton="norm" in chosen)
-    if "conv" in chosen:
-        timed_layers.use_convolutions(network)
-    if "geglu" in chosen:
-        timed_layers.use_geglu(network)
     if "qkv" in chosen and _are_on(network, device):  # weights that move come apart
         for block in network.modules():
             if type(block) is BasicTransformerBlock and not block.cross_only and type(block.attn1) is CrossAttention:

@@ -1,5 +1,6 @@
 """Kernels of our own for a CPU: attention in blocks, products by the faster library, and the file of choices."""
 
+import functools
 import json
 import logging
 import threading
@@ -164,6 +165,35 @@ def test_plain_takes_no_kernel_of_ours() -> None:
 
     assert ours("plain") == {attention.sdpa}
     assert ours(None) > {attention.timed, convolutions._forward}
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("product", "taken"), [(0.5, True), (0.98, False), (2.0, False)])
+def test_a_way_must_clearly_beat_the_default(product: float, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"convolution": 1.0, "product": product}
+    monkeypatch.setattr(timing, "_seconds", lambda way, device: seconds[way()])
+    ways = {"convolution": lambda: "convolution", "product": lambda: "product"}
+    assert timing.fastest("a convolution", (3, 4), ways, CPU) == ("product" if taken else "convolution")
+
+
+@torch.no_grad()
+def test_a_way_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise TypeError("no compiler\nmore")
+
+    with caplog.at_level(logging.INFO, "ldm_lite"):
+        assert timing.fastest("a product", object(), {"plain": lambda: None, "broken": broken}, CPU) == "plain"
+    assert "a product: broken does not run here (no compiler)" in caplog.text
+    with pytest.raises(TypeError):
+        timing.fastest("a product", object(), {"broken": broken}, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        timing.fastest("a product", object(), {"plain": lambda: None, "large": functools.partial(_too_large)}, CPU)
+
+
+def _too_large() -> None:
+    raise torch.OutOfMemoryError("too large")
 
 
 # ---- the file of choices --------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ import toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import GEGLU
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import Block, ResBlock
-from ldm_lite.runtime import fused_norm, timed_layers
+from ldm_lite.runtime import fused_norm
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -138,16 +137,6 @@ def test_blocks_take_the_kernels() -> None:
     hook.remove()
 
 
-@interpreted
-@pytest.mark.parametrize("tile", [(64, 64), (128, 64)])
-@torch.no_grad()
-def test_geglu_equals_the_layer(tile: tuple[int, int]) -> None:
-    kernels = importlib.import_module("ldm_lite.runtime.geglu_kernel")
-    layer, x = toy.fill(GEGLU(72, 80)), toy.normal(1, 2, 35, 72)
-    found = kernels.launch(x, layer.proj.weight, layer.proj.bias, *tile)  # type: ignore[union-attr]
-    assert toy.relative_error(found, layer(x).numpy()) < 2e-6
-
-
 # ---- machine code ---------------------------------------------------------------------------------------------------
 
 
@@ -183,10 +172,6 @@ def test_the_compiler_takes_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole block is one graph; it is not run, since there may be no GPU."""
     pair = Block([ResBlock(64, 64, 16, False), SpatialTransformer(64, 24, 4, 1, False, False)])
     fused_norm.use(pair, triton=True)
-    timed_layers.use_geglu(pair)
-    for module in pair.modules():
-        if isinstance(module, GEGLU):
-            vars(module)["tile"] = (64, 64)  # as if it had been timed
     monkeypatch.setattr(importlib.import_module("ldm_lite.runtime.norm_kernels"), "runs_on", lambda x: True)
     graphs: list[str] = []
 
@@ -199,10 +184,8 @@ def test_the_compiler_takes_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(toy.normal(1, 1, 64, 4, 4), toy.normal(2, 1, 16), toy.normal(3, 1, 5, 24), None)
     torch._dynamo.reset()
     assert len(graphs) == 1
-    counts = [
-        graphs[0].count(f"target=torch.ops.ldm_lite.{name}") for name in ("group_norm.", "group_norm_of_sum", "geglu")
-    ]
-    assert counts == [2, 1, 1]
+    counts = [graphs[0].count(f"target=torch.ops.ldm_lite.{name}") for name in ("group_norm.", "group_norm_of_sum")]
+    assert counts == [2, 1]
 
 
 @pytest.mark.slow
@@ -210,7 +193,7 @@ def test_the_compiler_takes_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_no_kernel_spills(capability: int) -> None:
     """At every width of Stable Diffusion's norms: 320 channels (10 a group) to 2560."""
-    norms, geglu = (importlib.import_module(f"ldm_lite.runtime.{name}") for name in ("norm_kernels", "geglu_kernel"))
+    norms = importlib.import_module("ldm_lite.runtime.norm_kernels")
     all_parts = {"HAS_Y": True, "HAS_ADDED": True, "HAS_BIAS": True}
     for pad in (16, 32, 64, 128):
         whole, strips = norms.tiles(pad, 32)
@@ -218,6 +201,3 @@ def test_no_kernel_spills(capability: int) -> None:
         assert registers(norms.triton_norm_strips, capability, {**all_parts, **strips}, num_warps=4)[1] == 0
         apply = {**strips, "HAS_ADDED": True, "HAS_BIAS": True, "SILU": True, "S": norms.STRIPS}
         assert registers(norms.triton_norm_apply, capability, apply, num_warps=4)[1] == 0
-    for (rows, columns), (warps, stages) in geglu.TILES.items():
-        tile = {"BM": rows, "BN": columns, "BK": geglu.DEPTH}
-        assert registers(geglu.triton_geglu, capability, tile, num_warps=warps, num_stages=stages)[1] == 0

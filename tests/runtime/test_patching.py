@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.runtime import fused_norm
 from ldm_lite.runtime.attention import record, use
 from ldm_lite.runtime.cpu import convolutions, group_norm
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.patching import kernel, patch, patch_of, runs_as_written, unpatch, unpatched
+from ldm_lite.runtime.patching import follow, kernel, patch, patch_of, runs_as_written, unpatch, unpatched
 from ldm_lite.runtime.setup import prepare
 from ldm_lite.train.norm import use_fast_backward
 
@@ -120,3 +121,10 @@ def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
             parameter.zero_()
         assert copied.decode(z).abs().max() == 0
         assert torch.equal(vae.decode(z), wanted)
+
+
+def test_a_controlnet_follows_its_unet() -> None:
+    first, second = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(2))
+    fused_norm.use(first)
+    follow(second, first)
+    assert [patch_of(each) for each in second] == [None, fused_norm._forward]

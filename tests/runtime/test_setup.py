@@ -14,7 +14,7 @@ from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import CrossAttention
-from ldm_lite.runtime import attention, fused_norm, setup, timed_layers
+from ldm_lite.runtime import attention, fused_norm, setup
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.cpu import bfloat16
 from ldm_lite.runtime.cpu.attention import timed
@@ -182,7 +182,7 @@ def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, {"qkv"}),
         ("plain", set()),
-        ("conv", {"conv"}),
+        ("pdl", {"pdl"}),
         ("qkv,pdl,tma", {"qkv", "pdl", "tma"}),
     ],
 )
@@ -202,7 +202,6 @@ def test_kernels_are_switched_one_by_one(
     assert any(isinstance(each, CrossAttention) and each.qkv is not None for each in unet.modules()) == (
         "qkv" in wanted
     )
-    assert any(patch_of(each) is timed_layers._convolve for each in unet.modules()) == ("conv" in wanted)
     names = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}
     assert given == {name: True for kernel, name in names.items() if kernel in wanted}
     control = toy.fill(type(unet)(unet.spec))
@@ -226,9 +225,9 @@ def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.
 
 
 def test_unknown_kernels_are_named(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, plain, or some of qkv, norm, geglu"):
+    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, plain, or some of qkv, norm, pdl"):
         ldm_lite.load(small_path, device="cpu", kernels="qkv,fast")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="need Triton"):
+    with pytest.raises(ValueError, match="needs Triton"):
         setup.choose_kernels("norm", torch.device("cuda"))
     assert setup.choose_kernels("all", torch.device("cpu")) == set(setup.KERNELS)

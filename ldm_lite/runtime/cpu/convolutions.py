@@ -23,11 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ldm_lite.models.ops import channels_last
-from ldm_lite.runtime import timed_layers
 from ldm_lite.runtime.cpu import products, winograd
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.runtime.patching import kernel, patch
-from ldm_lite.runtime.timed_layers import as_rows, neighbourhoods
 from ldm_lite.runtime.timing import fastest
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
@@ -63,7 +61,20 @@ def _is_laid_out(weight: Tensor) -> bool:
 
 def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last."""
-    return timed_layers.as_product(x, weight, bias, products.linear)
+    b, _, h, w = x.shape
+    return products.linear(neighbourhoods(x), as_rows(weight), bias).view(b, h, w, -1).permute(0, 3, 1, 2)
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """Return the weight (K,C,3,3) as the rows of that product: (K,9C), a view if channels are last."""
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
+
+
+def neighbourhoods(x: Tensor) -> Tensor:
+    """Return what a 3x3 convolution of x (B,C,h,w), padding 1, reads at each position: (Bhw,9C)."""
+    b, _, h, w = x.shape
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
+    return padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,6 +43,18 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
         assert toy.relative_error(conv(x), wanted.detach().numpy()) < 1e-6
 
 
+@pytest.mark.parametrize("size", [(4, 5), (1, 1), (1, 3), (16, 16)])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_convolution_is_a_product(size: tuple[int, int], last: bool) -> None:
+    x, weight, bias = toy.normal(1, 2, 12, *size), toy.normal(2, 20, 12, 3, 3), toy.normal(3, 20)
+    if last:
+        x, weight = (each.to(memory_format=torch.channels_last) for each in (x, weight))
+    wanted = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
+    found = convolutions.as_product(x, weight, bias)
+    assert toy.relative_error(found, wanted.numpy()) < 1e-6
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The ways that convolutions took, and the sides of their maps."""
