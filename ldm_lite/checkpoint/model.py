@@ -18,7 +18,7 @@ from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
 from ldm_lite.checkpoint.control_lora import widened
 from ldm_lite.checkpoint.diffusers_config import metadata_of
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.parts import autoencoder_spec
+from ldm_lite.checkpoint.parts import autoencoder_spec, load_autoencoder
 from ldm_lite.checkpoint.reader import (
     SGM,
     Checkpoint,
@@ -205,6 +205,15 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
     ValueError, one line, for other files, vectors of another width than the text encoders', and two of one name.
     """
     return _learning(model, [embedding for source in sources for embedding in open_embeddings(source)], "`embedding`")
+
+
+def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
+    """Return the model with another autoencoder, such as TAESD for previews.
+
+    The networks are shared.  Raises FileNotFoundError, and ValueError if its latents are not the model's.
+    """
+    vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
+    return replace(model, vae=vae, family=with_vae(model.family, vae.spec, os.fspath(source)))
 
 
 def _learning(model: M, embeddings: Sequence[Embedding], option: str = "`lora`") -> M:

@@ -11,8 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.output import Saver
@@ -26,7 +25,6 @@ from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.job import Job
 from ldm_lite.text.parameters import parameters
-from ldm_lite.zoo.detection import with_vae
 
 log = logging.getLogger("ldm_lite")
 
@@ -38,9 +36,7 @@ class Preview:
 
     def __init__(self, model: Model, source: str, show: Callable[[Image.Image], None]) -> None:
         """source is the autoencoder's file.  Raises ValueError if its latents are not the model's."""
-        vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
-        self.model = dataclasses.replace(model, vae=vae, family=with_vae(model.family, vae.spec, source))
-        self.show = show
+        self.model, self.show = with_autoencoder(model, source), show
 
     def __call__(self, state: DenoisingState) -> None:
         """Show the predicted x0 after a step, or the latents after the last step."""
