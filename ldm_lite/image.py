@@ -38,6 +38,7 @@ MOST_PIXELS = 2**26  # of an image, 8192 x 8192: decoding takes up to 12 bytes e
 MOST_EXIF = 2**20  # bytes
 MOST_NUMBERS = 2**18  # of a TIFF file's tag: a strip for each row, or tiles of 16 x 16
 RESIZES = ("crop", "fit", "stretch")
+PIXEL_UPSCALERS = {"Lanczos": Image.Resampling.LANCZOS, "Nearest": Image.Resampling.NEAREST}
 SIDES = ("left", "top", "right", "bottom")
 
 # ---- from files -----------------------------------------------------------------------------------------------------

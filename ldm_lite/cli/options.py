@@ -15,6 +15,7 @@ from typing import Any
 
 MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
+MOST_CHARACTERS = 20_000  # limit of a text: CLIP reads about 400, and long words take quadratic time
 SEEDS = (0, 2**63 - 1)
 FINITE = (-math.inf, math.inf)
 

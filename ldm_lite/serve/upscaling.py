@@ -10,11 +10,10 @@ from PIL import Image
 from pydantic import Field
 
 from ldm_lite.cli.task_options import UPSCALERS
-from ldm_lite.image import to_rgb
+from ldm_lite.image import PIXEL_UPSCALERS, to_rgb
 from ldm_lite.serve.http import Body, Refused, encoded, open_base64, read_json
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.queue import Engine
-from ldm_lite.tasks.hires import IN_PIXELS
 
 SAME = ("", "Use same sampler", "Use same scheduler")
 MULTIPLE = 8  # of the sides of an enlarged image
@@ -104,7 +103,7 @@ def add_upscaling(routes: APIRouter, engine: Engine) -> None:
     def upscalers() -> list[dict[str, Any]]:
         """What enlarges pixels: of `upscalers`, and without a network."""
         none = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
-        return [{"name": name, **none} for name in ("None", *IN_PIXELS, *engine.library.upscalers)]
+        return [{"name": name, **none} for name in ("None", *PIXEL_UPSCALERS, *engine.library.upscalers)]
 
     @routes.get("/latent-upscale-modes")
     def modes() -> list[dict[str, str]]:
@@ -144,10 +143,10 @@ def _upscaler(name: str | None, library: Library) -> dict[str, Any]:
     """Return the options for an upscaler by A1111's name.  Raises ValueError for an unknown one."""
     if name is None or name in UPSCALERS:
         return {} if name is None else {"hires_upscaler": name}
-    if name == "None" or name in IN_PIXELS:
+    if name == "None" or name in PIXEL_UPSCALERS:
         return {"hires_upscaler": "Lanczos" if name == "None" else name}
     if name not in library.upscalers:
-        known = ", ".join((*UPSCALERS, "None", *IN_PIXELS, *library.upscalers))
+        known = ", ".join((*UPSCALERS, "None", *PIXEL_UPSCALERS, *library.upscalers))
         raise ValueError(f"unknown hr_upscaler {name!r:.60}: wanted one of {known}")
     return {"hires_esrgan": library.upscaler(name)}
 
@@ -183,7 +182,7 @@ def _enlarged(engine: Engine, given: ExtrasRequest, image: Image.Image) -> Image
 
 
 def _by(library: Library, name: str, image: Image.Image, size: tuple[int, int], times: float) -> Image.Image:
-    if name not in IN_PIXELS:
+    if name not in PIXEL_UPSCALERS:
         return library.upscaler(name).to_size(image, size, least=int(times == 1))
-    resized = image.resize((int(image.width * times), int(image.height * times)), IN_PIXELS[name])
+    resized = image.resize((int(image.width * times), int(image.height * times)), PIXEL_UPSCALERS[name])
     return resized if resized.size == size else resized.resize(size, Image.Resampling.LANCZOS)

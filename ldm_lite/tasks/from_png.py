@@ -16,7 +16,7 @@ from ldm_lite.diffusion.names import OURS, has, resolve
 from ldm_lite.diffusion.noise import PROGRAMS, is_brownian
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
-from ldm_lite.tasks.hires import IN_PIXELS
+from ldm_lite.image import PIXEL_UPSCALERS
 from ldm_lite.text.parameters import Parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")
@@ -114,7 +114,7 @@ def _hires(name: str, settings: Mapping[str, str], explicit: set[str], ours: boo
     if name == "hires_sampler" and not ours:
         kind = settings.get("Hires schedule type", "")
         return " ".join(["webui", settings["Hires sampler"], kind]).strip()
-    if name != "hires_upscaler" or settings["Hires upscaler"] in (*UPSCALERS, *IN_PIXELS):
+    if name != "hires_upscaler" or settings["Hires upscaler"] in (*UPSCALERS, *PIXEL_UPSCALERS):
         return None
     if "hires_esrgan" not in explicit:
         raise ValueError(f"was enlarged by {settings['Hires upscaler']!r:.60}: give that network, `hires_esrgan=FILE`")

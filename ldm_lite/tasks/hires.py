@@ -18,13 +18,11 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UPSCALERS, Txt2imgOptions
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.generate import decode, encode
-from ldm_lite.image import to_array, to_pixels
+from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
 from ldm_lite.tasks.batching import Second
 from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.job import Job, plan_of
 from ldm_lite.tasks.settings import calls_of
-
-IN_PIXELS = {"Lanczos": Image.Resampling.LANCZOS, "Nearest": Image.Resampling.NEAREST}
 
 
 def second_pass(model: Model, options: Txt2imgOptions, job: Job, shape: tuple[int, int, int]) -> Second | None:
@@ -59,7 +57,7 @@ def second_pass(model: Model, options: Txt2imgOptions, job: Job, shape: tuple[in
         if not isinstance(upscaler, Upscaler):
             upscaler = Upscaler(upscaler, device=model.device)
         enlarge, name = partial(_in_pixels, model, upscaler, (width, height), larger), Path(upscaler.name).stem
-    elif given.hires_upscaler in IN_PIXELS:
+    elif given.hires_upscaler in PIXEL_UPSCALERS:
         enlarge = partial(_in_pixels, model, given.hires_upscaler, (width, height), larger)
     settings = {"Size": f"{shape[2] * factor}x{shape[1] * factor}", "Denoising strength": strength}
     settings |= {"Hires upscaler": name}
@@ -89,7 +87,11 @@ def _in_pixels(
     made = []
     for pixels in decode(model, latents):
         image = Image.fromarray(to_array(pixels, truncate=True))
-        image = image.resize(size, IN_PIXELS[upscaler]) if isinstance(upscaler, str) else upscaler.to_size(image, size)
+        image = (
+            image.resize(size, PIXEL_UPSCALERS[upscaler])
+            if isinstance(upscaler, str)
+            else upscaler.to_size(image, size)
+        )
         whole = to_pixels(image)[:, : shape[1] * factor, : shape[2] * factor]
         made.append(encode(model, whole[None])[0])
     return torch.cat(made)

@@ -25,9 +25,8 @@ from tokenizers.models import BPE, Unigram, WordPiece
 from torch import Tensor
 
 from ldm_lite.cli.files import read_bytes
+from ldm_lite.cli.options import MOST_CHARACTERS
 from ldm_lite.text.clean import fix_text, unescape
-
-MOST_CHARACTERS = 20_000  # of a text: CLIP reads about 400, and long words take quadratic time
 
 SOT = 49406  # start of text
 EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these

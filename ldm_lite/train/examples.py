@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.text.tokenizer import MOST_CHARACTERS
+from ldm_lite.cli.options import MOST_CHARACTERS
 
 CAPTIONS = ("text", "caption", "prompt")  # what others call it in JSON
 
