@@ -17,7 +17,6 @@ from fastapi.concurrency import run_in_threadpool
 from PIL import Image, ImageOps
 from pydantic import Field
 
-from ldm_lite.checkpoint.strength import strength_of
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
@@ -27,6 +26,7 @@ from ldm_lite.serve.queue import Engine
 from ldm_lite.serve.ticket import Ticket
 from ldm_lite.serve.upscaling import HiresFields, add_upscaling, hires_options
 from ldm_lite.text.parameters import read_parameters, text_of
+from ldm_lite.toolkit import lora_weight
 
 VERSION = {"Version": "v1.10.0"}  # whose names and defaults these are
 EMPTY = ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models")
@@ -331,7 +331,7 @@ def _loras(prompt: str) -> tuple[str, Loras]:
     loras = []
     for name, weight in _LORA.findall(prompt):
         try:
-            loras.append((name, strength_of(weight.split(":") if weight else [])))
+            loras.append((name, lora_weight(weight)))
         except ValueError as error:
             raise ValueError(f"the LoRA {name!r}: {error}") from None
     return _LORA.sub("", prompt), tuple(loras)

@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
+from ldm_lite import Control
 from ldm_lite.cli.options import given, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
-from ldm_lite.control.control import Control
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.serve.http import encoded, open_base64
 from ldm_lite.serve.library import Loras

@@ -3,27 +3,27 @@
 import dataclasses
 import gc
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ldm_lite.checkpoint import lora
-from ldm_lite.checkpoint.merging import MergedLora
-from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.checkpoint.parts import load_autoencoder
-from ldm_lite.checkpoint.strength import Strength
+from ldm_lite import Pipeline, Upscaler
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.conditioning.prompts import FROM_FILES
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.runtime.together import Together
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.tasks.enlarge import Upscaler
-from ldm_lite.zoo.detection import with_vae
+from ldm_lite.toolkit import (
+    LoraWeight,
+    load_model,
+    merge_loras,
+    prompt_kind,
+    with_autoencoder,
+    with_exact_batches,
+)
 
 log = logging.getLogger("ldm_lite")
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
-Loras = tuple[tuple[str, float | Strength], ...]  # (name, weight)
+Loras = tuple[tuple[str, LoraWeight], ...]  # (name, weight)
 
 
 class Library:
@@ -37,11 +37,11 @@ class Library:
         for kind, folder in self._folders.items():
             if folder is not None and not Path(folder).is_dir():
                 raise ValueError(f"got `{kind}` {folder!r}, wanted a folder")
-        self._merged: tuple[Loras, MergedLora | None] = ((), None)
-        self._model: Model | None = None
-        self._preview: Model | None = None
+        self._merged: tuple[Loras, Callable[[], None] | None] = ((), None)  # and what takes them out again
+        self._model: Pipeline | None = None
+        self._preview: Pipeline | None = None
         self._upscaler: tuple[Path, Upscaler] | None = None
-        self.together: Together | None = None
+        self.together: Pipeline | None = None  # the model, if its batches are exact
         self.default = self.loaded = ""
         self._open(load)
         assert self._model is not None
@@ -97,12 +97,12 @@ class Library:
         return self._merged[0]
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Pipeline:
         """The model that is loaded."""
         assert self._model is not None
         return self._model
 
-    def use(self, name: str, loras: Loras) -> Model:
+    def use(self, name: str, loras: Loras) -> Pipeline:
         """Return a model with LoRAs merged; whatever was loaded before is freed.  Raises ValueError, OSError."""
         if self._merged[0] != loras or self.loaded != name:
             self._unmerge()
@@ -118,29 +118,26 @@ class Library:
             self.loaded = name
         model = self.model
         if loras and self._merged[1] is None:
-            opened = [(lora.open_lora(self.lora_file(each)), weight) for each, weight in loras]
-            self._merged = (loras, lora.merge_lora(model.networks, opened, model.offloader))
+            files = [(self.lora_file(each), weight) for each, weight in loras]
+            self._merged = loras, merge_loras(model, files)
         return model
 
-    def decoder(self) -> Model:
+    def decoder(self) -> Pipeline:
         """Return the model whose autoencoder decodes previews."""
         if self._options.preview is None:
             return self.model
         if self._preview is None:
-            model, source = self.model, self._options.preview
-            vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
-            self._preview = dataclasses.replace(model, vae=vae, family=with_vae(model.family, vae.spec, source))
+            self._preview = with_autoencoder(self.model, self._options.preview)
         return self._preview
 
     def _open(self, load: LoadOptions) -> None:
-        model = load_model(load, Model)
-        if model.family.conditioner in FROM_FILES:  # which requests cannot name
+        model = load_model(load)
+        if prompt_kind(model) == "files":  # which requests cannot name
             raise ValueError(
                 f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
             )
-        plain = model.step is denoise_step and model.offloader is None
-        self.together = Together(model.unet) if plain and self._options.batching == "exact" else None
-        self._model = model if self.together is None else dataclasses.replace(model, step=self.together)
+        self.together = with_exact_batches(model) if self._options.batching == "exact" else None
+        self._model = self.together or model
 
     @property
     def most_together(self) -> int:
@@ -157,9 +154,9 @@ class Library:
             torch.cuda.empty_cache()
 
     def _unmerge(self) -> None:
-        merged, self._merged = self._merged[1], ((), None)
-        if merged is not None:
-            merged.remove()
+        undo, self._merged = self._merged[1], ((), None)
+        if undo is not None:
+            undo()
 
     def _file(self, kind: str, name: str) -> Path:
         files = self._files(kind)

@@ -35,7 +35,7 @@ from ldm_lite.serve.http import (
 )
 from ldm_lite.serve.queue import Engine
 from ldm_lite.serve.ticket import Ticket
-from ldm_lite.tasks.job import TASKS
+from ldm_lite.toolkit import tasks_of
 
 KEEP_ALIVE = 15  # seconds of silence after which a stream gets a comment
 
@@ -120,7 +120,7 @@ def _edit(engine: Engine, given: EditRequest, files: dict[str, list[bytes]]) -> 
         mask = _hole(open_bytes(files["mask"][0], "mask", most))
         if mask is None:
             raise Refused(422, "mask has no transparent part: transparent is repainted")
-    elif TASKS[engine.library.model.family.task] != ("img2img",):  # a model that follows instructions needs no mask
+    elif tasks_of(engine.library.model) != ("img2img",):  # a model that follows instructions needs no mask
         mask = _hole(image)
     options = _options(given) | {"init_img": (image.convert("RGB"),), "strength": given.strength}
     partials = (given.partial_images or 0) if given.stream else 0

@@ -1,6 +1,5 @@
 """Engine: one queue of requests and one thread that denoises them, those that are alike together."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -9,28 +8,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
 
 from torch import Tensor
 
-from ldm_lite import generate
-from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import names_files
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.generate import DenoisingState
-from ldm_lite.image import to_image, to_pil
+from ldm_lite.image import to_image
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
 from ldm_lite.serve.ticket import CANCELLED, DONE, FAILED, QUEUED, RUNNING, Ticket
-from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
-from ldm_lite.tasks.batching import ImageInputs, Later, Ready, Runner, batches_of, finished
-from ldm_lite.tasks.job import Job
-from ldm_lite.tasks.joined import are_alike, join
+from ldm_lite.toolkit import Batch, DenoisingState, Sample, count_images, prepare
 
 log = logging.getLogger("ldm_lite")
 
-TASKS: dict[str, Any] = {"txt2img": txt2img, "img2img": img2img, "inpaint": inpaint, "upscale": upscale}
 # May differ in a batch.
 OWN = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
 PREVIEW_SHARE = 0.2  # of the time that may go into previews
@@ -49,11 +40,7 @@ class Unit:
     """One image of a ticket, ready to be denoised."""
 
     ticket: Ticket
-    number: int  # of the image in its ticket
-    job: Job
-    image: ImageInputs
-    ready: Ready
-    second: bool = False  # whether it is the second pass of an image
+    sample: Sample
     ended: bool = False
 
 
@@ -89,8 +76,8 @@ class Engine:
     ) -> Ticket:
         """Queue a request.  Raises ValueError, TypeError (one line) for options that do not fit, Full, Stopping.
 
-        task is a key of TASKS, options are its dataclass, with images as PIL.  partials is the number of images on the
-        way that are wanted of each.
+        task is "txt2img", "img2img", "inpaint" or "upscale", options are its dataclass, with images as PIL.  partials
+        is the number of images on the way that are wanted of each.
         """
         ticket = Ticket(self, task, options, self.library.check(model, loras), loras)
         ticket.num_partials = partials
@@ -163,7 +150,7 @@ class Engine:
         _check_files(options)
         if options.seamless is not None:
             raise ValueError("the server makes no seamless images: leave `seamless` out")
-        ticket.count = TASKS[ticket.task].count(options)
+        ticket.count = count_images(options)
         if ticket.count > limits.max_images:
             raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
         for name in ("steps", "hires_steps"):
@@ -176,7 +163,7 @@ class Engine:
         times = options.hires or 1
         self.check_size(int(times * (options.width or own)), int(times * (options.height or own)))
         if ticket.model == self.library.loaded and not options.control:
-            TASKS[ticket.task].prepare(self.library.model, options)
+            prepare(self.library.model, options)
 
     def check_size(self, width: int, height: int) -> None:
         """Raises ValueError for an image of more pixels than requests may ask for."""
@@ -227,7 +214,7 @@ class Engine:
         for ticket in tickets:
             alike = ticket is first or _like(first, ticket)
             while alike and len(units) < self.library.most_together and (unit := self._peek(ticket)) is not None:
-                if units and not are_alike(units[0].ready, unit.ready):
+                if units and not units[0].sample.goes_with(unit.sample):
                     break
                 units.append(self._peeked.pop(ticket))
             if len(units) >= self.library.most_together:
@@ -237,13 +224,13 @@ class Engine:
     def _peek(self, ticket: Ticket) -> Unit | None:
         """Return a ticket's next image, without taking it; None if there is none, or preparing it failed."""
         if ticket not in self._peeked and not ticket.ended:
-            if ticket not in self._sources:
-                self._sources[ticket] = _units(ticket, self.library.model)
             try:
+                if ticket not in self._sources:
+                    samples = prepare(self.library.model, ticket.options, first=len(ticket.results))
+                    self._sources[ticket] = (Unit(ticket, sample) for sample in samples)
                 unit = next(self._sources[ticket], None)
                 if unit is not None:
-                    factor = unit.job.model.vae.spec.factor
-                    self.check_size(factor * unit.ready.latents.shape[3], factor * unit.ready.latents.shape[2])
+                    self.check_size(*unit.sample.size)
                     self._peeked[ticket] = unit
             except Exception as error:
                 self.cancel(ticket, error)
@@ -251,40 +238,44 @@ class Engine:
 
     def _denoise(self, units: list[Unit]) -> None:
         self.running = list(dict.fromkeys(unit.ticket for unit in units))
+        batch = Batch([unit.sample for unit in units])
         for ticket in self.running:
             if ticket.state == QUEUED:
                 ticket.state, ticket.started = RUNNING, time.monotonic()
-            ticket.step, plan = 0, units[0].ready.plan
-            ticket.num_steps = 0 if plan is None else plan.num_steps
-            ticket.passes = (int(units[0].second), 1 if ticket.options.hires is None else 2)
+            ticket.step, ticket.num_steps = 0, batch.num_steps
+            ticket.passes = (int(units[0].sample.is_second), 1 if ticket.options.hires is None else 2)
             ticket.tell()
         self.totals["batches"] += 1
-        joined, together = join([unit.ready for unit in units]), self.library.together
-        latents, spent, start = joined.latents, 0.0, time.monotonic()
-        with together.images(len(units)) if together is not None else contextlib.nullcontext():
-            for state in joined.stream():
-                latents = state.latents
-                self.totals["steps"] += 1
-                for ticket in self.running:
-                    ticket.step = state.step
-                for ticket in list(self._queue):
-                    self._expired(ticket)
-                if all(self._stopped(unit, place, state) for place, unit in enumerate(units)):
-                    break
-                if spent <= PREVIEW_SHARE * (time.monotonic() - start):
-                    before = time.monotonic()
-                    self._show(units, state, partials=False)
-                    spent += time.monotonic() - before
-                self._show(units, state, partials=True)
-                for ticket in self.running:
-                    ticket.tell()
+        spent, start = 0.0, time.monotonic()
+        for state in batch:
+            self.totals["steps"] += 1
+            for ticket in self.running:
+                ticket.step = state.step
+            for ticket in list(self._queue):
+                self._expired(ticket)
+            if all(self._stopped(unit, place, state) for place, unit in enumerate(units)):
+                break
+            if spent <= PREVIEW_SHARE * (time.monotonic() - start):
+                before = time.monotonic()
+                self._show(units, state, partials=False)
+                spent += time.monotonic() - before
+            self._show(units, state, partials=True)
+            for ticket in self.running:
+                ticket.tell()
         seconds: dict[Ticket, list[Unit]] = {}
         for place, unit in enumerate(units):
-            made = latents[place : place + 1]
-            if unit.ended or unit.ticket.ended or unit.image.second is None or unit.second:
-                self._finish(unit, made)
+            latents = batch.latents[place : place + 1]
+            if unit.ended or unit.ticket.ended:
+                continue
+            try:
+                second = unit.sample.second_pass(latents)
+            except Exception as error:
+                self.cancel(unit.ticket, error)
+                continue
+            if second is None:
+                self._finish(unit, latents)
             else:
-                seconds.setdefault(unit.ticket, []).extend(self._second(unit, made))
+                seconds.setdefault(unit.ticket, []).append(Unit(unit.ticket, second))
         for ticket, next_units in seconds.items():
             peeked = [self._peeked.pop(ticket)] if ticket in self._peeked else []
             self._sources[ticket] = chain(next_units, peeked, self._sources.get(ticket, ()))
@@ -309,9 +300,8 @@ class Engine:
         ticket, unit.ended = unit.ticket, True
         if ticket.ended:
             return
-        image = unit.image if unit.second else dataclasses.replace(unit.image, second=None)  # it was interrupted
         try:
-            ticket.results += finished(unit.job, image, unit.ready.batch, latents)
+            ticket.results.append(unit.sample.finish(latents))
             self.totals["images"] += 1
         except Exception as error:
             self.cancel(ticket, error)
@@ -321,18 +311,6 @@ class Engine:
                 self._remove(ticket)
             self.totals["done"] += 1
             ticket.end(DONE)
-
-    def _second(self, unit: Unit, latents: Tensor) -> list[Unit]:
-        """Return the second pass of an image (1,C,h,w), none if preparing it failed."""
-        second = unit.image.second
-        assert second is not None
-        try:
-            runner = Runner(dataclasses.replace(second.job, batch_size=1))
-            prepared = runner.prepare(second.inputs(latents), [unit.ready.batch])
-            return [dataclasses.replace(unit, ready=ready, second=True) for ready in prepared]
-        except Exception as error:
-            self.cancel(unit.ticket, error)
-            return []
 
     def _show(self, units: list[Unit], state: DenoisingState, partials: bool) -> None:
         """Decode what a step predicted, for those who want to see it."""
@@ -347,10 +325,10 @@ class Engine:
             if ticket in shown and not partials:
                 continue
             shown.add(ticket)
-            pixels = next(generate.decode(self.library.decoder(), state.x0[place : place + 1]))
+            [image] = self.library.decoder().decode(state.x0[place : place + 1])
             if partials:
-                ticket.partials.append((unit.number, to_pil(pixels)))
-            ticket.show(to_pil(pixels))
+                ticket.partials.append((unit.sample.number, image))
+            ticket.show(image)
 
     def _remove(self, ticket: Ticket) -> None:
         if ticket in self._queue:
@@ -367,25 +345,8 @@ def _check_files(options: Txt2imgOptions) -> None:
             raise ValueError(f"got `{each.name}` from a request, which cannot name files of the server: leave it out")
 
 
-def _units(ticket: Ticket, model: Model) -> Iterator[Unit]:
-    """Prepare a ticket's images one by one, without those that are finished."""
-    job, inputs = TASKS[ticket.task].prepare(model, ticket.options)
-    job = dataclasses.replace(job, batch_size=1)
-    runner, left, number = Runner(job), len(ticket.results), 0
-    for place, given in enumerate(inputs):
-        batches = list(batches_of(job, place, given, None))
-        skipped = min(left, len(batches))
-        left, number = left - skipped, number + skipped
-        if skipped == len(batches):
-            continue
-        image = given.make() if isinstance(given, Later) else given
-        for ready in runner.prepare(image, list(islice(batches, skipped, None))):
-            yield Unit(ticket, number, job, image, ready)
-            number += 1
-
-
 def _like(one: Ticket, other: Ticket) -> bool:
-    """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before are_alike."""
+    """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before goes_with."""
     if (one.model, one.loras, type(one.options)) != (other.model, other.loras, type(other.options)):
         return False
     names = (each.name for each in dataclasses.fields(one.options) if each.name not in OWN)

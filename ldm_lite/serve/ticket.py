@@ -9,7 +9,7 @@ from PIL import Image
 
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.serve.library import Loras
-from ldm_lite.tasks.job import Result
+from ldm_lite.toolkit import Result
 
 if TYPE_CHECKING:
     from ldm_lite.serve.queue import Engine
