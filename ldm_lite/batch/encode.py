@@ -24,16 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ldm_lite import generate
 from ldm_lite.batch.store import JOB, Store, check_job, write_file
 from ldm_lite.batch.task import Report, Task, collected
-from ldm_lite.checkpoint.digest import digest
-from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.files import read_json
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, most_chunks
-from ldm_lite.models.ops import finite_half
-from ldm_lite.runtime.precision import short_name
-from ldm_lite.tasks.existing import contents
+from ldm_lite.networks import digest, encode_captions, encode_moments
+from ldm_lite.toolkit import contents, load_model, short_name
 from ldm_lite.train.data import ImageFolder, open_data
 from ldm_lite.train.encoded import FORMAT, encoder_digest
 from ldm_lite.train.examples import to_float
@@ -47,7 +42,7 @@ class EncodeWorker:
         """Load the model.  Raises ValueError, one line, if the images cannot be opened, or are another job's."""
         self.task, self.store = task, task.store
         # Training is in float32 and compares the weights: of the same type by default.
-        self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"), Model)
+        self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"))
         self.data = open_data(task.folder / task.table.path, model.family.resolution)
         check_job(task.out, self._job())
         self._readers = ThreadPoolExecutor(4)
@@ -87,20 +82,15 @@ class EncodeWorker:
             yield torch.stack([each[0] for each in examples]), [each[1] for each in examples]
 
     def _moments(self, pixels: Tensor) -> NDArray[np.float16]:
-        scale, shift = self.model.family.scale_factor, self.model.family.shift_factor
-        mean, deviation = generate.encode(self.model, to_float(pixels, self.model.device))
-        log_variance = (2 * (deviation / scale).log()).clamp(-30, 20)
-        return torch.cat([mean / scale + shift, log_variance], dim=1).half().cpu().numpy()
+        return encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu().numpy()
 
     def _text(self, captions: Sequence[str]) -> dict[str, NDArray[Any]]:
-        side = self.model.family.resolution
-        options = PromptOptions(num_chunks=most_chunks(self.model), size=(side, side))
-        found = encode_prompts(self.model, captions, options)
-        values = {"context": (found.context, torch.float16), "y": (found.y, torch.float32)}
+        types = {"context": torch.float16, "y": torch.float32}
+        text = encode_captions(self.model, captions)
+        # Transformers trained in bfloat16 exceed float16 in few channels.
+        most = {name: torch.finfo(kind).max for name, kind in types.items()}
         return {
-            name: finite_half(value.to(dtype)).cpu().numpy()
-            for name, (value, dtype) in values.items()
-            if value is not None
+            name: value.to(types[name]).clamp(-most[name], most[name]).cpu().numpy() for name, value in text.items()
         }
 
     def _digest(self, indices: Sequence[int]) -> str:

@@ -13,14 +13,10 @@ from ldm_lite.batch.rows import Failed, Item, Rows
 from ldm_lite.batch.store import COLUMNS, Shard, check_job
 from ldm_lite.batch.table import Row
 from ldm_lite.batch.task import Report, Task, collected
-from ldm_lite.checkpoint.digest import digest
-from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.runtime.precision import short_name
-from ldm_lite.tasks import txt2img
-from ldm_lite.tasks.existing import contents
-from ldm_lite.tasks.job import TASKS
+from ldm_lite.networks import digest
+from ldm_lite.toolkit import contents, load_model, prepare, short_name, tasks_of
 
 # Options of loading that a digest of the weights stands for, or that do not change an image.
 NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
@@ -32,8 +28,8 @@ class ImageWorker:
     def __init__(self, task: Task) -> None:
         """Load the model.  Raises ValueError, one line, for options that fit no row, or that are not the folder's."""
         self.task, self.store = task, task.store
-        self.model = load_model(task.load, Model)
-        able = TASKS[self.model.family.task]
+        self.model = load_model(task.load)
+        able = tasks_of(self.model)
         if not {"txt2img", "img2img", "inpaint"} & set(able):
             raise ValueError(
                 f"{self.model.name}: {self.model.family.title} cannot be used here: take {' or '.join(able)}"
@@ -74,7 +70,7 @@ class ImageWorker:
         """Raises ValueError for options that would make every row fail."""
         known = {each.name for each in dataclasses.fields(Txt2imgOptions)}
         values = {each.name: getattr(self.task.defaults, each.name) for each in dataclasses.fields(self.task.defaults)}
-        txt2img.prepare(self.model, Txt2imgOptions("", **{name: values[name] for name in values if name in known}))
+        prepare(self.model, Txt2imgOptions("", **{name: values[name] for name in values if name in known}))
 
     def _job(self) -> dict[str, Any]:
         """All that the images depend on besides the rows."""

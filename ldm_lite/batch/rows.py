@@ -11,23 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ldm_lite import Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, SHARED, column_type
 from ldm_lite.batch.table import Row, as_column
-from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.conditioning.prompts import OPTIONAL, count_chunks
-from ldm_lite.tasks import img2img, inpaint, txt2img
-from ldm_lite.tasks.text_inputs import is_constant
-from ldm_lite.text.tokenizer import check_length
+from ldm_lite.toolkit import prompt_kind, text_length
 
 log = logging.getLogger("ldm_lite")
 
-TASKS: dict[type[Txt2imgOptions], Any] = {
-    Txt2imgOptions: txt2img.prepare,
-    Img2imgOptions: img2img.prepare,
-    InpaintOptions: inpaint.prepare,
-}
+KINDS: tuple[type[Txt2imgOptions], ...] = (Txt2imgOptions, Img2imgOptions, InpaintOptions)  # by the number of files
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -42,8 +35,7 @@ class Item:
     seed: int
     files: tuple[str, ...]  # the image to start from, and the mask
     options: Txt2imgOptions  # everything else: those of rows that run together are equal
-    chunks: int  # of the prompts: see PromptOptions
-    constant: bool  # the prompts do not change while the image is made, and have one part
+    length: int | None  # of its texts, as text_length has it: None must run alone
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class Failed:
 class Rows:
     """Reads rows, for a model; `defaults` are RowOptions, `folders` are where files are looked for."""
 
-    model: Model
+    model: Pipeline
     defaults: CheckedOptions
     most_pixels: int | None
     folders: Sequence[Path]
@@ -86,12 +78,10 @@ class Rows:
         if "mask" in values and "init_img" not in values:
             raise ValueError("got a mask, but no init_image")
         files = tuple(self._find(values.pop(each)) for each in ("init_img", "mask") if each in values)
-        if prompt is None and self.model.family.conditioner not in OPTIONAL:
+        if prompt is None and prompt_kind(self.model) != "none":
             raise ValueError("has no prompt")
         negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
-        check_length(prompt or "")
-        check_length(negative or "")
-        kind = list(TASKS)[len(files)]
+        kind = KINDS[len(files)]
         known = {each.name for each in dataclasses.fields(kind)}
         if unused := sorted(values.keys() - known):
             needs = "" if files else ": it needs an init_image"
@@ -100,10 +90,8 @@ class Rows:
         options = kind(**shared | values | {"seed": seed})
         options = dataclasses.replace(options, seed=0, negative_prompt=None)
         self._check_pixels(options)
-        chunks = count_chunks(self.model, (prompt, negative), options.prompt_syntax)
-        constant = all(is_constant(text, options.prompt_syntax) for text in (prompt, negative))
-        constant = constant and options.regions is None
-        return Item(number, name, prompt or "", negative, seed, files, options, chunks, constant)
+        length = text_length(self.model, (prompt, negative), options.prompt_syntax)
+        return Item(number, name, prompt or "", negative, seed, files, options, length)
 
     def files(self, row: Row) -> list[str]:
         """The files that a row names, and that exist."""
@@ -172,8 +160,8 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     """Items that can run together, in the order of their first ones."""
     groups: dict[object, list[Item]] = {}
     for item in items:
-        alone = None if item.constant else item.number
-        groups.setdefault((type(item.options), item.options, item.chunks, alone), []).append(item)
+        alone = item.number if item.length is None else None
+        groups.setdefault((type(item.options), item.options, item.length, alone), []).append(item)
     return list(groups.values())
 
 

@@ -3,15 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.control.apply import ActiveControls
-from ldm_lite.control.control import Control
-from ldm_lite.control.loading import LoadedControl
-from ldm_lite.diffusion.plan import Plan
+from ldm_lite import Pipeline
 from ldm_lite.models.controlnet import ControlNet
 
 
-def new_control(model: Model) -> ControlNet:
+def new_control(model: Pipeline) -> ControlNet:
     """Return a ControlNet for a model: its UNet's weights, a new embedding of the image, and outputs that are 0.
 
     Zhang et al. 2023, sec. 3.1.
@@ -30,10 +26,3 @@ def control_file(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
     """Return the tensors (float16, on the CPU) and the metadata of a ControlNet's file in the original layout."""
     values = network.state_dict().items()
     return {f"control_model.{key}": value.to("cpu", torch.float16).contiguous() for key, value in values}, {}
-
-
-def steered(model: Model, network: nn.Module, hint: Tensor, plan: Plan) -> ActiveControls:
-    """Return the control of a plan's steps by a ControlNet and its image, hint (3,H,W) uint8."""
-    assert isinstance(network, ControlNet)
-    loaded = LoadedControl(Control("control", hint.float() / 127.5 - 1), network)
-    return ActiveControls(model, [loaded], plan, (hint.shape[2], hint.shape[1]))

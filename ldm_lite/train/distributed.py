@@ -17,9 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ldm_lite.models.clip import EncoderLayer
-from ldm_lite.models.open_clip import ResidualAttentionBlock
-from ldm_lite.models.unet import Block
+from ldm_lite.networks import blocks
 
 T = TypeVar("T")
 
@@ -59,9 +57,8 @@ def shard(network: nn.Module) -> None:
     """
     if world_size() > 1:
         mesh = init_device_mesh(next(network.parameters()).device.type, (world_size(),))
-        for module in list(network.modules()):
-            if isinstance(module, (Block, EncoderLayer, ResidualAttentionBlock)):
-                fully_shard(module, mesh=mesh)
+        for block in list(blocks(network)):
+            fully_shard(block, mesh=mesh)
         fully_shard(network, mesh=mesh)
 
 

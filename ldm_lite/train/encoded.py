@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.digest import digest
 from ldm_lite.cli.files import read_json, read_text
+from ldm_lite.networks import digest
 from ldm_lite.train.batches import Batch
 from ldm_lite.train.examples import Example
 from ldm_lite.train.files import write_atomically

@@ -1,30 +1,19 @@
-"""Trained changes (kinds.py) of the frozen layers of networks, in the layout of kohya's and LyCORIS's files.
-
-Every linear layer and 1x1 convolution of the UNet's transformers is changed, and on request those of the text encoders'
-layers: the same modules as kohya's networks/lora.py; of FLUX.1 and Stable Diffusion 3 all linear layers of the blocks.
-"""
+"""Trained changes (kinds.py) of the frozen layers of networks, in the layout of kohya's and LyCORIS's files."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.checkpoint.lora import file_names
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.models.clip import CLIPTextEncoder, EncoderLayer
-from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
-from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.models.unet import UNet
+from ldm_lite import Pipeline
+from ldm_lite.networks import lora_layers
 from ldm_lite.runtime.patching import patch, unpatch
 from ldm_lite.train.kinds import KINDS
-from ldm_lite.zoo.transformers import BLOCKS
-
-PARTS = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
 
 
 class Place(NamedTuple):
@@ -143,9 +132,7 @@ class AttachedLoRA:
         self.remove()
 
 
-def _attend(
-    attached: AttachedLoRA, parts: Sequence[tuple[Place, nn.Module]], attention: Attention, x: Tensor
-) -> Tensor:
+def _attend(attached: AttachedLoRA, parts: Sequence[tuple[Place, nn.Module]], attention: Any, x: Tensor) -> Tensor:
     """Forward of OpenCLIP's attention with changes of its queries, keys and values."""
     qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)  # (B, T, 3 * D)
     if attached.active:
@@ -156,41 +143,10 @@ def _attend(
 
 def _places(networks: Mapping[str, nn.Module]) -> dict[str, Place]:
     """Return the weights that are changed, by kohya's names, the rows of a joined one in their order."""
-    found = {}
-    for role, network in networks.items():
-        names, unread = file_names(role, network), unread_parts(network)
-        for outer, part in network.named_modules():
-            if isinstance(part, PARTS) and part not in unread:
-                for inner, layer in part.named_modules():
-                    if isinstance(layer, (nn.Linear, nn.Conv2d)):
-                        found[_kohyas(network, names[f"{outer}.{inner}"])] = Place(layer)
-                    elif isinstance(layer, Attention):
-                        width = len(layer.in_proj_weight) // 3
-                        for i, each in enumerate("qkv"):
-                            rows = slice(i * width, (i + 1) * width)
-                            found[names[f"{outer}.{inner}.{each}_proj"][0]] = Place(layer, rows)
-    return found
+    return {name: Place(layer, rows) for name, (layer, rows) in lora_layers(networks).items()}
 
 
-def unread_parts(network: nn.Module) -> list[nn.Module]:
-    """Return the parts of a text encoder whose output Stable Diffusion 2 or SDXL does not read: its last layers."""
-    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
-        return [*network.encoder.layers[-network.spec.skip :], *[network.final_layer_norm] * (not network.spec.norm)]
-    if isinstance(network, OpenCLIPTextEncoder) and network.spec.skip and network.spec.norm:  # SDXL's is read pooled
-        return list(network.transformer.resblocks[-network.spec.skip :])
-    return []
-
-
-def _kohyas(network: nn.Module, names: Sequence[str]) -> str:
-    """Return kohya's of the names that a module has in files: others in SDXL than in Stable Diffusion 1 and 2."""
-    if isinstance(network, UNet) and network.spec.vector_dim is not None:
-        return names[1]  # the original's
-    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
-        return names[0].replace("lora_te_", "lora_te1_", 1)
-    return names[0]
-
-
-def kohya_file(lora: nn.Module, model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
+def kohya_file(lora: nn.Module, model: Pipeline) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors (float16, on the CPU) and the metadata of a LoRA file, from a LoRA or its EMA, for a model."""
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024

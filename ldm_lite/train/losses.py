@@ -5,7 +5,7 @@ A loss owns the trained networks and computes the loss of a batch; the trainer d
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -15,19 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, guided, most_chunks, with_numbers
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.models.clip import EncoderLayer
+from ldm_lite import Pipeline
 from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.open_clip import ResidualAttentionBlock
-from ldm_lite.models.ops import wide
-from ldm_lite.models.unet import Block
 from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.networks import blocks, encode_captions, network_inputs
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.examples import to_float
 from ldm_lite.train.weighting import Weighting, uniform
-from ldm_lite.zoo.transformers import BLOCKS
 
 
 class Loss(Protocol):
@@ -83,7 +77,7 @@ class Prior(NamedTuple):
 
     weight: float
     caption: str | None  # None: batches bring images of the class
-    base: Callable[[], AbstractContextManager[Model]]  # gives the base model within a block
+    base: Callable[[], AbstractContextManager[Pipeline]]  # gives the base model within a block
 
 
 @dataclass
@@ -94,11 +88,11 @@ class DiffusionLoss:
     eq. 3; Esser et al. 2024, sec. 3.1; Ruiz et al. 2023, eq. 2 for the prior.
     """
 
-    model: Model  # with a KL autoencoder, which stays frozen
+    model: Pipeline  # with a KL autoencoder, which stays frozen
     networks: dict[str, nn.Module]  # the model's trained networks, or others that change it
     caption_dropout: float = 0.0  # share of captions left out
     weighting: Weighting = uniform
-    empty: Conditioning | None = None  # (1,T,D), no caption: batches bring their text embeddings, no encoder runs
+    empty: Mapping[str, Tensor] | None = None  # no caption, encoded: batches bring their text, no encoder runs
     prior: Prior | None = None
     control: ControlNet | None = None  # which is trained, with the model frozen
 
@@ -167,21 +161,21 @@ class DiffusionLoss:
         t, a, s = torch.tensor(values, dtype=torch.float32).to(self._device).unbind(1)
         return t, a, s
 
-    def _read(self, batch: Batch, dropped: Tensor) -> Conditioning:
+    def _read(self, batch: Batch, dropped: Tensor) -> dict[str, Tensor]:
         return read(self.model, batch, dropped, self.empty)
 
-    def _run(self, model: Model, noised: Noised, text: Conditioning, hint: Tensor | None) -> Tensor:
+    def _run(self, model: Pipeline, noised: Noised, text: Mapping[str, Tensor], hint: Tensor | None) -> Tensor:
         """Return the network's prediction."""
-        more: dict[str, Any] = {name: value.to(self._device) for name, value in (text.inputs or {}).items()}
+        inputs: dict[str, Any] = {name: value.to(self._device) for name, value in text.items()}
         if self.control is not None:
             assert hint is not None
             embedded = self.control.embed_hint(hint.to(self._device).float() / 255)
-            more["control"] = self.control(noised.x, noised.t, text.context, embedded, text.y)
-        return model.unet(noised.x, noised.t, text.context, text.y, **more)
+            inputs["control"] = self.control(noised.x, noised.t, inputs["context"], embedded, inputs.get("y"))
+        return model.unet(noised.x, noised.t, **inputs)
 
     def _errors(self, out: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         """Return the mean squared errors (B,), weighted by the mask at each position."""
-        squares = (out.to(wide(out.dtype)) - target).square()
+        squares = (out.to(torch.promote_types(out.dtype, torch.float32)) - target).square()
         if mask is not None:
             squares = squares * F.adaptive_avg_pool2d(
                 mask.to(self._device).float() / 255, (squares.shape[2], squares.shape[3])
@@ -189,7 +183,9 @@ class DiffusionLoss:
         return squares.mean(dim=(1, 2, 3))
 
 
-def read(model: Model, batch: Batch, dropped: Tensor, empty: Conditioning | None = None) -> Conditioning:
+def read(
+    model: Pipeline, batch: Batch, dropped: Tensor, empty: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Return what the network reads of a batch's captions, with gradients; none of those that are dropped (B,).
 
     With `empty`, that of no caption, the embeddings are the batch's own.  A network that reads the guidance scale is
@@ -197,31 +193,16 @@ def read(model: Model, batch: Batch, dropped: Tensor, empty: Conditioning | None
     """
     device = next(model.unet.parameters()).device
     if empty is not None and batch.context is not None:
-        pairs = {"context": (empty.context, batch.context), "y": (empty.y, batch.y)}
-        chosen = {
-            name: torch.where(dropped.view(-1, *[1] * (given.ndim - 1)), none, given.float()).to(device)
-            for name, (none, given) in pairs.items()
-            if none is not None and given is not None
+        encoded = {"context": batch.context, "y": batch.y}
+        text = {
+            name: torch.where(dropped.view(-1, *[1] * (given.ndim - 1)), empty[name], given.float()).to(device)
+            for name, given in encoded.items()
+            if name in empty and given is not None
         }
-        text = Conditioning(chosen.get("context"), chosen.get("y"))
     else:
         captions = [None if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
-        options = PromptOptions(num_chunks=most_chunks(model))
-        text = CONDITIONERS[model.family.conditioner](model, captions, options)
-    if model.family.conditioner == "z_image":
-        assert text.context is not None
-        assert text.y is not None
-        text = text._replace(context=text.context[:, : int(text.y.max())])
-    if model.family.conditioner == "sdxl":
-        assert text.y is not None
-        side = model.family.resolution
-        sizes = torch.tensor([[side, side, 0, 0, side, side]] * len(dropped)) if batch.sizes is None else batch.sizes
-        text = text._replace(y=with_numbers(text.y[:, : -256 * sizes.shape[1]], sizes))
-    (conditioning,) = guided(model, text, None, 1.0).conditionings
-    return conditioning
-
-
-CHECKPOINTED = (Block, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
+        text = encode_captions(model, captions, with_gradients=True)
+    return network_inputs(model, text, batch.sizes)
 
 
 def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:
@@ -230,13 +211,12 @@ def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:
     Changes the network in place, until close() of the result or the end of its `with` block.
     """
     undo = contextlib.ExitStack()
-    for module in network.modules():
-        if isinstance(module, CHECKPOINTED):
-            if "forward" in vars(module):  # patched before
-                undo.callback(setattr, module, "forward", module.forward)
-            else:
-                undo.callback(delattr, module, "forward")
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    for block in blocks(network):
+        if "forward" in vars(block):  # patched before
+            undo.callback(setattr, block, "forward", block.forward)
+        else:
+            undo.callback(delattr, block, "forward")
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return undo
 
 

@@ -6,22 +6,18 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ldm_lite import generate
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import prefix
+from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts, guided
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
-from ldm_lite.image import grid, to_pil
+from ldm_lite.image import grid
+from ldm_lite.networks import checkpoint_content, control_with
 from ldm_lite.train.averages import Weights, using
 from ldm_lite.train.config import CONFIG, with_config
-from ldm_lite.train.control import control_file, steered
+from ldm_lite.train.control import control_file
 from ldm_lite.train.embedding import embedding_file
 from ldm_lite.train.files import write_atomically, write_tensors
 from ldm_lite.train.lora import kohya_file
@@ -29,7 +25,6 @@ from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.setup import make_loss, make_model
 from ldm_lite.train.state import LOG, read_log
 from ldm_lite.train.trainer import Trainer
-from ldm_lite.zoo.describe import describe
 
 SAMPLES = 4  # per prompt
 SAMPLE_STEPS = 20
@@ -43,7 +38,7 @@ def checkpoint_path(options: TrainOptions) -> Path:
 
 
 def save(
-    options: TrainOptions, model: Model, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
+    options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
 ) -> None:
     """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
 
@@ -66,7 +61,7 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
 
 
 def _content(
-    options: TrainOptions, model: Model, networks: Mapping[str, nn.Module], untrained: Tensor | None = None
+    options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], untrained: Tensor | None = None
 ) -> Content:
     """Return the content of the file of a run, with the weights of networks that it trained, by name."""
     if options.stage == "embedding":
@@ -96,7 +91,7 @@ def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None
 
 
 @contextlib.contextmanager
-def _with_ema(model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> Iterator[Model]:
+def _with_ema(model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module]) -> Iterator[Pipeline]:
     """Yield the model with the EMA in place of the trained weights."""
     if trainer.loss.networks.keys() & {"lora", "embedding"}:
         with using(trainer.loss.networks, ema):
@@ -105,49 +100,41 @@ def _with_ema(model: Model, trainer: Trainer, ema: Mapping[str, nn.Module]) -> I
         yield _replaced(model, ema)
 
 
-def _replaced(model: Model, networks: Mapping[str, nn.Module]) -> Model:
+def _replaced(model: Pipeline, networks: Mapping[str, nn.Module]) -> Pipeline:
     return replace(model, **{role: net for role, net in networks.items() if role in model.family.networks})  # type: ignore[arg-type]
 
 
 def _checkpoint(
-    options: TrainOptions, model: Model, networks: Mapping[str, nn.Module], untrained: Tensor | None
+    options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], untrained: Tensor | None
 ) -> Content:
     """Return the tensors (float16) and the metadata of a checkpoint in the original layout."""
     roles = ["vae"] if options.stage == "autoencoder" else list(model.family.networks)
     whole = _replaced(model, networks)
     weights = {role: getattr(whole, role).state_dict() for role in roles}
-    tensors = {
-        prefix(role, values, model.family.sgm) + key: value.to("cpu", torch.float16).contiguous()
-        for role, values in weights.items()
-        for key, value in values.items()
-    }
     if untrained is not None:
-        table = prefix("text_encoder", weights["text_encoder"]) + "embeddings.token_embedding.weight"
-        tensors[table][untrained] = 0  # tokens in no caption: random values carry no information
-    if options.stage == "autoencoder":
-        return tensors, {}
-    tensors["betas"] = torch.from_numpy(model.schedule.betas).float()  # the family's, or the first checkpoint's own
-    return tensors, describe(model.family)
+        table = weights["text_encoder"]["embeddings.token_embedding.weight"].clone()
+        table[untrained] = 0  # tokens in no caption: random values carry no information
+        weights["text_encoder"]["embeddings.token_embedding.weight"] = table
+    return checkpoint_content(model, weights)
 
 
 def _sample_grid(
-    model: Model, options: TrainOptions, control: nn.Module | None = None, hint: Tensor | None = None
+    model: Pipeline, options: TrainOptions, control: nn.Module | None = None, hint: Tensor | None = None
 ) -> Image.Image:
     """Draw a row of images for each prompt, from the same noise at every checkpoint, after the hint if there is one."""
-    plan = make_plan("lcm", model.schedule, 4) if options.lcm else make_plan("dpmpp_2m", model.schedule, SAMPLE_STEPS)
-    scale = 1.0 if options.lcm else model.family.scale
-    height, width = (model.family.resolution,) * 2 if hint is None else (hint.shape[1], hint.shape[2])
-    shape = model.latent_shape(height, width)
-    extras = generate.Extras(control=None if control is None or hint is None else steered(model, control, hint, plan))
     prompts = options.samples.split("|")
-    padded = PromptOptions(num_chunks=count_chunks(model, [None, *prompts]))
-    uncond = encode_prompts(model, [None] * SAMPLES, padded)
-    images = []
-    for prompt in prompts:
-        branches = guided(model, encode_prompts(model, [prompt] * SAMPLES, padded), uncond, scale)
-        draw = SeededNoise(range(SAMPLES), shape)
-        latents = generate.denoise(model, draw(), branches, plan, draw=draw, extras=extras)
-        images += [to_pil(pixels) for pixels in generate.decode(model, latents)]
+    how: dict[str, Any] = {"sampler": "dpmpp_2m", "steps": SAMPLE_STEPS}
+    if options.lcm:
+        how = {"sampler": "lcm", "steps": 4, "scale": 1.0}
+    if control is not None and hint is not None:
+        how |= {"height": hint.shape[1], "width": hint.shape[2]}
+        how["control"] = [control_with(model, control, hint.float() / 127.5 - 1)]
+    images = model.txt2img(
+        [prompt for prompt in prompts for _ in range(SAMPLES)],
+        seed=[*range(SAMPLES)] * len(prompts),
+        batch_size=SAMPLES,
+        **how,
+    )
     return grid(images, columns=SAMPLES)
 
 

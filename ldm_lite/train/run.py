@@ -6,19 +6,18 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.runtime.precision import has_fast_bf16
+from ldm_lite.networks import has_fast_bf16
 from ldm_lite.train import distributed, outputs
 from ldm_lite.train.averages import using
 from ldm_lite.train.config import CONFIG, as_toml, with_config
@@ -40,13 +39,13 @@ from ldm_lite.train.setup import (
     no_caption,
     open_dataset,
     side_of,
+    text_encoders,
     trained_networks,
     with_measured_scale,
 )
 from ldm_lite.train.state import STATE, locked
 from ldm_lite.train.trainer import TrainConfig, Trainer
 from ldm_lite.train.validation import Validation
-from ldm_lite.zoo.families import text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -84,7 +83,7 @@ class Data(NamedTuple):
     prior: Dataset | None  # images of the class
     validation: Dataset | None
     encoded: bool  # beforehand: no step uses the autoencoder
-    empty: Conditioning | None  # with the text: no step uses the text encoders
+    empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
 
 
 def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, float | None], None]) -> None:
@@ -105,7 +104,7 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
     loss = make_loss(options, model, data.empty)
     if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
         model = loss.model  # whose prompts know the name
-    released = ["vae"] * data.encoded + list(text_roles(model.text_encoders)) * (data.empty is not None)
+    released = ["vae"] * data.encoded + list(text_encoders(model)) * (data.empty is not None)
     for role in released:
         getattr(model, role).to("meta")  # no step uses it
     with contextlib.ExitStack() as stack:
@@ -140,7 +139,7 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
         trainer.fit(data.train, on_step, save, data.prior)
 
 
-def _data(options: TrainOptions, model: Model, given: Dataset) -> Data:
+def _data(options: TrainOptions, model: Pipeline, given: Dataset) -> Data:
     """Open and encode the data of a diffusion model's run."""
     reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
     others = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
@@ -168,7 +167,7 @@ def _data(options: TrainOptions, model: Model, given: Dataset) -> Data:
     return Data(train, prior, validation, isinstance(given, EncodedDataset), empty)
 
 
-def _prior(options: TrainOptions, model: Model, attached: AttachedLoRA | None) -> Prior | None:
+def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None) -> Prior | None:
     """Return what the model should keep of what it knew, as the options say."""
     if options.class_data is None and options.class_prompt is None:
         return None
@@ -179,14 +178,14 @@ def _prior(options: TrainOptions, model: Model, attached: AttachedLoRA | None) -
         frozen = replace(model, **{role: net.requires_grad_(False) for role, net in copies.items()})
 
     @contextlib.contextmanager
-    def base() -> Iterator[Model]:
+    def base() -> Iterator[Pipeline]:
         with contextlib.nullcontext() if attached is None else attached.off():
             yield frozen
 
     return Prior(options.prior_weight, caption, base)
 
 
-def _trainer(options: TrainOptions, model: Model, loss: Loss) -> Trainer:
+def _trainer(options: TrainOptions, model: Pipeline, loss: Loss) -> Trainer:
     """Return a trainer at the run's current step, with networks set up for training."""
     networks = loss.networks.values()
     if not options.shard:  # which takes contiguous weights only

@@ -3,27 +3,21 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ldm_lite.checkpoint.digest import digest
-from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
-from ldm_lite.checkpoint.reader import load_weights
-from ldm_lite.checkpoint.textual_inversion import CLIP
+from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
-from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
-from ldm_lite.runtime.precision import pick_device
-from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.networks import digest, new_model, token_tables, unread_parameters
+from ldm_lite.toolkit import load_model
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Order, in_order, reported_workers
 from ldm_lite.train.consistency import ConsistencyLoss
@@ -41,62 +35,48 @@ from ldm_lite.train.data import (
 from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
 from ldm_lite.train.examples import Buckets, Dataset, Part
-from ldm_lite.train.lora import LoRA, unread_parts
+from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale, moments
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.train.tars import TarShards
 from ldm_lite.train.text import TextLoss
 from ldm_lite.train.weighting import LearnedWeighting, Weighting, of_x0, uniform
-from ldm_lite.zoo.detection import parse_prediction
-from ldm_lite.zoo.families import Family, text_roles
 
 log = logging.getLogger("ldm_lite")
 
 
-def make_model(options: TrainOptions, load_options: LoadOptions) -> Model:
+def make_model(options: TrainOptions, load_options: LoadOptions) -> Pipeline:
     """Return the model to start from, in float32: a checkpoint, or a preset with new weights.
 
     Raises ValueError, one line, for an unknown preset, and for a model that cannot be trained here.
     """
     if options.preset is None:
-        model = load_model(replace(load_options, dtype="fp32"), Model)
+        model = load_model(replace(load_options, dtype="fp32"))
     else:
         model = _new_model(options, load_options)
     check_model(options, model)
     return model
 
 
-def _new_model(options: TrainOptions, load_options: LoadOptions) -> Model:
+def _new_model(options: TrainOptions, load_options: LoadOptions) -> Pipeline:
     """Return a preset with new weights, except for an autoencoder from a file."""
     if options.preset not in PRESETS:
         raise ValueError(f"unknown preset {options.preset!r}: wanted one of {', '.join(PRESETS)}")
-    device, family = pick_device(load_options.device), PRESETS[options.preset]
-    if load_options.prediction is not None:
-        family = replace(family, prediction=parse_prediction(load_options.prediction))
-    component = None
-    if load_options.vae is not None:
-        component = open_autoencoder(load_options.vae)
-        family = replace(family, vae=autoencoder_spec(component))
-    elif options.stage != "autoencoder":
+    if load_options.vae is None and options.stage != "autoencoder":
         raise ValueError(
             "a new diffusion model needs an autoencoder: train one with `stage=autoencoder`, then give it as `vae=FILE`"
         )
-    if type(family.vae) is not VAESpec:
+    model = new_model(PRESETS[options.preset], load_options)
+    if not isinstance(model.vae, AutoencoderKL):
         raise ValueError(f"{load_options.vae}: is not a KL autoencoder, the only kind that can be trained with here")
-    assert isinstance(family.text, CLIPTextSpec)
-    with torch.device(device):
-        unet, vae, text = UNet(family.unet), AutoencoderKL(family.vae), CLIPTextEncoder(family.text)
-    initialise(unet)
-    initialise_text(text)
-    if component is not None:
-        load_weights(vae, component, "vae", device, torch.float32)
-    schedule = family.noise.schedule(family.prediction)
-    tokenizer = CLIPTokenizer(text.spec.length)
-    return Model("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
+    text_encoder: Any = model.text_encoder
+    initialise(model.unet)
+    initialise_text(text_encoder)
+    return model
 
 
-def check_model(options: TrainOptions, model: Model) -> None:
+def check_model(options: TrainOptions, model: Pipeline) -> None:
     """Raise ValueError, one line, if this model cannot be trained here."""
     family = model.family
     if not isinstance(model.vae, AutoencoderKL):
@@ -106,38 +86,38 @@ def check_model(options: TrainOptions, model: Model) -> None:
     if options.lcm and (model.schedule.is_flow or family.unet.guidance_dim is not None):
         raise ValueError(f"{family.title}: `lcm` distils Stable Diffusion 1, 2 and XL only: leave it out")
     if model.schedule.is_flow and family.task == "txt2img":
-        _check_flow(options, family)
+        _check_flow(options, family.title)
         return
     if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":
         raise ValueError(f"{family.title}: is distilled: train a LoRA of it, or the model it was distilled from")
     if options.stage == "control" and not isinstance(model.unet, UNet):
         raise ValueError(f"{family.title}: has no UNet that a ControlNet could steer")
-    encoders = model.text_encoders
+    encoders: tuple[Any, ...] = model.text_encoders
     reads_text = family.task == "txt2img" and family.conditioner in ("clip", "sdxl")
-    if not reads_text or not all(isinstance(encoder, CLIP) for encoder in encoders):
+    if not reads_text or len(token_tables(model)) < len(encoders):
         raise ValueError(f"{family.title}: only text-to-image models with CLIP text encoders can be trained here")
-    length = min(encoder.spec.length for encoder in encoders if isinstance(encoder, CLIP))
+    length = min(encoder.spec.length for encoder in encoders)
     if options.tokens is not None and (options.tokens > length or len(encoders) > 1):
         raise ValueError(f"got `tokens` {options.tokens}, wanted 2 to {length}, the length of a single text encoder")
 
 
-def _check_flow(options: TrainOptions, family: Family) -> None:
+def _check_flow(options: TrainOptions, title: str) -> None:
     """Raise ValueError, one line, for what a transformer with several text encoders cannot be trained with here."""
     if options.lora_rank is None or options.lora_text:
-        raise ValueError(f"{family.title}: only a LoRA of its transformer can be trained here: give `lora_rank=16`")
+        raise ValueError(f"{title}: only a LoRA of its transformer can be trained here: give `lora_rank=16`")
     fixed = options.min_snr is not None or options.weighting in ("snr", "debiased")
     if fixed or options.tokens is not None:
-        raise ValueError(f"{family.title}: leave out `min_snr`, `weighting` and `tokens`, which are for CLIP and betas")
+        raise ValueError(f"{title}: leave out `min_snr`, `weighting` and `tokens`, which are for CLIP and betas")
 
 
-def side_of(options: TrainOptions, model: Model) -> int:
+def side_of(options: TrainOptions, model: Pipeline) -> int:
     """Return the resolution of a run.  Raises ValueError for one that the model's latents cannot have."""
     side = options.resolution or model.family.resolution
     model.latent_shape(side, side)
     return side
 
 
-def open_dataset(options: TrainOptions, model: Model, path: str | None) -> Dataset:
+def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Dataset:
     """Open a folder of data, or the options' renderer.  Raises ValueError, one line, if they are not usable."""
     resolution = side_of(options, model)
     if path is None:
@@ -193,7 +173,7 @@ def held_out(options: TrainOptions, dataset: Dataset, share: float) -> tuple[Dat
     return divided[0], divided[1]
 
 
-def with_measured_scale(model: Model, dataset: Dataset, seed: int) -> Model:
+def with_measured_scale(model: Pipeline, dataset: Dataset, seed: int) -> Pipeline:
     """Return a new model with the scale factor that gives the latents of up to 512 images unit variance."""
     assert isinstance(model.vae, AutoencoderKL)
     count = 512 if dataset.shards is None else min(512, sum(dataset.shards))
@@ -247,7 +227,7 @@ def _origin(options: TrainOptions, dataset: Dataset) -> str:
     return hashlib.sha256(repr((parts, getattr(dataset, "resolution", None))).encode()).hexdigest()[:32]
 
 
-def check_encoded(options: TrainOptions, model: Model, dataset: EncodedDataset, reads_text: bool) -> None:
+def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDataset, reads_text: bool) -> None:
     """Raise ValueError, one line, if data were encoded for another model; its text counts only if that is read."""
     about, where = dataset.about, dataset.folder / INDEX
     if about.get("vae") != encoder_digest(model.vae):
@@ -264,17 +244,20 @@ def check_encoded(options: TrainOptions, model: Model, dataset: EncodedDataset, 
         raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")
 
 
-def no_caption(model: Model, dataset: EncodedDataset) -> Conditioning:
+def no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
     """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
     context = dataset.empty("context")
     assert context is not None
     if model.family.conditioner != "sdxl":
         y = dataset.empty("y")
-        return Conditioning(context[None].float(), None if y is None else y[None])
-    return Conditioning(torch.zeros_like(context[None], dtype=torch.float32), torch.zeros(1, *dataset.about["y"]))
+        return {"context": context[None].float()} | ({} if y is None else {"y": y[None]})
+    return {
+        "context": torch.zeros_like(context[None], dtype=torch.float32),
+        "y": torch.zeros(1, *dataset.about["y"]),
+    }
 
 
-def make_loss(options: TrainOptions, model: Model, empty: Conditioning | None = None) -> Loss:
+def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor] | None = None) -> Loss:
     """Return the loss with the networks to train: the autoencoder, the diffusion model, or what is new.
 
     `empty` holds the embeddings of no caption, if those of all captions are in the data.  A LoRA is not attached yet.
@@ -313,17 +296,20 @@ def make_loss(options: TrainOptions, model: Model, empty: Conditioning | None = 
 def _unfreeze(network: nn.Module) -> None:
     """Let all parameters require gradients but those of which nothing is read: they would have none."""
     network.requires_grad_(True)
-    for part in unread_parts(network):
-        part.requires_grad_(False)
-    if isinstance(network, OpenCLIPTextEncoder) and network.spec.norm and network.text_projection is not None:
-        network.text_projection.requires_grad_(False)  # Stable Diffusion 2 reads no pooled output
+    for parameter in unread_parameters(network):
+        parameter.requires_grad_(False)
 
 
-def trained_networks(options: TrainOptions, model: Model) -> dict[str, nn.Module]:
+def text_encoders(model: Pipeline) -> dict[str, nn.Module]:
+    """Return a model's text encoders by role."""
+    return {role: network for role, network in model.networks.items() if role not in ("unet", "vae")}
+
+
+def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Module]:
     """Return the networks of a diffusion model that are trained, or changed by a LoRA, by role."""
     if options.stage in ("embedding", "control"):
         return {}
     networks: dict[str, nn.Module] = {"unet": model.unet}
     if options.lora_text if options.lora_rank is not None else not options.freeze_text:
-        networks |= dict(zip(text_roles(model.text_encoders), model.text_encoders, strict=True))
+        networks |= text_encoders(model)
     return networks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite import Pipeline
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.transformer import BasicTransformerBlock
 from ldm_lite.models.vae_kl import AutoencoderKL
@@ -47,7 +47,7 @@ class LatentGuess(nn.Module):
 class TextLoss:
     """Mean squared error of the latents guessed from captions, of variance 1."""
 
-    model: Model  # with a KL autoencoder and a CLIP text encoder
+    model: Pipeline  # with a KL autoencoder and a CLIP text encoder
     caption_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -62,4 +62,4 @@ class TextLoss:
         assert isinstance(self.model.vae, AutoencoderKL)
         mean, _ = moments(self.model.vae, batch.pixels, self.model.device)
         text = read(self.model, batch, draws.uniform() < self.caption_dropout)
-        return F.mse_loss(self.networks["guess"](text.context), self.model.family.scale_factor * mean)
+        return F.mse_loss(self.networks["guess"](text["context"]), self.model.family.scale_factor * mean)

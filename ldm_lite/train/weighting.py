@@ -11,8 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.diffusion.schedule import Prediction
-
 Weighting = Callable[[Tensor, Tensor], Tensor]  # errors (B,) and SNR (B,) -> losses (B,)
 
 LEAST, MOST = 1e-9, 1e9  # of SNR, which is 0 or infinite at the ends of some schedules
@@ -23,7 +21,7 @@ def uniform(errors: Tensor, snr: Tensor) -> Tensor:
     return errors
 
 
-def of_x0(kind: str, prediction: Prediction, gamma: float = 5.0) -> Weighting:
+def of_x0(kind: str, prediction: str, gamma: float = 5.0) -> Weighting:
     """Return a fixed weighting.
 
     "snr": SNR, as eps prediction has it.  Salimans and Ho 2022, sec. 4.  "min_snr": min(SNR, gamma).  Hang et al. 2023,
@@ -32,7 +30,7 @@ def of_x0(kind: str, prediction: Prediction, gamma: float = 5.0) -> Weighting:
     return partial(_weighted, kind, prediction, gamma)
 
 
-def _weighted(kind: str, prediction: Prediction, gamma: float, errors: Tensor, snr: Tensor) -> Tensor:
+def _weighted(kind: str, prediction: str, gamma: float, errors: Tensor, snr: Tensor) -> Tensor:
     snr = snr.clamp(LEAST, MOST)
     wanted = {"snr": snr, "min_snr": snr.clamp(max=gamma), "debiased": snr.sqrt()}[kind]
     own = {"eps": snr, "v": snr + 1, "x0": torch.ones_like(snr)}[prediction]

@@ -84,7 +84,7 @@ def test_captions_of_any_length_are_encoded_and_train(
     more = ["--lora-rank", 2, "--steps", 3, "--batch", 2, "--workers", 0, "--caption-dropout", 0.5, "--samples", "a"]
     losses = []
     for data in ("images", "encoded"):
-        monkeypatch.setattr("ldm_lite.train.losses.CONDITIONERS", CONDITIONERS if data == "images" else {})
+        monkeypatch.setattr("ldm_lite.networks.CONDITIONERS", CONDITIONERS if data == "images" else {})
         out = tmp_path / f"of-{data}"
         assert train.main(list(map(str, ["--data", tmp_path / data, "--out", out, *more, *ckpt]))) == 0
         losses.append([json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()])

@@ -1,0 +1,217 @@
+"""For tools that take a model apart: its networks and their files, and what training needs to know of them.
+
+The folders train, batch, serve and bench use this module and toolkit.py, and none of the modules behind them.
+Networks go by their roles: "unet", "vae", "text_encoder", "text_encoder_2", ...  A Pipeline has them as `networks`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ldm_lite import generate
+from ldm_lite.checkpoint.digest import digest
+from ldm_lite.checkpoint.lora import file_names
+from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
+from ldm_lite.checkpoint.reader import load_weights, prefix
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
+from ldm_lite.control.control import Control
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec, EncoderLayer
+from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
+from ldm_lite.models.transformer import SpatialTransformer
+from ldm_lite.models.unet import Block, UNet
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.precision import has_fast_bf16, pick_device
+from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.detection import parse_prediction
+from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.transformers import BLOCKS
+
+__all__ = [
+    "blocks",
+    "checkpoint_content",
+    "control_with",
+    "digest",
+    "encode_captions",
+    "encode_moments",
+    "has_fast_bf16",
+    "lora_layers",
+    "network_inputs",
+    "new_model",
+    "token_tables",
+    "unread_parameters",
+]
+
+# ---- models and files -----------------------------------------------------------------------------------------------
+
+
+def new_model(family: Family, options: LoadOptions) -> Pipeline:
+    """Return a model of a family that reads text with one CLIP, with new weights as torch initialises them.
+
+    Of the options count device, prediction, and vae, the file of an autoencoder that is taken in place of the family's.
+    Raises FileNotFoundError or ValueError, one line that says what to do.
+    """
+    device, autoencoder = pick_device(options.device), None
+    if options.prediction is not None:
+        family = replace(family, prediction=parse_prediction(options.prediction))
+    if options.vae is not None:
+        autoencoder = open_autoencoder(options.vae)
+        family = replace(family, vae=autoencoder_spec(autoencoder))
+    assert isinstance(family.text, CLIPTextSpec)
+    with torch.device(device):
+        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+    if autoencoder is not None:
+        load_weights(networks["vae"], autoencoder, "vae", device, torch.float32)
+    return Pipeline(
+        name="model",
+        family=family,
+        schedule=family.noise.schedule(family.prediction),
+        text_encoder_2=None,
+        tokenizer=CLIPTokenizer(family.text.length),
+        description=f"{family.title}, new weights",
+        **networks,
+    )
+
+
+def checkpoint_content(
+    model: Pipeline, weights: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors (float16, on the CPU) and the metadata of a .safetensors file in the original layout.
+
+    weights are state dicts by role, which replace those of the model: of all of its networks for a file that
+    ldm_lite.load reads, or of "vae" alone for one that `vae=FILE` reads.
+    """
+    tensors = {
+        prefix(role, values, model.family.sgm) + key: value.to("cpu", torch.float16).contiguous()
+        for role, values in weights.items()
+        for key, value in values.items()
+    }
+    if "unet" not in weights:
+        return tensors, {}
+    tensors["betas"] = torch.from_numpy(model.schedule.betas).float()  # the family's, or the first checkpoint's own
+    return tensors, describe(model.family)
+
+
+def control_with(model: Pipeline, network: nn.Module, image: Tensor) -> Control:
+    """Return a Control for the model by a ControlNet in memory, not in a file, and its image (3,H,W) in [-1,1]."""
+    control = Control("control", image)
+    control.networks[model.unet] = network, False  # not pooled
+    return control
+
+
+# ---- images and captions ---------------------------------------------------------------------------------------------
+
+
+def encode_moments(model: Pipeline, pixels: Tensor) -> Tensor:
+    """Encode pixels (B,3,H,W) in [-1,1] to mean and log variance (B,2C,h,w) of the latents, in the autoencoder's scale.
+
+    Both are float32 on the model's device.  Raises ValueError if a side is not a multiple of the autoencoder's factor.
+    """
+    scale, shift = model.family.scale_factor, model.family.shift_factor
+    mean, deviation = generate.encode(model, pixels)
+    return torch.cat([mean / scale + shift, (2 * (deviation / scale).log()).clamp(-30, 20)], dim=1)
+
+
+def encode_captions(model: Pipeline, captions: Sequence[str | None], with_gradients: bool = False) -> dict[str, Tensor]:
+    """Return what the text encoders make of B captions: "context" (B,T,D) and, for some families, "y" (B,V).
+
+    All captions have one T, whatever their lengths; None is no caption.  A warning names words that do not fit; there
+    is none if gradients are to reach the encoders.
+    """
+    options = PromptOptions(num_chunks=most_chunks(model))
+    encode = CONDITIONERS[model.family.conditioner] if with_gradients else encode_prompts
+    text = encode(model, captions, options)
+    return {name: value for name, value in (("context", text.context), ("y", text.y)) if value is not None}
+
+
+def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """Return what the denoising network takes besides x and t, by name, for the encoded captions of B images.
+
+    sizes (B,6) int32 are what SDXL reads of an image: height and width, top and left of its crop, height and width of
+    that (default: whole images of the model's resolution).  A network that reads the guidance scale is given 1.
+    """
+    conditioning = Conditioning(text.get("context"), text.get("y"))
+    if model.family.conditioner == "z_image":  # which masks what is beyond the longest
+        assert conditioning.context is not None
+        assert conditioning.y is not None
+        conditioning = conditioning._replace(context=conditioning.context[:, : int(conditioning.y.max())])
+    if model.family.conditioner == "sdxl":
+        assert conditioning.y is not None
+        side = model.family.resolution
+        sizes = torch.tensor([[side, side, 0, 0, side, side]] * len(conditioning.y)) if sizes is None else sizes
+        conditioning = conditioning._replace(y=with_numbers(conditioning.y[:, : -256 * sizes.shape[1]], sizes))
+    [conditioning] = guided(model, conditioning, None, 1.0).conditionings
+    inputs = {"context": conditioning.context, "y": conditioning.y, **(conditioning.inputs or {})}
+    return {name: value for name, value in inputs.items() if value is not None}
+
+
+# ---- parts of networks ----------------------------------------------------------------------------------------------
+
+
+def token_tables(model: Pipeline) -> list[Tensor]:
+    """Return the token embeddings (V,D) of the model's CLIP text encoders, which textual inversion adds vectors to."""
+    names = {CLIPTextEncoder: "embeddings.token_embedding.weight", OpenCLIPTextEncoder: "token_embedding.weight"}
+    return [encoder.get_parameter(names[type(encoder)]) for encoder in model.text_encoders if type(encoder) in names]
+
+
+def blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of a denoising network or text encoder: what can be recomputed, or divided, one by one."""
+    kinds = (Block, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
+    return (module for module in network.modules() if isinstance(module, kinds))
+
+
+def unread_parameters(network: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a text encoder on which nothing depends that Stable Diffusion 2 or SDXL reads of it."""
+    unread = [parameter for part in _unread_parts(network) for parameter in part.parameters()]
+    if isinstance(network, OpenCLIPTextEncoder) and network.spec.norm:
+        unread += [network.text_projection] if isinstance(network.text_projection, nn.Parameter) else []  # is pooled
+    return unread
+
+
+def _unread_parts(network: nn.Module) -> list[nn.Module]:
+    """Return the last layers of a text encoder, if their output is not read."""
+    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
+        return [*network.encoder.layers[-network.spec.skip :], *[network.final_layer_norm] * (not network.spec.norm)]
+    if isinstance(network, OpenCLIPTextEncoder) and network.spec.skip and network.spec.norm:  # SDXL's is read pooled
+        return list(network.transformer.resblocks[-network.spec.skip :])
+    return []
+
+
+def lora_layers(networks: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, slice | None]]:
+    """Return the layers that a LoRA changes, by their names in kohya's files, of networks by role.
+
+    They are the linear layers and 1x1 convolutions of the transformers in a UNet, of the layers of text encoders, and
+    of the blocks of FLUX.1, Stable Diffusion 3 and Z-Image: the modules of kohya's networks/lora.py.  A slice is the
+    rows of an attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
+    """
+    kinds = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
+    layers: dict[str, tuple[nn.Module, slice | None]] = {}
+    for role, network in networks.items():
+        names, unread = file_names(role, network), _unread_parts(network)
+        for outer, part in network.named_modules():
+            if not isinstance(part, kinds) or part in unread:
+                continue
+            for inner, layer in part.named_modules():
+                if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                    layers[_kohya_name(network, names[f"{outer}.{inner}"])] = layer, None
+                elif isinstance(layer, Attention):
+                    width = len(layer.in_proj_weight) // 3
+                    for i, name in enumerate("qkv"):
+                        rows = slice(i * width, (i + 1) * width)
+                        layers[names[f"{outer}.{inner}.{name}_proj"][0]] = layer, rows
+    return layers
+
+
+def _kohya_name(network: nn.Module, names: Sequence[str]) -> str:
+    """Return kohya's of the names that a module has in files: others in SDXL than in Stable Diffusion 1 and 2."""
+    if isinstance(network, UNet) and network.spec.vector_dim is not None:
+        return names[1]  # the original's
+    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
+        return names[0].replace("lora_te_", "lora_te1_", 1)
+    return names[0]
