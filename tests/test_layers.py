@@ -1,9 +1,11 @@
 """The import rules of docs/architecture.md, and what modules below the commands must not do."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,12 @@ LAYERS = [
     {"zoo", "runtime"},
     {"checkpoint"},
     {"generate", "conditioning", "control"},
-    {"tasks", "train"},
-    {"bench", "batch"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "pipeline"}
-    | {"evaluate"},
-    {"serve"},
+    {"tasks"},
+    {"pipeline"},
+    {"toolkit", "networks"},
+    {"train"},
+    {"batch", "bench", "serve"},
+    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "evaluate"},
     {"__init__", "__main__"},
 ]
 # Within a layer.
@@ -111,6 +114,49 @@ def test_no_printing_environment_or_flags_below_the_commands(path: Path) -> None
     if name != "train.distributed" and name.split(".")[0] != "runtime":
         for forbidden in ("os.environ", "sys.argv", "torch.backends", "torch._inductor", "set_default_dtype"):
             assert forbidden not in source, f"{name} touches {forbidden}"
+
+
+TOOLS = ("train", "batch", "serve", "bench")
+FACADE = ("toolkit", "networks")
+OPEN_TO_TOOLS = ("cli", "image", "core", *FACADE)  # besides the public names of ldm_lite
+BESIDE_THE_FACADE = {
+    # What training learns and what it leaves alone are layers: it tells kinds of networks apart, and builds some.
+    "train": {"models", "runtime.patching", "zoo.families", "zoo.networks"},
+    # `--encode` writes what training reads.
+    "batch": {"train"},
+    # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
+    "serve": {"diffusion", "tasks.from_png", "tasks.xy", "text.parameters"},
+    # It measures what is behind the facade: kernels, compilation, reading files, networks of any size.
+    "bench": {"checkpoint", "conditioning", "diffusion", "generate", "models", "runtime", "text", "train", "zoo"},
+}
+
+
+def is_within(name: str, places: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{place}.") for place in places)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if module(path).split(".")[0] in TOOLS], ids=module)
+def test_tools_use_the_facade(path: Path) -> None:
+    tool = module(path).split(".")[0]
+    allowed = {tool, *OPEN_TO_TOOLS, *BESIDE_THE_FACADE[tool]}
+    assert not [name for name in imports(path) if not is_within(name, allowed)]
+
+
+def test_no_exception_to_the_facade_is_left_over() -> None:
+    for tool, places in BESIDE_THE_FACADE.items():
+        used = {name for path in FILES if module(path).split(".")[0] == tool for name in imports(path)}
+        assert not [place for place in places if not any(is_within(name, [place]) for name in used)]
+
+
+def test_the_facade_is_narrow_and_in_the_documentation() -> None:
+    names = [name for facade in FACADE for name in importlib.import_module(f"ldm_lite.{facade}").__all__]
+    assert len(names) <= 32
+    documented = (ROOT / "docs/architecture.md").read_text()
+    assert not [name for name in names if f"`{name}`" not in documented]
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in [f"ldm_lite.{facade}" for facade in FACADE]:
+                assert {alias.name for alias in node.names} <= set(names), module(path)
 
 
 CORE = sorted((PACKAGE / "core").rglob("*.py"))
