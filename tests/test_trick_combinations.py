@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline
 
 RUN: dict[str, Any] = {
     **{"sampler": "ddim", "steps": 4, "seed": 3, "scale": 4.0, "prompt_syntax": "a1111", "output": "tensor"}
@@ -105,8 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("combinations")
     Image.fromarray(toy.photo()).save(path / "photo.png")
     save_file(toy.control(SMALL.unet), path / "net.safetensors")
-    adapter = AdapterSpec(in_channels=3, factor=8, channels=(32, 64), num_res_blocks=2, light=False)
-    save_file(toy.fill(T2IAdapter(adapter)).state_dict(), path / "adapter.safetensors")
+    save_file(toy.adapter(), path / "adapter.safetensors")
     torch.save(toy.style(), path / "style.pth")
     save_file({f"vision_model.{key}": value for key, value in toy.vision().items()}, path / "clip.safetensors")
     return path

@@ -10,28 +10,24 @@ import torch
 import toy
 from PIL import Image
 from random_checkpoint import SMALL
+from runs import run_latents, unet_calls
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite import generate
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
+from ldm_lite import Control, Pipeline
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.control.control import Control, natural_size, parse
+from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.models.t2i_adapter import T2IAdapter
+from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.compile import CompiledStep
-from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.txt2img import main
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "control.npz")
-ADAPTER = AdapterSpec(in_channels=3, factor=8, channels=(32, 64), num_res_blocks=2, light=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with_prefix = {f"control_model.{key}": value for key, value in weights.items()}
     save_file(with_prefix, path / "net.safetensors")
     torch.save(weights, path / "bare.pth")
-    save_file(toy.fill(T2IAdapter(ADAPTER)).state_dict(), path / "adapter.safetensors")
+    save_file(toy.adapter(), path / "adapter.safetensors")
     return path
 
 
@@ -76,20 +72,23 @@ def test_a_control_is_read(text: str, wanted: Control) -> None:
 
 
 @pytest.mark.parametrize("text", ["a.pth", "a.pth:", ":b.png", "a.pth:b.png:c.png", "a.pth:b.png:0.6-0.2", "a:b:0-1.5"])
-def test_text_that_is_not_a_control_is_refused(text: str) -> None:
+def test_text_that_is_not_a_control_is_refused(pipe: Pipeline, text: str) -> None:
     with pytest.raises(ValueError, match="got control"):
-        parse([text])
+        pipe.txt2img("a cat", control=[text])
 
 
 def test_preprocessing_is_for_all_or_for_each() -> None:
     two = ["a:b", "c:d"]
     assert [each.preprocess for each in parse(two, "canny")] == ["canny", "canny"]
     assert [each.preprocess for each in parse(two, "canny:50:100,none")] == ["canny:50:100", "none"]
+
+
+def test_preprocessing_that_does_not_exist_or_fit_is_refused(pipe: Pipeline) -> None:
     for wrong, message in (("cany", "got `preprocess` 'cany', wanted none, canny"), ("none,none,none", "got 3 ways")):
         with pytest.raises(ValueError, match=message):
-            parse(two, wrong)
+            pipe.txt2img("a cat", control=["a:b", "c:d"], preprocess=wrong)
     with pytest.raises(ValueError, match="got `preprocess`, but no `control`"):
-        parse([], "canny")
+        pipe.txt2img("a cat", preprocess="canny")
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -112,9 +111,10 @@ def test_what_is_transparent_is_the_hole_of_inpainting(folder: Path) -> None:
         Control("", str(folder / "photo.png"), preprocess="inpaint").pixels((64, 64))
 
 
-def test_the_size_follows_the_image(folder: Path) -> None:
-    Image.new("RGB", (600, 400)).save(folder / "wide.png")
-    assert natural_size(Control("a", folder / "wide.png"), 512) == (768, 512)
+def test_the_size_follows_the_image(pipe: Pipeline, folder: Path) -> None:
+    """Its short side is the model's, here 64 pixels, and both are multiples of 64."""
+    wide = Control(folder / "net.safetensors", Image.new("RGB", (600, 400)))
+    assert pipe.txt2img("a cat", control=[wide], steps=1)[0].size == (128, 64)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -122,11 +122,9 @@ def test_the_size_follows_the_image(folder: Path) -> None:
 
 def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, steps: int = 10) -> Tensor:
     """The last latents of a guided run of DDIM."""
-    cond, uncond = (Conditioning(toy.normal(seed, 1, 5, 64)) for seed in (13, 12))
-    plan = make_plan("ddim", pipe.schedule, steps)
-    active = ActiveControls(pipe, load_controls(pipe, parse(controls, preprocess)), plan, (64, 64))
-    branches, extras = classifier_free(cond, uncond, 7.5), generate.Extras(control=active)
-    return generate.denoise(pipe, toy.normal(11, 1, 4, 8, 8), branches, plan, extras=extras)
+    cond, uncond = (toy.normal(seed, 1, 5, 64) for seed in (13, 12))
+    given = {"cond": cond, "uncond": uncond, "noise": toy.normal(11, 1, 4, 8, 8), "height": 64, "width": 64}
+    return run_latents(pipe, sampler="ddim", steps=steps, scale=7.5, control=controls, preprocess=preprocess, **given)
 
 
 def controlled(active: ActiveControls, x: Tensor, context: Tensor) -> Tensor:
@@ -175,10 +173,7 @@ def test_controls_work_with_weights_that_are_kept_elsewhere(
         folder / "kept.pth",
     )
     kept = ldm_lite.load(small_path, device="cpu", **tuning)
-    [control] = load_controls(kept, parse([spec(folder, net="kept.pth")]))
     tolerance = 0.05 if "storage" in tuning else 1e-6
-    for key, value in control.network.state_dict().items():
-        assert toy.relative_error(value, weights[key].numpy()) < tolerance
     nets = [spec(folder, net="kept.pth"), spec(folder, net="adapter.safetensors")]
     assert toy.relative_error(run(kept, nets, steps=2), run(pipe, nets, steps=2).numpy()) < 2 * tolerance
 
@@ -197,8 +192,6 @@ def test_a_full_file_is_a_checkpoint_and_a_control(pipe: Pipeline, small_path: P
 
 
 def test_a_net_has_the_attention_of_its_unet(small_path: Path, folder: Path) -> None:
-    from ldm_lite.runtime.attention import layers, vanilla
-
     plain = run(ldm_lite.load(small_path, device="cpu"), [spec(folder)], steps=2)
     for name in ("vanilla", "mha"):
         pipe = ldm_lite.load(small_path, device="cpu", attention=name)
@@ -220,7 +213,7 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
             pipe.unet(x[1:], toy.T[1:], context[1:], control=tuple(each[1:] for each in added)),
         ]
     )
-    plan = make_plan("ddim", pipe.schedule, 10)
+    plan = pipe.plan("ddim", 10)
     active = ActiveControls(pipe, load_controls(pipe, parse([spec(folder, ":pool")])), plan, (64, 64))
     torch.testing.assert_close(controlled(active, x, context), wanted, rtol=1e-4, atol=1e-5)
 
@@ -234,9 +227,9 @@ def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
 
 def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> None:
     adapter = spec(folder, net="adapter.safetensors")
-    active = ActiveControls(pipe, load_controls(pipe, parse([adapter])), make_plan("ddim", pipe.schedule, 2), (64, 64))
+    active = ActiveControls(pipe, load_controls(pipe, parse([adapter])), pipe.plan("ddim", 2), (64, 64))
     x, context = toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 5, 64)
-    network = toy.fill(T2IAdapter(ADAPTER))
+    network = toy.fill(T2IAdapter(toy.SMALL_ADAPTER))
     features = network.place(network(Control("", str(folder / "photo.png")).pixels((64, 64))), (1, 1))
     wanted = pipe.unet(x, toy.T, context, features=features)
     torch.testing.assert_close(controlled(active, x, context), wanted)
@@ -246,35 +239,22 @@ def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> No
 
 
 def test_outside_of_its_steps_a_control_is_not_run(pipe: Pipeline, folder: Path) -> None:
-    controls = load_controls(pipe, parse([spec(folder, ":0.3-0.6")]))
-    active = ActiveControls(pipe, controls, make_plan("ddim", pipe.schedule, 10), (64, 64))
-    reads = Conditioning(toy.normal(2, 2, 5, 64))
-    plain = [active(step, reads) == (pipe.unet, reads) for step in range(10)]
+    with unet_calls(pipe) as calls:
+        run(pipe, [spec(folder, ":0.3-0.6")])
+    plain = [torch.allclose(pipe.unet(call.x, call.t, call.context), call.out, atol=1e-3) for call in calls]
     assert plain == [True] * 3 + [False] * 3 + [True] * 4
 
 
-def test_img2img_and_inpaint_are_steered_too(pipe: Pipeline, folder: Path) -> None:
+def test_img2img_and_inpaint_are_steered_too(picture_pipes: dict[str, Pipeline], folder: Path) -> None:
     """Also where the UNet reads more channels than the ControlNet."""
-    from ldm_lite.cli.task_options import Img2imgOptions as ImageOptions
-    from ldm_lite.cli.task_options import InpaintOptions as MaskOptions
-    from ldm_lite.tasks.img2img import img2img
-    from ldm_lite.tasks.inpaint import inpaint
-
     photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
-    control = (spec(folder),)
-    [plain], [steered] = (
-        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given, init_img=[photo])) for given in ((), control)
-    )
-    assert not np.array_equal(plain.array, steered.array)
-    nine = replace(SMALL.unet, in_channels=9)
-    family = replace(pipe.family, unet=nine, task="inpaint")
-    network: nn.Module = toy.fill(UNet(nine))
-    reads_more = replace(pipe, family=family, unet=network)  # type: ignore[arg-type]
-    [plain], [steered] = (
-        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given, init_img=[photo], mask=[mask]))
-        for given in ((), control)
-    )
-    assert not np.array_equal(plain.array, steered.array)
+    for task, images in (("img2img", (photo,)), ("inpaint", (photo, mask))):
+        pipe = picture_pipes["txt2img" if task == "img2img" else "inpaint"]
+        [plain], [steered] = (
+            getattr(pipe, task)("a cat", *images, steps=2, control=controls, output="numpy")
+            for controls in ((), (spec(folder),))
+        )
+        assert not np.array_equal(plain, steered)
 
 
 @pytest.mark.slow
@@ -306,11 +286,10 @@ def test_files_without_a_control_or_for_another_unet_are_refused(
     pipe: Pipeline, folder: Path, small_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="no ControlNet, T2I-Adapter or IP-Adapter, only unet, vae, text_encoder"):
-        load_controls(pipe, parse([f"{small_path}:b.png"]))
-    other = toy.fill(ControlNet(replace(SMALL.unet, context_dim=48))).state_dict()
-    torch.save(other, folder / "other.pth")
+        pipe.txt2img("a cat", control=[f"{small_path}:{folder / 'photo.png'}"])
+    torch.save(toy.control(replace(SMALL.unet, context_dim=48)), folder / "other.pth")
     with pytest.raises(ValueError, match=r"is for UNets with context 48 .*, but that of small SD1 has 64"):
-        load_controls(pipe, parse([spec(folder, net="other.pth")]))
+        pipe.txt2img("a cat", control=[spec(folder, net="other.pth")])
 
 
 def test_a_control_given_as_the_checkpoint_is_named(folder: Path) -> None:
@@ -326,8 +305,8 @@ def test_a_control_given_as_the_checkpoint_is_named(folder: Path) -> None:
 def test_the_function_and_the_command_take_controls(
     pipe: Pipeline, folder: Path, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = Options(prompt="a cat", steps=2, control=(spec(folder, ":0.7"),), preprocess="canny")
-    [result], [plain] = txt2img(pipe, options), txt2img(pipe, replace(options, control=(), preprocess=None))
+    control = {"control": (spec(folder, ":0.7"),), "preprocess": "canny"}
+    [result], [plain] = (pipe.txt2img("a cat", steps=2, output="result", **given) for given in (control, {}))
     assert not np.array_equal(result.array, plain.array)
     assert "Control preprocess: canny" in result.parameters
     arguments = [

@@ -10,34 +10,24 @@ import numpy as np
 import pytest
 import torch
 import toy
+from diffusers_files import GOLDEN, original, save, told, weights_of
 from PIL import Image
-from random_checkpoint import small
+from random_checkpoint import small, write
+from runs import run_latents
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
-from ldm_lite.checkpoint.diffusers_keys import original_layout
-from ldm_lite.cli.task_options import Img2imgOptions as ImageOptions
-from ldm_lite.cli.task_options import InpaintOptions as MaskOptions
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite import Pipeline
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import Extras, denoise
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.compile import CompiledStep
-from ldm_lite.tasks.img2img import img2img
-from ldm_lite.tasks.inpaint import inpaint
-from ldm_lite.tasks.txt2img import txt2img
-from tests.checkpoint.test_diffusers_folder import save, told
-from tests.checkpoint.test_diffusers_keys import GOLDEN, weights_of
-from tests.zoo.test_families import NEGATIVE, NOISE, PROMPT
 
 XL = small("sdxl_base")
 
@@ -63,24 +53,14 @@ def pipe(folder: Path) -> Pipeline:
     return ldm_lite.load(folder / "base", metadata=told(XL), device="cpu")
 
 
-def original(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of diffusers' in the original's layout."""
-    sources = original_layout({key: tuple(value.shape) for key, value in values.items()})
-    assert sources is not None
-    return {name: values[source.keys[0]] for name, source in sources.items()}
-
-
 def spec(folder: Path, net: str, rest: str = "") -> str:
     return f"{folder / net}:{folder / 'photo.png'}{rest}"
 
 
 def run(pipe: Pipeline, controls: list[str]) -> Tensor:
     """The last latents of a guided run of DDIM, as the goldens'."""
-    cond, uncond = encode_prompts(pipe, [PROMPT]), encode_prompts(pipe, [NEGATIVE])
-    plan = make_plan("ddim", pipe.schedule, 4)
-    active = ActiveControls(pipe, load_controls(pipe, parse(controls)), plan, (64, 64))
-    branches = classifier_free(cond, uncond, 5.0)
-    return denoise(pipe, NOISE, branches, plan, extras=Extras(control=active))
+    given = {"negative_prompt": NEGATIVE, "noise": NOISE, "height": 64, "width": 64, "control": controls}
+    return run_latents(pipe, PROMPT, sampler="ddim", steps=4, scale=5.0, **given)
 
 
 def asked(folder: Path, name: str, **files: str) -> list[str]:
@@ -106,31 +86,27 @@ def test_the_configuration_of_a_folder_says_that_a_net_pools(pipe: Pipeline, fol
     config = folder / "sdxl" / "config.json"
     before = config.read_text()
     config.write_text(json.dumps({"_class_name": "ControlNetModel", "global_pool_conditions": True}, indent=2))
-    [control] = load_controls(pipe, parse([spec(folder, "sdxl", ":0.5")]))
-    assert control.control == replace(parse([spec(folder, "sdxl", ":0.5")])[0], pool=True)
+    configured = run(pipe, [spec(folder, "sdxl", ":0.5")])
     config.write_text(before)
-    [control] = load_controls(pipe, parse([spec(folder, "sdxl")]))
-    assert not control.control.pool
+    assert torch.equal(configured, run(pipe, [spec(folder, "sdxl", ":0.5:pool")]))
+    assert not torch.equal(configured, run(pipe, [spec(folder, "sdxl", ":0.5")]))
 
 
 def test_a_net_with_other_heads_than_its_unet_is_refused(pipe: Pipeline, folder: Path) -> None:
     config = folder / "sdxl" / "config.json"
     before = config.read_text()
     config.write_text(json.dumps({"attention_head_dim": 4}))
-    load_controls(pipe, parse([spec(folder, "sdxl")]))
+    pipe.txt2img("a cat", steps=1, control=[spec(folder, "sdxl")])
     for wrong in ({"attention_head_dim": 8}, {"norm_num_groups": 16}):
         config.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=f"sdxl: its {next(iter(wrong))} .*(but its UNet has 4|wanted 32)"):
-            load_controls(pipe, parse([spec(folder, "sdxl")]))
+            pipe.txt2img("a cat", steps=1, control=[spec(folder, "sdxl")])
     config.write_text(before)
 
 
 def test_half_precision_is_read(pipe: Pipeline, folder: Path) -> None:
-    [control] = load_controls(pipe, parse([spec(folder, "fp16.safetensors")]))
-    weights = original(weights_of("steers.sdxl"))
-    for key, value in control.network.state_dict().items():  # type: ignore[union-attr]
-        assert value.dtype == torch.float32
-        assert toy.relative_error(value, weights[key].numpy()) < 1e-3
+    half, whole = (run(pipe, [spec(folder, name)]) for name in ("fp16.safetensors", "original.safetensors"))
+    assert 0 < toy.relative_error(half, whole.numpy()) < 1e-3
 
 
 def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, folder: Path) -> None:
@@ -139,7 +115,7 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
     active = ActiveControls(
         pipe,
         load_controls(pipe, parse([spec(folder, "sdxl", ":guess")])),
-        make_plan("ddim", pipe.schedule, 2),
+        pipe.plan("ddim", 2),
         (64, 64),
     )
 
@@ -188,32 +164,33 @@ def test_a_whole_job_of_sdxl_is_one_graph(pipe: Pipeline, folder: Path) -> None:
     torch._dynamo.reset()
 
 
-def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path) -> None:
+def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
     """Also one whose UNet reads more channels than the ControlNet."""
     photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
     control = (spec(folder, "sdxl"), spec(folder, "sdxl_small", ":0.5:guess"))
     [plain], [steered] = (
-        img2img(pipe, ImageOptions(prompt="a cat", steps=2, control=given, init_img=[photo])) for given in ((), control)
+        pipe.img2img("a cat", [photo], steps=2, control=given, output="result") for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
-    nine = replace(XL.unet, in_channels=9)
-    reads_more = replace(pipe, family=replace(pipe.family, unet=nine, task="inpaint"), unet=toy.fill(UNet(nine)))  # type: ignore[arg-type]
+    write(tmp_path / "inpaint.safetensors", small("sdxl_inpaint"))
+    reads_more = ldm_lite.load(tmp_path / "inpaint.safetensors", device="cpu")
     [plain], [steered] = (
-        inpaint(reads_more, MaskOptions(prompt="a cat", steps=2, control=given, init_img=[photo], mask=[mask]))
-        for given in ((), control)
+        reads_more.inpaint("a cat", [photo], [mask], steps=2, control=given, output="result") for given in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
 
 
 def test_two_threads(pipe: Pipeline, folder: Path) -> None:
-    options = Options(prompt="a cat", steps=2, control=(spec(folder, "sdxl", ":0.7"),))
-    [wanted], results = txt2img(pipe, options), []
-    threads = [threading.Thread(target=lambda: results.extend(txt2img(pipe, options))) for _ in range(2)]
+    def made() -> list[np.ndarray]:
+        return pipe.txt2img("a cat", steps=2, control=[spec(folder, "sdxl", ":0.7")], output="numpy")
+
+    [wanted], results = made(), []
+    threads = [threading.Thread(target=lambda: results.extend(made())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [np.array_equal(result.array, wanted.array) for result in results] == [True, True]
+    assert [np.array_equal(result, wanted) for result in results] == [True, True]
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------
@@ -222,7 +199,7 @@ def test_two_threads(pipe: Pipeline, folder: Path) -> None:
 def refused(pipe: Pipeline, folder: Path, values: Mapping[str, Tensor], message: str) -> None:
     torch.save(dict(values), folder / "wrong")
     with pytest.raises(ValueError, match=message) as caught:
-        load_controls(pipe, parse([spec(folder, "wrong")]))
+        pipe.txt2img("a cat", steps=1, control=[spec(folder, "wrong")])
     assert "\n" not in str(caught.value)
 
 
@@ -251,9 +228,7 @@ def test_a_net_for_another_unet_is_refused(
 ) -> None:
     levels = changed.get("channel_mult", (1, 2))
     net = replace(XL.unet, **{"cross_only": (False,) * len(levels), **changed})  # type: ignore[arg-type]
-    with torch.device("meta"):
-        shapes = ControlNet(net).state_dict()
-    refused(pipe, folder, {key: torch.zeros(value.shape) for key, value in shapes.items()}, message)
+    refused(pipe, folder, toy.control(net), message)
 
 
 def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, folder: Path) -> None:
