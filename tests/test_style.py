@@ -9,19 +9,15 @@ import pytest
 import torch
 import toy
 from PIL import Image
+from runs import run_latents, unet_calls
 from safetensors.torch import save_file
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.control.control import parse
-from ldm_lite.control.loading import load_controls
-from ldm_lite.generate import DenoisingState
 from ldm_lite.image import clip_crop, to_pixels
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec, styled
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.txt2img import main
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")
@@ -64,8 +60,11 @@ def test_what_clip_sees_is_what_transformers_has() -> None:
 
 
 def test_its_tokens_are_the_originals(pipe: Pipeline, folder: Path) -> None:
-    [control] = load_controls(pipe, parse([asked(folder, ":0.5")]), str(folder / "clip.safetensors"))
-    assert toy.relative_error(control.network, 0.5 * GOLDEN["tokens"]) < 1e-5
+    given = {"control": [asked(folder, ":0.5")], "clip_vision": folder / "clip.safetensors"}
+    with unet_calls(pipe) as calls:
+        pipe.txt2img("a", steps=1, height=64, width=64, **given)
+    tokens = calls[0].context[1:, pipe.encode_prompt("a").context.shape[1] :]
+    assert toy.relative_error(tokens, 0.5 * GOLDEN["tokens"]) < 1e-5
 
 
 def test_runs_that_it_steers_end_as_the_originals(pipe: Pipeline, folder: Path) -> None:
@@ -73,14 +72,9 @@ def test_runs_that_it_steers_end_as_the_originals(pipe: Pipeline, folder: Path) 
     context, uncond = toy.embeddings()
     latents: dict[str, torch.Tensor] = {}
     for rest in (":0.8:0-0.5", ":0.8", ""):
-        given = {"control": (asked(folder, rest),), "clip_vision": str(folder / "clip.safetensors")} if rest else {}
-        given |= {"cond": context, "uncond": uncond, "noise": NOISE}
-        options = Options(steps=4, sampler="ddim", scale=5.0, height=64, width=64, **given)
-
-        def keep(state: DenoisingState, rest: str = rest) -> None:
-            latents[rest] = state.latents.clone()
-
-        list(txt2img(pipe, options, on_step=keep))
+        given = {"control": (asked(folder, rest),), "clip_vision": folder / "clip.safetensors"} if rest else {}
+        given |= {"cond": context, "uncond": uncond, "noise": NOISE, "scale": 5.0}
+        latents[rest] = run_latents(pipe, steps=4, sampler="ddim", height=64, width=64, **given)
     assert toy.relative_error(latents[":0.8:0-0.5"], GOLDEN["latents"]) < 1e-5
     assert toy.relative_error(latents[":0.8"], GOLDEN["latents"]) > 1e-3
     assert toy.relative_error(latents[""], GOLDEN["latents"]) > 1e-3

@@ -1,8 +1,6 @@
 """FLUX.1 Redux: its image encoder, its tokens and a run with them, against diffusers and transformers."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +10,12 @@ import toy_flow
 from flow_files import of_diffusers
 from PIL import Image
 from random_checkpoint import SMALL
+from runs import run_latents, unet_calls
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite.checkpoint.reader import open_checkpoint, split
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
-from ldm_lite.control.control import parse
-from ldm_lite.control.loading import load_controls
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.generate import DenoisingState
+from ldm_lite import Pipeline
 from ldm_lite.models.redux import ReduxSpec, SiglipSpec
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.txt2img import main
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "redux.npz")
@@ -41,10 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FLUX.1 dev with the golden's weights, Redux, SigLIP as its file has it, with its pooling head, and a photo."""
     path = tmp_path_factory.mktemp("redux")
     toy_flow.write(path, "flux_dev")
-    parts = toy_flow.weights(toy_flow.small("flux_dev"))
-    dev = split(open_checkpoint(toy_flow.save(path / "d.safetensors", of_diffusers("flux_dev"))))["unet"]
-    parts["unet"] = {key: dev.checkpoint.read(stored) for key, stored in dev.keys.items()}
-    toy_flow.save(path / "dev.safetensors", toy_flow.all_in_one(toy_flow.small("flux_dev"), parts))
+    toy_flow.save(path / "dev.safetensors", of_diffusers("flux_dev"))
     save_file(toy_flow.redux(), path / "redux.safetensors")
     siglip = {f"vision_model.{key}": value for key, value in toy_flow.siglip().items()}
     head = {"vision_model.head.probe": torch.ones(1, 1, 128), "vision_model.head.mlp.fc1.bias": torch.ones(192)}
@@ -56,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> Pipeline:
-    return ldm_lite.load(folder / "dev.safetensors", device="cpu")
+    return ldm_lite.load(folder / "flux_dev.safetensors", unet=folder / "dev.safetensors", device="cpu")
 
 
 def asked(folder: Path, rest: str = "", net: str = "redux") -> str:
@@ -70,23 +59,20 @@ def test_the_released_sizes() -> None:
 
 def test_tokens_are_those_of_diffusers(pipe: Pipeline, folder: Path) -> None:
     """Of an image that is not square, from its file."""
-    [control] = load_controls(pipe, parse([asked(folder, ":0.5")]), str(folder / "siglip.safetensors"))
-    assert toy.relative_error(control.network, 0.5 * GOLDEN["tokens"]) < 1e-5
+    given = {"control": [asked(folder, ":0.5")], "clip_vision": folder / "siglip.safetensors"}
+    with unet_calls(pipe) as calls:
+        pipe.txt2img("a", steps=1, height=32, width=32, **given)
+    tokens = calls[0].context[0, pipe.encode_prompt("a").context.shape[1] :]
+    assert toy.relative_error(tokens[None], 0.5 * GOLDEN["tokens"]) < 1e-5
 
 
 def test_a_run_is_that_of_diffusers(pipe: Pipeline, folder: Path) -> None:
     """The tokens follow the text's in its range of steps; beyond it, the run is another."""
     x, _, context, y = toy_flow.run_inputs(pipe.family.unet)
-    latents: dict[str, torch.Tensor] = {}
-    for rest in ("", ":1:0-0.5"):
-        given: dict[str, Any] = {"control": (asked(folder, rest),), "clip_vision": str(folder / "siglip.safetensors")}
-        given |= {"cond": Conditioning(context, y), "noise": x, "scale": toy_flow.SCALE}
-        options = Options(steps=toy_flow.STEPS, height=48, width=80, **given)
-
-        def keep(state: DenoisingState, rest: str = rest) -> None:
-            latents[rest] = state.latents.clone()
-
-        list(txt2img(pipe, replace(options, batch_size=2), on_step=keep))
+    cond = pipe.encode_prompt(["a", "b"])._replace(context=context, y=y)
+    given = {"cond": cond, "noise": x, "scale": toy_flow.SCALE, "clip_vision": folder / "siglip.safetensors"}
+    given |= {"steps": toy_flow.STEPS, "height": 48, "width": 80, "batch_size": 2}
+    latents = {rest: run_latents(pipe, control=[asked(folder, rest)], **given) for rest in ("", ":1:0-0.5")}
     assert toy.relative_error(latents[""], GOLDEN["run"]) < 2e-5
     assert toy.relative_error(latents[":1:0-0.5"], GOLDEN["run"]) > 1e-3
 
@@ -116,7 +102,7 @@ def test_what_does_not_fit_is_one_line(pipe: Pipeline, folder: Path, small_path:
         (ldm_lite.load(small_path, device="cpu"), "redux", siglip, "is for FLUX.1 with T5 32 wide, not for"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_controls(model, parse([asked(folder, net=net)]), vision)
+            model.txt2img("a", control=[asked(folder, net=net)], clip_vision=vision)
     save_file(toy.control(SMALL.unet), folder / "net.safetensors")
     with pytest.raises(ValueError, match="is a transformer, for which there is no control here"):
-        load_controls(pipe, parse([asked(folder, net="net")]))
+        pipe.txt2img("a", control=[asked(folder, net="net")])
