@@ -1,22 +1,18 @@
 """Guidance that depends on the step, and APG, against the published formulas and diffusers."""
 
-import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import toy
+from runs import guided_outputs, run_latents, unet_calls
 
 import ldm_lite
-from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
-from ldm_lite.diffusion.guidance_steps import Interval, scheduled, within
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.plan import Plan
+from ldm_lite import Pipeline
 from ldm_lite.diffusion.projected import Projection
-from ldm_lite.generate import denoise
-from ldm_lite.pipeline import Pipeline
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
 
@@ -26,8 +22,18 @@ def pipe(small_path: Path) -> Pipeline:
     return ldm_lite.load(small_path, device="cpu")
 
 
-def plan(pipe: Pipeline, name: str = "euler", steps: int = 10) -> Plan:
-    return make_plan(name, pipe.schedule, steps)
+def run(pipe: Pipeline, **options: Any) -> torch.Tensor:
+    """The last latents of a guided run on two images."""
+    cond, uncond = (toy.normal(seed, 2, 7, 64) for seed in (2, 3))
+    given = {"cond": cond, "uncond": uncond, "noise": toy.normal(1, 2, 4, 8, 8), "batch_size": 2, "scale": 5.0}
+    return run_latents(pipe, **given | options)
+
+
+def guided_calls(pipe: Pipeline, interval: str, **options: Any) -> list[bool]:
+    """Of each call of the network, whether the unconditional branch runs too."""
+    with unet_calls(pipe) as calls:
+        run(pipe, guidance_interval=interval, **options)
+    return [len(call.x) == 4 for call in calls]
 
 
 @pytest.mark.parametrize(
@@ -44,16 +50,15 @@ def plan(pipe: Pipeline, name: str = "euler", steps: int = 10) -> Plan:
 )
 def test_shares_of_the_steps_round_as_in_diffusers(text: str, steps: int, wanted: range, pipe: Pipeline) -> None:
     # skip_start_step = int(start * steps), skip_stop_step = int(stop * steps); diffusers/guiders
-    active = Interval.read(text).steps(plan(pipe, steps=steps))
+    active = guided_calls(pipe, text, sampler="euler", steps=steps)
     assert [step for step, on in enumerate(active) if on] == list(wanted)
 
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpm_fast"])
 def test_noise_levels_are_those_of_the_first_call(sampler: str, pipe: Pipeline) -> None:
-    made = plan(pipe, sampler)
-    active = Interval.read("sigma=0.5-5").steps(made)
-    for step, on in enumerate(active):
-        a, s = made.level[list(made.step).index(step)]
+    active, plan = guided_calls(pipe, "sigma=0.5-5", sampler=sampler, steps=10), pipe.plan(sampler, 10)
+    for on, step in zip(active, plan.step, strict=True):
+        a, s = plan.level[list(plan.step).index(step)]
         assert on == (0.5 < s / a <= 5)
     assert any(active)
     assert not all(active)
@@ -62,47 +67,27 @@ def test_noise_levels_are_those_of_the_first_call(sampler: str, pipe: Pipeline) 
 @pytest.mark.parametrize(
     "text", ["", "0.5", "0.8-0.1", "0.5-0.5", "1-2", "0-1.5", "sigma=5-1", ".-1", "a-b", "-0.1-0.5"]
 )
-def test_other_intervals_are_refused(text: str) -> None:
+def test_other_intervals_are_refused(pipe: Pipeline, text: str) -> None:
     with pytest.raises(ValueError, match="got `guidance_interval`"):
-        Interval.read(text)
-
-
-class Counting(torch.nn.Module):
-    """A UNet that counts the rows it computes."""
-
-    def __init__(self, unet: torch.nn.Module) -> None:
-        super().__init__()
-        self.unet, self.rows = unet, []
-
-    def forward(self, x: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
-        self.rows.append(len(x))
-        return self.unet(x, *args, **more)
-
-
-def two() -> Branches:
-    cond, uncond = (Conditioning(toy.normal(seed, 2, 7, 64)) for seed in (2, 3))
-    return classifier_free(cond, uncond, 5.0)
+        pipe.txt2img("a", guidance_interval=text)
 
 
 def test_the_unconditional_branch_stops(pipe: Pipeline) -> None:
     """Equal to a guidance function of scale 1 there, with half the rows."""
-    noise, run, active = toy.normal(1, 2, 4, 8, 8), plan(pipe, "ddim", 5), (False, True, True, False, False)
-    counted = Counting(pipe.unet)
-    made = denoise(dataclasses.replace(pipe, unet=counted), noise, within(two(), active), run)
-    assert counted.rows == [2, 4, 4, 2, 2]
+    options, active = {"sampler": "ddim", "steps": 5}, [False, True, True, False, False]
+    assert guided_calls(pipe, "0.2-0.6", **options) == active
+    steps: list[float] = []
 
     def combined(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
         scale = 5.0 if active[len(steps)] else 1.0
         steps.append(scale)
         return uncond + scale * (cond - uncond)
 
-    steps: list[float] = []
-    cond, uncond = two().conditionings[::-1]
-    wanted = denoise(pipe, noise, classifier_free(cond, uncond, combined), run)
-    torch.testing.assert_close(made, wanted, rtol=2e-5, atol=2e-5)
+    stopped, wanted = run(pipe, guidance_interval="0.2-0.6", **options), run(pipe, guidance=combined, **options)
+    torch.testing.assert_close(stopped, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_scales_follow_the_paper() -> None:
+def test_scales_follow_the_paper(pipe: Pipeline) -> None:
     """Wang et al. 2024: total weight 7 * 11 for all but the powered; monotonic or not; clamped."""
     steps, weight = 11, 7.0
     progress = np.arange(steps) / 10
@@ -117,16 +102,22 @@ def test_scales_follow_the_paper() -> None:
         "linear:least=3": np.maximum(2 * progress * weight, 3),
     }
     for name, weights in wanted.items():
-        made = [scheduled(name, 8.0, steps)(step) for step in range(steps)]
-        np.testing.assert_allclose(made, weights + 1, atol=1e-12)
+        options = {"sampler": "ddim", "steps": steps, "scale": weight + 1}
+        scales = []
+        for outs, guided in guided_outputs(pipe, "a cat", guidance_schedule=name, **options):
+            difference = outs[-1] - outs[0]  # scale 1 runs the branch of the prompt alone
+            scales.append(
+                float(((guided - outs[0]) * difference).sum() / (difference**2).sum()) if len(outs) == 2 else 1
+            )
+        np.testing.assert_allclose(scales, weights + 1, rtol=1e-4, atol=1e-3)
     for name in ("linear", "falling", "cosine", "falling_cosine"):
         assert math.isclose(sum(wanted[name]), weight * steps)
 
 
 @pytest.mark.parametrize("text", ["", "steep", "linear:power=2", "power_cosine:power=0", "linear:least", "sine:most=2"])
-def test_other_schedules_are_refused(text: str) -> None:
+def test_other_schedules_are_refused(pipe: Pipeline, text: str) -> None:
     with pytest.raises(ValueError, match="got `guidance_schedule`"):
-        scheduled(text, 8.0, 10)
+        pipe.txt2img("a", guidance_schedule=text)
 
 
 def test_apg_equals_diffusers_over_three_steps() -> None:
@@ -141,11 +132,10 @@ def test_apg_equals_diffusers_over_three_steps() -> None:
 
 
 def test_apg_with_the_whole_parallel_part_is_classifier_free(pipe: Pipeline) -> None:
-    noise, run = toy.normal(1, 2, 4, 8, 8), plan(pipe, "dpmpp_2m", 4)
-    plain = denoise(pipe, noise, two(), run)
-    for settings, same in ((Projection(parallel=1.0), True), (Projection(), False)):
-        made = denoise(pipe, noise, dataclasses.replace(two(), combine=settings), run)
-        assert (toy.relative_error(made, plain.numpy()) < 1e-4) == same
+    options = {"sampler": "dpmpp_2m", "steps": 4}
+    plain = run(pipe, **options)
+    for settings, same in (("parallel=1", True), ("parallel=0", False)):
+        assert (toy.relative_error(run(pipe, apg=settings, **options), plain.numpy()) < 1e-4) == same
     # nothing is remembered from run to run
-    remembering = dataclasses.replace(two(), combine=Projection(momentum=0.5))
-    assert torch.equal(denoise(pipe, noise, remembering, run), denoise(pipe, noise, remembering, run))
+    first, second = (run(pipe, apg="parallel=0:momentum=0.5", **options) for _ in range(2))
+    assert torch.equal(first, second)
