@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,16 @@ import toy_flow
 from flow_files import of_diffusers
 from numpy.typing import NDArray
 from PIL import Image
+from runs import decoded_latents, run_latents, unet_calls
 from safetensors.torch import load_file
 from torch import nn
 
 import ldm_lite
-from ldm_lite import samplers, txt2img
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import load_weights, open_checkpoint, split
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
-from ldm_lite.conditioning.prompts import guided
-from ldm_lite.diffusion.guidance import Conditioning, skipping
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
-from ldm_lite.generate import denoise, encode
-from ldm_lite.image import to_pixels
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.img2img import KONTEXT, img2img, kontext_size
-from ldm_lite.tasks.inpaint import inpaint
+from ldm_lite import Pipeline, samplers, txt2img
+from ldm_lite.tasks.img2img import KONTEXT, kontext_size
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.setup import check_model
-from ldm_lite.zoo.family import SkipLayers
-from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "flow.npz")
@@ -64,6 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pipes(folder: Path) -> dict[str, Pipeline]:
     return {name: ldm_lite.load(folder / f"{name}.safetensors", device="cpu") for name in NAMES}
+
+
+def skipping(pipe: Pipeline, end: float) -> Pipeline:
+    """The pipeline with toy_flow.SKIP's skip-layer guidance up to a share of the steps."""
+    skip = {"layers": tuple(toy_flow.SKIP["layers"]), "scale": toy_flow.SKIP["scale"], "start": toy_flow.SKIP["start"]}
+    return replace(pipe, family=replace(pipe.family, skip_layers=replace(pipe.family.skip_layers, **skip, end=end)))
 
 
 def pixels(images: Sequence[Image.Image]) -> NDArray[np.float64]:
@@ -103,59 +94,55 @@ def test_img2img_starts_on_the_line_between_image_and_noise(
     name: str, pipes: dict[str, Pipeline], folder: Path
 ) -> None:
     """x = (1 - s) x0 + s eps, at the level of the first step that runs, with the shift of this size."""
-    pipe, states = pipes[name], []
-    options = Img2imgOptions(prompt="a", init_img=(folder / "image.png",), strength=0.5, steps=4)
-    list(img2img(pipe, options, states.append))
-    schedule = pipe.sized((4, 4, 6)).schedule
-    plan = make_plan(pipe.family.sampler, schedule, 4, last=2)
-    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
-    noise = SeededNoise([42], (4, 4, 6))()
-    a, s = plan.level[0]
+    pipe = pipes[name]
+    with unet_calls(pipe) as calls:
+        pipe.img2img("a", folder / "image.png", strength=0.5, steps=4)
+    plan = pipe.sized((4, 4, 6)).plan(pipe.family.sampler, 4, last=2)
+    a, s = plan.level[0].tolist()
     assert a + s == pytest.approx(1)
-    assert toy.relative_error(states[0].before, np.asarray(a * mean + s * noise)) < 1e-3
-    assert len(states) == 2
+    start = a * pipe.encode(folder / "image.png") + s * pipe.noise(42, height=32, width=48)
+    assert toy.relative_error(calls[0].x[:1], start.numpy()) < 1e-3
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_inpainting_keeps_the_rest(name: str, pipes: dict[str, Pipeline], folder: Path) -> None:
     """What is kept has the noise of every level, (1 - s) x0 + s eps, and none at the end."""
-    pipe, states = pipes[name], []
-    options = InpaintOptions(prompt="a", init_img=(folder / "image.png",), mask=(folder / "mask.png",), steps=3)
-    made = pixels([result.image for result in inpaint(pipe, options, states.append)])
+    pipe, files = pipes[name], (folder / "image.png", folder / "mask.png")
+    with unet_calls(pipe) as calls, decoded_latents(pipe) as latents:
+        made = pixels(pipe.inpaint("a", *files, steps=3))
     kept = pixels([Image.open(folder / "image.png")])
     outside = np.ones((32, 48), dtype=bool)
     outside[8:24, 16:40] = False
     assert np.array_equal(made[:, outside], kept[:, outside])
     assert not np.array_equal(made, kept)
-    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
-    plan = make_plan(pipe.family.sampler, pipe.sized((4, 4, 6)).schedule, 3)
-    noise = SeededNoise([42], (4, 4, 6))()
-    a, s = plan.level[1]
-    assert torch.allclose(states[0].latents[:, :, 0], (a * mean + s * noise)[:, :, 0], atol=1e-3)
-    assert torch.allclose(states[-1].latents[:, :, 0], mean[:, :, 0], atol=1e-3)
+    mean, plan = pipe.encode(folder / "image.png"), pipe.sized((4, 4, 6)).plan(pipe.family.sampler, 3)
+    a, s = plan.level[1].tolist()
+    level = a * mean + s * pipe.noise(42, height=32, width=48)
+    assert torch.allclose(calls[1].x[:1, :, 0], level[:, :, 0], atol=1e-3)
+    assert torch.allclose(latents[0][:, :, 0], mean[:, :, 0], atol=1e-3)
 
 
 def test_fill_reads_the_masked_image_and_the_mask(pipes: dict[str, Pipeline], folder: Path) -> None:
-    pipe, seen = pipes["flux_fill"], []
-    hook = pipe.unet.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    pipe.inpaint("a", folder / "image.png", mask=folder / "mask.png", steps=1)
-    hook.remove()
-    x = seen[0]
+    pipe = pipes["flux_fill"]
+    with unet_calls(pipe) as calls:
+        pipe.inpaint("a", folder / "image.png", mask=folder / "mask.png", steps=1)
+    x = calls[0].x
     assert x.shape == (1, 4 + 4 + 64, 4, 6)
     hole = torch.from_numpy(np.asarray(Image.open(folder / "mask.png")) / 255).float()
-    image = to_pixels(Image.open(folder / "image.png")) * (1 - hole)
-    assert toy.relative_error(x[:, 4:8], encode(pipe, image[None])[0].numpy()) < 1e-3
+    image = torch.from_numpy(np.array(Image.open(folder / "image.png"))).permute(2, 0, 1) / 127.5 - 1
+    mean, _ = pipe.vae.distribution((image * (1 - hole))[None])
+    wanted = pipe.family.scale_factor * (mean - pipe.family.shift_factor)
+    assert toy.relative_error(x[:, 4:8], wanted.numpy()) < 1e-3
     cells = hole.reshape(4, 8, 6, 8).permute(1, 3, 0, 2).reshape(64, 4, 6)
     assert torch.equal(x[0, 8:], cells)
 
 
 def test_depth_and_canny_read_the_latents_of_a_picture(pipes: dict[str, Pipeline], folder: Path) -> None:
-    pipe, seen = pipes["flux_control"], []
-    hook = pipe.unet.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    pipe.txt2img("a", depth=folder / "image.png", height=32, width=48, steps=1)
-    hook.remove()
-    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
-    assert toy.relative_error(seen[0][:, 4:], mean.numpy()) < 1e-3
+    pipe = pipes["flux_control"]
+    with unet_calls(pipe) as calls:
+        pipe.txt2img("a", depth=folder / "image.png", height=32, width=48, steps=1)
+    assert toy.relative_error(calls[0].x[:, 4:], pipe.encode(folder / "image.png").numpy()) < 1e-3
     with pytest.raises(ValueError, match="wants one: `depth=FILE`"):
         pipe.txt2img("a", steps=1)
 
@@ -165,14 +152,13 @@ def test_kontext_reads_the_latents_of_the_image_that_it_edits(
 ) -> None:
     """Which weights do not tell: the metadata do, and a file's name is a hint.  Without an image it is dev."""
     about: dict[str, Any] = {"device": "cpu", "metadata": {"family": "flux_kontext"}}
-    pipe, seen = ldm_lite.load(folder / "flux_dev.safetensors", **about), []
-    hook = pipe.unet.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    [image] = pipe.img2img("make it red", folder / "image.png", height=32, width=48, steps=2)
-    hook.remove()
-    mean, _ = encode(pipe, to_pixels(Image.open(folder / "image.png"))[None])
+    pipe = ldm_lite.load(folder / "flux_dev.safetensors", **about)
+    with unet_calls(pipe) as calls:
+        [image] = pipe.img2img("make it red", folder / "image.png", height=32, width=48, steps=2)
+    mean = pipe.encode(folder / "image.png").numpy()
     assert image.size == (48, 32)
-    assert [tuple(x.shape) for x in seen] == [(1, 8, 4, 6)] * 2
-    assert all(toy.relative_error(x[:, 4:], mean.numpy()) < 1e-3 for x in seen)
+    assert [tuple(call.x.shape) for call in calls] == [(1, 8, 4, 6)] * 2
+    assert all(toy.relative_error(call.x[:, 4:], mean) < 1e-3 for call in calls)
     options = {"height": 32, "width": 48, "steps": 1, "output": "tensor"}
     assert torch.equal(pipe.txt2img("a", **options)[0], pipes["flux_dev"].txt2img("a", **options)[0])
     with pytest.raises(ValueError, match=r"inpaint cannot use: take python -m ldm_lite.img2img"):
@@ -202,15 +188,11 @@ def test_the_scale_is_what_dev_reads(pipes: dict[str, Pipeline]) -> None:
 
 
 def test_skip_layer_guidance_runs_in_a_part_of_the_steps(pipes: dict[str, Pipeline]) -> None:
-    pipe = pipes["sd35_medium"]
-    skip = SkipLayers((1,), 2.5, 0.01, 0.5)
-    pipe, sizes = replace(pipe, family=replace(pipe.family, skip_layers=skip)), []
-    hook = pipe.unet.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    size = {"height": 32, "width": 32, "steps": 4}
-    on = pipe.txt2img("a", **size)
-    assert sizes == [2, 3, 2, 2]
+    pipe, size = skipping(pipes["sd35_medium"], end=0.5), {"height": 32, "width": 32, "steps": 4}
+    with unet_calls(pipe) as calls:
+        on = pipe.txt2img("a", **size)
+    assert [len(call.x) for call in calls] == [2, 3, 2, 2]
     off = pipe.txt2img("a", skip_layer_scale=0, **size)
-    hook.remove()
     assert not np.array_equal(pixels(on), pixels(off))
     with pytest.raises(ValueError, match="has no skip-layer guidance"):
         pipes["flux_dev"].txt2img("a", skip_layer_scale=1.0)
@@ -301,10 +283,18 @@ def test_a_lora_learns_the_velocity(name: str, folder: Path, tmp_path: Path, pip
     assert not np.array_equal(pixels(pipe.txt2img("a", **size)), pixels(pipes[name].txt2img("a", **size)))
 
 
-@pytest.mark.parametrize(("options", "message"), [({}, "only a LoRA"), ({"lora_rank": 2, "min_snr": 5.0}, "leave out")])
-def test_training_that_makes_no_sense_is_refused(options: Any, message: str, pipes: dict[str, Pipeline]) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_model(TrainOptions(out="x", data="y", **options), pipes["flux_dev"])
+@pytest.mark.parametrize(
+    ("options", "message"), [([], "only a LoRA"), (["--lora-rank", "2", "--min-snr", "5"], "leave out")]
+)
+def test_training_that_makes_no_sense_is_refused(
+    options: Any, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    shutil.copy(folder / "image.png", tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("a cat")
+    arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--steps", "1", "--device", "cpu"]
+    assert train.main([*arguments, *options, "--ckpt", str(folder / "flux_dev.safetensors")]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_loss_of_a_perfect_network_is_0(pipes: dict[str, Pipeline]) -> None:
@@ -332,41 +322,38 @@ def test_the_loss_of_a_perfect_network_is_0(pipes: dict[str, Pipeline]) -> None:
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def model_of(name: str) -> Model:
-    """A family in miniature, as make_flow_goldens.py has it, without its encoders."""
-    family = toy_flow.small(name)
-    unet = toy.fill(build(family.unet)).requires_grad_(False)
-    schedule = family.noise.schedule(family.prediction)
-    vae: Any = SimpleNamespace(spec=family.vae)
-    return Model(name, family, schedule, unet, vae, None, None, None, name).sized((4, 6, 10))
+def sized(path: Path, **options: Any) -> Pipeline:
+    """The pipeline for the goldens' latents of 6 x 10."""
+    return ldm_lite.load(path, device="cpu", **options).sized((4, 6, 10))
 
 
 def test_a_run_of_kontext_is_that_of_diffusers(tmp_path: Path) -> None:
-    model = model_of("flux_dev")
-    component = split(open_checkpoint(toy_flow.save(tmp_path / "d.safetensors", of_diffusers("flux_dev"))))["unet"]
-    load_weights(model.unet, component, "transformer", torch.device("cpu"), torch.float32)
-    model = replace(model, family=replace(model.family, task="edit"))
-    x, _, context, y = toy_flow.run_inputs(model.family.unet)
-    cond = Conditioning(context, y, toy_flow.reference(model.family.unet))
-    branches = guided(model, cond, None, toy_flow.SCALE)
-    plan = make_plan("euler", model.schedule, toy_flow.STEPS)
-    assert toy.relative_error(denoise(model, x, branches, plan), KONTEXT_GOLDEN["run"]) < 2e-5
+    parts = toy_flow.save(tmp_path / "dev.safetensors", of_diffusers("flux_dev"))
+    path = toy_flow.write(tmp_path, "flux_dev")
+    pipe = sized(path, unet=parts, metadata={"family": "flux_kontext"})
+    x, _, context, y = toy_flow.run_inputs(pipe.family.unet)
+    cond = pipe.encode_prompt(["a", "b"])._replace(context=context, y=y, concat=toy_flow.reference(pipe.family.unet))
+    latents = pipe.denoise(x, cond, None, pipe.plan("euler", toy_flow.STEPS), toy_flow.SCALE)
+    assert toy.relative_error(latents, KONTEXT_GOLDEN["run"]) < 2e-5
 
 
 @pytest.mark.parametrize("run", [key.removeprefix("run.") for key in GOLDEN.files if key.startswith("run.")])
-def test_whole_runs_are_those_of_the_originals(run: str) -> None:
+def test_whole_runs_are_those_of_the_originals(run: str, tmp_path: Path) -> None:
     name, *kind = run.split(".")
-    model = model_of(name)
-    x, concat, context, y = toy_flow.run_inputs(model.family.unet)
-    cond = Conditioning(context, y, concat)
-    samplers = {"dpmpp_2m": "dpmpp_2m_sd3"}
-    plan = make_plan(samplers.get("".join(kind), "euler"), model.schedule, toy_flow.STEPS)
+    pipe = sized(toy_flow.write(tmp_path, name, golden=True))
+    spec, ready = pipe.family.unet, pipe.encode_prompt(["a", "b"])
+    x, concat, context, y = toy_flow.run_inputs(spec)
+    cond, uncond, scale = ready._replace(context=context, y=y, concat=concat), None, toy_flow.SCALE
     if name.startswith("flux"):
-        branches = guided(model, cond, None, toy_flow.SCALE if model.family.distilled else 1.0)
+        scale = toy_flow.SCALE if pipe.family.distilled else 1.0
     else:
-        branches = guided(model, cond, Conditioning(*toy_flow.negative(model.family.unet)), toy_flow.SCALE)
+        context, y = toy_flow.negative(spec)
+        uncond = ready._replace(context=context, y=y)
     if kind == ["skip"]:
-        skip, (start, end) = toy_flow.SKIP, (toy_flow.SKIP[key] * toy_flow.STEPS for key in ("start", "end"))
-        blocks = torch.tensor([block in skip["layers"] for block in range(model.family.unet.depth)])
-        branches = skipping(branches, blocks, skip["scale"], (start, end))
-    assert toy.relative_error(denoise(model, x, branches, plan), GOLDEN[f"run.{run}"]) < 2e-5
+        given = {"cond": cond, "uncond": uncond, "noise": x, "height": 48, "width": 80, "batch_size": 2}
+        pipe = skipping(pipe, toy_flow.SKIP["end"])
+        latents = run_latents(pipe, sampler="euler", steps=toy_flow.STEPS, scale=scale, **given)
+    else:
+        sampler = "dpmpp_2m_sd3" if kind == ["dpmpp_2m"] else "euler"
+        latents = pipe.denoise(x, cond, uncond, pipe.plan(sampler, toy_flow.STEPS), scale)
+    assert toy.relative_error(latents, GOLDEN[f"run.{run}"]) < 2e-5

@@ -13,26 +13,20 @@ import torch
 import toy
 import toy_zoo
 from PIL import Image
+from runs import run_latents
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import generate, img2img, inpaint, txt2img
+from ldm_lite import Pipeline, generate, img2img, inpaint, txt2img
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import mask_latent, to_array
-from ldm_lite.models.vae_kl import VAESpec
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.tasks.command import Preview
-from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES, ZOO
-from ldm_lite.zoo.networks import build
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "zoo.npz")
 Load = Callable[[str], Pipeline]
@@ -67,25 +61,23 @@ def test_a_file_is_loaded_as_its_family(name: str, load: Load) -> None:
     assert (got.task, got.conditioner, got.prediction) == (wanted.task, wanted.conditioner, wanted.prediction)
 
 
-def conditionings(pipe: Pipeline, name: str, folder: Path) -> tuple[Conditioning, Conditioning | None]:
-    """Encode the prompt and the negative prompt of a run."""
-    prompts = {"ldm_text2img_large": toy_zoo.PROMPTS[0], "ldm_text2img256": toy_zoo.PROMPTS[0]}
-    prompts |= {"ldm_cin256_v2": str(toy_zoo.CLASS), "ldm_cin256": str(toy_zoo.CLASS)}
-    height, width = (4 * side for side in toy_zoo.latent_size(name))
+def prompt_of_run(name: str, folder: Path) -> str:
+    """The prompt of a run, which may be a file."""
+    if name in ("ldm_text2img_large", "ldm_text2img256"):
+        return toy_zoo.PROMPTS[0]
+    if name in ("ldm_cin256_v2", "ldm_cin256"):
+        return str(toy_zoo.CLASS)
     if name == "ldm_layout2img":
         boxes = [{"class": box[0], "box": box[1:]} for box in toy.layouts()[0]]
         (folder / "boxes.json").write_text(json.dumps(boxes))
-        prompts[name] = str(folder / "boxes.json")
-    elif name == "ldm_semantic_synthesis":
+        return str(folder / "boxes.json")
+    if name == "ldm_semantic_synthesis":
         Image.fromarray(toy_zoo.labels()[0].numpy().astype(np.uint8)).save(folder / "labels.png")
-        prompts[name] = str(folder / "labels.png")
-    elif name == "rdm768":
+        return str(folder / "labels.png")
+    if name == "rdm768":
         np.save(folder / "embeddings.npy", toy_zoo.neighbours()[0].numpy())
-        prompts[name] = str(folder / "embeddings.npy")
-    prompt = prompts.get(name, "")
-    options = PromptOptions(num_chunks=count_chunks(pipe, [prompt]), size=(height, width))
-    cond = encode_prompts(pipe, [prompt], options)
-    return cond, encode_prompts(pipe, [""], options) if toy_zoo.RUNS[name].scale != 1 else None
+        return str(folder / "embeddings.npy")
+    return ""
 
 
 FROM_PROMPTS = [name for name in toy_zoo.RUNS if name not in ("ldm_inpainting_big", "ldm_bsr_sr", "x4")]
@@ -95,11 +87,12 @@ FROM_PROMPTS = [name for name in toy_zoo.RUNS if name not in ("ldm_inpainting_bi
 def test_a_run_equals_the_originals(name: str, load: Load, tmp_path: Path) -> None:
     """DDIM with the original's timesteps; the image too, with the scale factor or codes."""
     pipe, run = load(name), toy_zoo.RUNS[name]
-    cond, uncond = conditionings(pipe, name, tmp_path)
-    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    height, width = (4 * side for side in toy_zoo.latent_size(name))
+    options = {"sampler": "ddim", "spacing": "original", "steps": run.steps, "scale": run.scale}
+    options |= {"noise": toy_zoo.noise(name), "height": height, "width": width}
     with toy.in_float64(*pipe.networks.values()):
-        latents = generate.denoise(pipe, toy_zoo.noise(name), classifier_free(cond, uncond, run.scale), plan)
-        pixels = next(generate.decode(pipe, latents))
+        latents = run_latents(pipe, prompt_of_run(name, tmp_path), **options)
+        pixels = pipe.decode(latents, output="tensor")[0]
     assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
     if run.decoded:
         assert toy.relative_error(pixels, GOLDEN[f"run.{name}.pixels"][0].clip(-1, 1)) < 1e-5
@@ -222,7 +215,7 @@ def test_the_autoencoder_that_inpainting_holds_twice_is_read_once(
 def test_the_ema_copy_is_used(name: str, load: Load, tmp_path: Path) -> None:
     """Trap 13: the original sampled inside of ema_scope."""
     random_checkpoint.write(tmp_path / "ema.ckpt", toy_zoo.small(name), container="zip", ema=True)
-    metadata = describe(toy_zoo.small(name))
+    metadata = random_checkpoint.metadata(toy_zoo.small(name))
     pipe, true = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata), load(name)
     assert all(map(torch.equal, pipe.unet.state_dict().values(), true.unet.state_dict().values()))
     other = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata, ema="no")
@@ -243,12 +236,10 @@ def test_the_ema_copy_is_used(name: str, load: Load, tmp_path: Path) -> None:
         (("x4",), (0.9999, 0.33127458, 7.33412460e-4)),
     ],
 )
-def test_schedules_are_the_originals(names: tuple[str, ...], alpha_bar: tuple[float, ...]) -> None:
+def test_schedules_are_the_originals(names: tuple[str, ...], alpha_bar: tuple[float, ...], load: Load) -> None:
     """Trap 16: what the configurations call linear is linear in the square roots."""
     for name in names:
-        family = FAMILIES[name]
-        schedule = Schedule.from_betas(family.noise.betas, family.prediction)
-        assert schedule.alpha_bar[[0, 500, 999]] == pytest.approx(alpha_bar, rel=1e-7)
+        assert load(name).schedule.alpha_bar[[0, 500, 999]] == pytest.approx(alpha_bar, rel=1e-7)
 
 
 def test_head_counts_are_the_rows() -> None:
@@ -279,11 +270,11 @@ def test_inpainting_equals_the_original(load: Load) -> None:
     pipe, run = load(name), toy_zoo.RUNS[name]
     hole = toy_zoo.hole()[0]
     concat = inpaint_task._masked_channels(pipe, toy_zoo.picture(name)[0], hole, mask_latent(hole, 4))
-    plan = make_plan("ddim", pipe.schedule, run.steps, spacing="original")
+    plan = pipe.plan("ddim", run.steps, spacing="original")
     branches = classifier_free(Conditioning(concat=concat), None, run.scale)
     with toy.in_float64(*pipe.networks.values()):
         latents = generate.denoise(pipe, toy_zoo.noise(name), branches, plan)
-        pixels = next(generate.decode(pipe, latents))
+        pixels = pipe.decode(latents, output="tensor")[0]
     assert toy.relative_error(latents, GOLDEN[f"run.{name}.latents"]) < 1e-5
     assert toy.relative_error(pixels, GOLDEN[f"run.{name}.pixels"][0].clip(-1, 1)) < 1e-5
 
@@ -310,8 +301,8 @@ def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[
     """One of the same kind, and where it is a VQ one, a KL one of such latents: its scale factor is the family's."""
     spec = toy_zoo.small(name).vae
     fields = {key: value for key, value in vars(spec).items() if key != "num_codes"}
-    for other in (spec, VAESpec(**fields)):
-        weights = toy.fill(build(other), "another").state_dict()
+    for other in (spec, type(toy.KL_F16)(**fields)):
+        weights = toy.fill(toy.network(other), "another").state_dict()
         save_file(dict(weights), tmp_path / "other.safetensors")
         pipe = ldm_lite.load(path_of(name), device="cpu", vae=tmp_path / "other.safetensors")
         assert pipe.vae.spec == pipe.family.vae == other
@@ -322,7 +313,7 @@ def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[
 
 @pytest.mark.slow
 def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, tmp_path: Path) -> None:
-    taesd = toy.fill(build(toy.TINY))
+    taesd = toy.network(toy.TINY)
     save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
     arguments = ["a red apple", "--ckpt", str(small_path), "--device", "cpu", "--steps", "2", "--n-samples", "3"]
     arguments += ["--out", str(tmp_path), "--preview", str(tmp_path / "taesd.safetensors"), "--skip-grid"]
@@ -330,15 +321,14 @@ def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, t
     assert Image.open(tmp_path / "preview.png").size == (134, 134)  # of a grid
     assert len(list((tmp_path / "samples").glob("*.png"))) == 3
     # The last one is of the results, through TAESD.
-    pipe, states = ldm_lite.load(small_path, device="cpu"), list[DenoisingState]()
-    options = Txt2imgOptions(prompt="a red apple", steps=2)
-    list(txt2img_task.txt2img(pipe, options, states.append))
+    latents = run_latents(ldm_lite.load(small_path, device="cpu"), "a red apple", steps=2)
+    levels = (127.5 * (taesd.decode(latents)[0].clamp(-1, 1) + 1)).round().int().permute(1, 2, 0).numpy()
     first = np.asarray(Image.open(tmp_path / "preview.png").crop((2, 2, 66, 66)), dtype=int)
-    assert np.abs(first - to_array(taesd.decode(states[-1].latents)[0])).max() <= 1
+    assert np.abs(first - levels).max() <= 1
 
 
 def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_path: Path) -> None:
-    taesd: Any = toy.fill(build(toy.TINY))
+    taesd: Any = toy.network(toy.TINY)
     save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
     states: list[DenoisingState] = []
     shown: list[Image.Image] = []
@@ -359,7 +349,7 @@ def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_
 def test_a_preview_that_does_not_fit_is_an_error(
     path_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_file(dict(toy.fill(build(toy.TINY)).state_dict()), tmp_path / "taesd.safetensors")
+    save_file(dict(toy.network(toy.TINY).state_dict()), tmp_path / "taesd.safetensors")
     arguments = ["--ckpt", str(path_of("ldm_celeba_ffhq_beds256")), "--device", "cpu", "--out", str(tmp_path)]
     assert txt2img.main([*arguments, "--preview", str(tmp_path / "taesd.safetensors")]) == 2
     assert "does not fit: its latents have 4 channels at 1/8" in capsys.readouterr().err
