@@ -18,29 +18,24 @@ import toy_flow
 import toy_z_image
 from PIL import Image
 from random_checkpoint import random_tensor
+from runs import run_latents
 from safetensors.torch import load_file
 from torch import Tensor
 from toy_flow import save, under, weights
 
 import ldm_lite
-from ldm_lite import txt2img
+from ldm_lite import Pipeline, txt2img
 from ldm_lite.checkpoint.diffusers_keys import original_layout
-from ldm_lite.checkpoint.reader import on_meta, open_checkpoint, split
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.step import rows
-from ldm_lite.generate import decode, denoise
 from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
-from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.z_image import ZImage, ZImageSpec
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import offload
-from ldm_lite.runtime.attention import record, use
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.together import Together
 from ldm_lite.tasks.joined import _joined
-from ldm_lite.text.tokenizer import Qwen3Tokenizer
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.losses import checkpoint_activations
 from ldm_lite.zoo.families import FAMILIES
@@ -141,8 +136,8 @@ def test_captions_of_one_length_need_no_mask(pipe: Pipeline) -> None:
     y = torch.tensor([[40], [33]])
     own = network(x, t, context, y)
     for attention in ("vanilla", "sliced:3", "math", "sdpa"):
-        use(network, attention)
-        with record(network) as maps:
+        pipe.use_attention(attention)
+        with pipe.attention_maps() as maps:
             assert toy.relative_error(network(x, t, context, y, full=torch.ones(2)), own.numpy()) < 1e-5
         assert {tuple(each[0].shape[2:]) for key, each in maps.items() if key.startswith("layers")} == {(96, 96)}
         assert len(maps) == SPEC.depth + 2 * SPEC.refiner_depth
@@ -184,15 +179,17 @@ def test_recomputed_activations_give_the_same_gradients(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_tokens_are_those_of_transformers_with_the_chat_template(older: bool, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers_with_the_chat_template(
+    older: bool, files: dict[str, Any], tmp_path: Path
+) -> None:
     path = (toy_z_image.write_vocabulary if older else toy_z_image.write_tokenizer)(tmp_path)
-    tokenizer = Qwen3Tokenizer(512, path=path)
+    tokenizer = load(files, tokenizer=str(path)).tokenizer
     ours = [each for text in (*toy_z_image.PROMPTS, *toy_z_image.TEXTS) for each in (*tokenizer.encode(text), -1)]
     assert ours == GOLDEN["ids"].astype(int).tolist()
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    tokenizer = Qwen3Tokenizer(512, path=toy_z_image.write_tokenizer(tmp_path))
+def test_what_does_not_fit_is_named(files: dict[str, Any]) -> None:
+    tokenizer = load(files).tokenizer
     template = len(tokenizer.encode(""))
     assert tokenizer.dropped("x" * 400) == ""
     text = "x y" * 170  # 3 tokens each
@@ -206,24 +203,23 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_a_caption_does_not_depend_on_its_batch(pipe: Pipeline) -> None:
-    prompts = [*toy_z_image.PROMPTS, "", None]
-    together = encode_prompts(pipe, prompts)
+    prompts = [*toy_z_image.PROMPTS, ""]
+    together = pipe.encode_prompt(prompts)
     assert together.context is not None
     assert together.y is not None
-    assert together.context.shape == (4, 96, 32)
+    assert together.context.shape == (3, 96, 32)
     for i, prompt in enumerate(prompts):
-        alone = encode_prompts(pipe, [prompt])
+        alone = pipe.encode_prompt(prompt)
         assert alone.context is not None
         assert alone.y is not None
         assert alone.y.tolist() == together.y[i : i + 1].tolist()
         count = int(alone.y)
         assert torch.allclose(alone.context[0, :count], together.context[i, :count], atol=1e-6)
-    assert torch.equal(together.y[2], together.y[3])
 
 
 def test_long_captions_are_cut_with_a_warning(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found = encode_prompts(pipe, ["one two " * 200])
+        found = pipe.encode_prompt("one two " * 200)
     assert "prompt is too long, dropped from it:" in caplog.text
     assert found.context is not None
     assert found.context.shape[1] == 512
@@ -239,12 +235,9 @@ def test_long_captions_are_cut_with_a_warning(pipe: Pipeline, caplog: pytest.Log
 )
 def test_a_whole_run_equals_diffusers_pipeline(name: str, scale: float, pipe: Pipeline) -> None:
     """From prompts to pixels; its guidance scale is 1 less than the usual one."""
-    options = PromptOptions(num_chunks=3)
-    cond = encode_prompts(pipe, toy_z_image.PROMPTS, options)
-    uncond = encode_prompts(pipe, [toy_z_image.NEGATIVE] * 2, options)
-    plan = make_plan("euler", pipe.sized((4, 4, 6)).schedule, toy_z_image.STEPS)
-    latents = denoise(pipe, toy.normal(1, 2, 4, 4, 6), classifier_free(cond, uncond, scale), plan)
-    pixels = torch.stack(list(decode(pipe, latents)))
+    given = {"negative_prompt": toy_z_image.NEGATIVE, "noise": toy.normal(1, 2, 4, 4, 6), "height": 32, "width": 48}
+    latents = run_latents(pipe, toy_z_image.PROMPTS, steps=toy_z_image.STEPS, sampler="euler", scale=scale, **given)
+    pixels = torch.stack(pipe.decode(latents, output="tensor"))
     assert toy.relative_error((pixels + 1) / 2, GOLDEN[f"run.{name}"]) < 1e-4
 
 
@@ -323,16 +316,18 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, p
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
-def test_either_layout_loads_with_any_prefix(prefix: str, pipe: Pipeline, tmp_path: Path) -> None:
+def test_either_layout_loads_with_any_prefix(
+    prefix: str, pipe: Pipeline, files: dict[str, Any], tmp_path: Path
+) -> None:
     separate = save(tmp_path / "s.safetensors", under(prefix, of_original("transformer")))
     fused = save(
         tmp_path / "f.safetensors", under(prefix, {**pipe.unet.state_dict(), "norm_final.weight": torch.ones(64)})
     )
     for path in (separate, fused):
-        component = split(open_checkpoint(path))["unet"]
-        assert ZImageSpec.from_shapes(component.shapes) == SPEC
+        loaded = load(files, ckpt=path)
+        assert loaded.family.unet == SPEC
         for key, value in pipe.unet.state_dict().items():
-            assert torch.equal(component.checkpoint.read(component.keys[key]), value), key
+            assert torch.equal(loaded.unet.state_dict()[key], value), key
 
 
 def test_all_in_one_and_apart(files: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,14 +363,14 @@ def test_what_only_a_name_tells_is_a_warning(
 
 @pytest.mark.slow
 def test_what_is_missing_or_does_not_fit_is_named(files: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    t5 = save(tmp_path / "t5.safetensors", toy.fill(T5Encoder(toy_flow.T5)).state_dict())
+    t5 = save(tmp_path / "t5.safetensors", toy.network(toy_flow.T5).state_dict())
     vae = replace(toy_flow.VAE, z_channels=8, embed_dim=8)
-    wrong = save(tmp_path / "vae.safetensors", toy.fill(build(vae)).state_dict())
+    wrong = save(tmp_path / "vae.safetensors", toy.network(vae).state_dict())
     alone = tmp_path / "alone"
     alone.mkdir()
     qwen = save(alone / "qwen.safetensors", weights(toy_z_image.small())["text_encoder"])
-    wide = save(tmp_path / "wide.safetensors", toy.fill(Qwen3(replace(QWEN3, width=48))).state_dict())
-    few = save(folder / "few.safetensors", toy.fill(Qwen3(replace(QWEN3, vocab_size=200))).state_dict())
+    wide = save(tmp_path / "wide.safetensors", toy.network(replace(QWEN3, width=48)).state_dict())
+    few = save(folder / "few.safetensors", toy.network(replace(QWEN3, vocab_size=200)).state_dict())
     other = tmp_path / "tokenizer.json"
     other.write_text("{}")
     for change, message in (
@@ -392,7 +387,7 @@ def test_what_is_missing_or_does_not_fit_is_named(files: dict[str, Any], folder:
         with pytest.raises(ValueError, match=message):
             load(files, **change)
     loaded = load(files, text_encoder=str(qwen), tokenizer=str(folder))
-    assert isinstance(loaded.tokenizer, Qwen3Tokenizer)
+    assert loaded.encode_prompt("a cat").context.shape == (1, 32, 32)
 
 
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
