@@ -21,7 +21,7 @@ from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.diffusion.adaptive import each_image
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.noise import Draw
-from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, h_to_x0, to_kept
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
 from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
@@ -160,7 +160,7 @@ def stream(
             if mask is not None and mask.noise is None and (i == 0 or plan.step[i - 1] != step):
                 assert draw is not None
                 registers = _with_latents(registers, mask.blend(registers[0], plan.level[i], _sent(draw(), device)))
-            fresh = _sent(draw(), device) if draw is not None and plan.draws[i] else silence
+            fresh = _sent(draw(), device) if draw is not None and plan.adds_noise[i] else silence
             if fresh.shape != x.shape:
                 raise ValueError(f"got noise of shape {tuple(fresh.shape)} from `draw`, wanted {tuple(x.shape)}")
             now = stages[-1 if step >= stages[-1].first_step else 0]
@@ -178,8 +178,8 @@ def stream(
             if mask is not None and mask.noise is not None:
                 after = plan.level[i + 1] if i + 1 < len(plan.level) else (1.0, 0.0)
                 registers = _with_latents(registers, mask.blend(registers[0], after, mask.noise))
-            if plan.mix[i, 2, -2] == 1:  # the row remembers its prediction
-                seen = (before, registers[2], h_to_x0(plan, i))
+            if plan.remembers[i]:
+                seen = (before, registers[2], plan.x0_of_h(i))
             if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:
                 yield DenoisingState(step + 1, plan.num_steps, registers[0], seen[1], seen[0], seen[2], mask)
 
@@ -308,7 +308,7 @@ def _check_all(
             f"this plan is for another network: {model.name} predicts {model.schedule.prediction}; "
             "make one with its own schedule"
         )
-    if draw is None and plan.draws.any():
+    if draw is None and plan.adds_noise.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
 
 

@@ -84,7 +84,7 @@ class BrownianNoise:
     def __init__(self, seeds: Sequence[int], normal: Normal, plan: Plan) -> None:
         a, s = np.vstack([plan.level, [plan.end.a, plan.end.s]]).T
         sigmas = np.divide(s, a, out=np.full_like(s, np.inf), where=a > 0).astype(np.float32)  # theirs are float32
-        self._spans = [(float(sigmas[i + 1]), float(sigmas[i])) for i in range(len(plan.t)) if plan.draws[i]]
+        self._spans = [(float(sigmas[i + 1]), float(sigmas[i])) for i in range(len(plan.t)) if plan.adds_noise[i]]
         used = [float(sigma) for sigma in sigmas if 0 < sigma < np.inf]
         self._trees = [BrownianTree(min(used), max(used), seed, normal) for seed in seeds]
         self._calls = 0

@@ -24,7 +24,7 @@ def original_plan(
         return _dpm_solver(schedule, steps)
     plan = make_plan(key, schedule, steps, eta=eta, spacing="original", last=last)
     # Noise is drawn at every call, if only to multiply it by zero.
-    return dataclasses.replace(plan, draws=plan.draws | True)
+    return dataclasses.replace(plan, adds_noise=plan.adds_noise | True)
 
 
 def _dpm_solver(schedule: Schedule, steps: int) -> Plan:

@@ -34,11 +34,12 @@ class Plan:
 
     t: Array  # (N,) the timestep given to the network, possibly fractional
     level: Array  # (N, 2) (a, s) of the latent that the call sees: x = a x0 + s eps
-    to_prediction: Array  # (N, 2) (p, q): prediction H = p x + q out
+    to_h: Array  # (N, 2) (p, q): H = p x + q out, for the network's output
     to_x0: Array  # (N, 2) the same for x0, which guidance may change; NaN where undefined
     mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
     step: Array  # (N,) the step that the call belongs to, from 0; a step can take two calls
-    draws: NDArray[np.bool_]  # (N,) whether the row uses noise
+    adds_noise: NDArray[np.bool_]  # (N,) whether the row uses noise
+    remembers: NDArray[np.bool_]  # (N,) whether H joins the history
     stretch: Array  # (N,) log of the largest factor by which a learned variance scales the row's noise
     initial: float  # the first latent is unit noise times this
     end: Level  # the level of the result
@@ -50,7 +51,7 @@ class Plan:
         No other coefficient depends on the data.  Nichol and Dhariwal 2021, eq. 15.
         """
         after = np.append(self.level[1:, 1], self.end.s)
-        ratio = np.divide(self.level[:, 1], after, out=np.ones_like(after), where=self.draws)
+        ratio = np.divide(self.level[:, 1], after, out=np.ones_like(after), where=self.adds_noise)
         return replace(self, stretch=np.log(ratio))
 
     def at_whole_timesteps(self, schedule: Schedule) -> "Plan":
@@ -72,6 +73,11 @@ class Plan:
     def num_steps(self) -> int:
         """The number of steps; len(plan.t) is the number of model calls."""
         return int(self.step[-1]) + 1
+
+    def x0_of_h(self, call: int) -> tuple[float, float]:
+        """Return (p, q) with x0 = p x + q H, for the H of a call."""
+        (p, q), (p0, q0) = self.to_h[call], self.to_x0[call]
+        return float(p0 - q0 * p / q), float(q0 / q)
 
 
 def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
@@ -99,35 +105,30 @@ class Rows:
 
     schedule: Schedule
     keep: Literal["eps", "x0", "flow"]  # what H is
-    rows: list[tuple[Level, Array, int]] = field(default_factory=list)
+    rows: list[tuple[Level, Array, int, bool]] = field(default_factory=list)
 
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
         """Add a model call at level `now`: the latent becomes x, and H joins the history if `remember`."""
         history = (H, H1, H2) if remember else (H1, H2, H3)
-        self.rows.append((now, np.array([x, aside, *history]), step))
+        self.rows.append((now, np.array([x, aside, *history]), step, remember))
 
     def plan(self, end: Level, initial: float = 1.0) -> Plan:
         """Return the finished table.  Raises ValueError if a coefficient is undefined, as for eps at zero SNR."""
-        levels, mixes, steps = zip(*self.rows, strict=True)
+        levels, mixes, steps, remembers = zip(*self.rows, strict=True)
         prediction = self.schedule.prediction
         plan = Plan(
             t=np.array([self.schedule.time(level) for level in levels]),
             level=np.array([[level.a, level.s] for level in levels]),
-            to_prediction=np.array([to_kept(prediction, self.keep, level) for level in levels]),
+            to_h=np.array([to_kept(prediction, self.keep, level) for level in levels]),
             to_x0=np.array([to_kept(prediction, "x0", level) for level in levels]),
             mix=np.stack(mixes),
             step=np.array(steps),
-            draws=np.any(np.stack(mixes)[:, :, -1] != 0, axis=1),
+            adds_noise=np.any(np.stack(mixes)[:, :, -1] != 0, axis=1),
+            remembers=np.array(remembers),
             stretch=np.zeros(len(steps)),
             initial=initial,
             end=end,
         )
-        if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_prediction).all()):
+        if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_h).all()):
             raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
         return plan
-
-
-def h_to_x0(plan: Plan, row: int) -> tuple[float, float]:
-    """Return (p, q) with x0 = p x + q H, for the prediction H that a row remembers."""
-    (p, q), (p0, q0) = plan.to_prediction[row], plan.to_x0[row]
-    return float(p0 - q0 * p / q), float(q0 / q)

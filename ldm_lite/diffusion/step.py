@@ -19,7 +19,7 @@ class Row(NamedTuple):
     """One row of a Plan as float32 tensors on the device, with the names of the Plan's columns."""
 
     t: Tensor  # ()
-    to_prediction: Tensor  # (2,)
+    to_h: Tensor  # (2,)
     to_x0: Tensor  # (2,)
     mix: Tensor  # (R, R+2)
     stretch: Tensor  # ()
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 def rows(plan: Plan, device: torch.device) -> list[Row]:
     """The rows of a plan on a device, copied there at once."""
-    columns = (plan.t, plan.to_prediction, plan.to_x0, plan.mix, plan.stretch)
+    columns = (plan.t, plan.to_h, plan.to_x0, plan.mix, plan.stretch)
     tensors = [torch.tensor(column, dtype=torch.float32, device=device) for column in columns]
     return [Row(*row) for row in zip(*tensors, strict=True)]
 
@@ -62,7 +62,7 @@ def denoise_step(
         out, variance = out.chunk(2, dim=1)
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * row.stretch)
     out = guide(guidance, out, x, row.to_x0)
-    prediction = row.to_prediction[0] * x + row.to_prediction[1] * out
+    prediction = row.to_h[0] * x + row.to_h[1] * out
     # Multiply and add, not matmul: the sampler's arithmetic stays float32 even if matmuls are TF32.
     terms = torch.cat([registers, prediction[None], noise[None]])
     return (row.mix[:, :, None, None, None, None] * terms).sum(dim=1)

@@ -53,13 +53,13 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
         plan = make_plan(name, model.schedule, 20)
         # With noise there is no single solution, and LCM solves another equation.
         errors = {}
-        for steps in [] if plan.draws.any() else numbers(options.steps, "`steps`"):
+        for steps in [] if plan.adds_noise.any() else numbers(options.steps, "`steps`"):
             latents = _last_latents(model, branches, noise, name, steps, options.spacing)
             errors[steps] = float((latents - truth).norm() / truth.norm())
             on_run()
         spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
         about = (SAMPLERS[name].__doc__ or "").splitlines()[0]
-        rows.append(Comparison(name, len(plan.t), bool(plan.draws.any()), spacing, about, errors))
+        rows.append(Comparison(name, len(plan.t), bool(plan.adds_noise.any()), spacing, about, errors))
     return rows
 
 

@@ -166,7 +166,7 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
             tricks = tricks_of(case.options(plan.num_steps))
             used = guided_by(case, tricks, branches, plan)
             point = {name: cost.of(plan, used, tricks.shortcuts) for name, cost in costs.items()} | {"steps": steps}
-            if not plan.draws.any():
+            if not plan.adds_noise.any():
                 if truth is None:
                     long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
                     truth = latents(

@@ -199,7 +199,7 @@ def gaussian_velocity(x: Array, t: float) -> Array:
     return t * centred - (MEAN + (1 - t) * DEVIATION**2 * centred)
 
 
-@pytest.mark.parametrize("name", [name for name in DEFINED if not make_plan(name, SD3, 4).draws.any()])
+@pytest.mark.parametrize("name", [name for name in DEFINED if not make_plan(name, SD3, 4).adds_noise.any()])
 def test_all_samplers_solve_the_same_equation(name: str) -> None:
     """Of Gaussian data, the flow's map from noise to images is known."""
     schedule = FlowSchedule.of(3.0)
@@ -257,7 +257,7 @@ def test_float32_is_enough(name: str) -> None:
     x = torch.from_numpy(start).float()
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])
     for i, row in enumerate(rows(plan, x.device)):
-        fresh = torch.from_numpy(next(noises)).float() if plan.draws[i] else torch.zeros_like(x)
+        fresh = torch.from_numpy(next(noises)).float() if plan.adds_noise[i] else torch.zeros_like(x)
         registers = denoise_step(toy.denoiser, registers, row, fresh, Conditioning(), Guidance(None, None, None))
     assert toy.relative_error(registers[0], wanted) < 5e-4
 

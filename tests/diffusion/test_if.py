@@ -52,7 +52,7 @@ def trajectory(name: str, dtype: torch.dtype) -> list[Tensor]:
     guidance = Guidance(weights, None, torch.tensor(percentile, dtype=dtype), limit=torch.tensor(limit, dtype=dtype))
     registers = torch.cat([next(fresh)[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE, dtype=dtype)])
     seen = []
-    for i, draws in enumerate(plan.draws):
+    for i, draws in enumerate(plan.adds_noise):
         row = Row(*(torch.tensor(getattr(plan, name)[i], dtype=dtype) for name in Row._fields))
         noise = next(fresh) if draws else torch.zeros(toy.SHAPE, dtype=dtype)
         given = row, noise, Conditioning(context), guidance, dtype

@@ -123,7 +123,7 @@ def test_make_plan_says_what_it_wants(arguments: dict[str, object], message: str
 def test_eta_0_is_allowed_everywhere() -> None:
     assert np.array_equal(make_plan("plms", SD, 10, eta=0.0).mix, make_plan("plms", SD, 10).mix)
     for name in (name for name in SAMPLERS if has(name, "eta")):
-        assert not make_plan(name, SD, 10, eta=0.0).draws.any()
+        assert not make_plan(name, SD, 10, eta=0.0).adds_noise.any()
     for stochastic, deterministic in (("euler_a", "euler"), ("dpm2_a", "dpm2"), ("dpmpp_2m_sde", "dpmpp_2m")):
         assert np.allclose(make_plan(stochastic, SD, 10, eta=0.0).mix, make_plan(deterministic, SD, 10).mix)
 

@@ -87,7 +87,7 @@ def test_make_plan_gives_it_every_option() -> None:
     register(half_step)
     assert np.array_equal(make_plan("half_step", SD, 6).t, make_plan("euler karras", SD, 6).t)
     assert np.array_equal(make_plan("half step beta", SD, 6).t, make_plan("euler beta", SD, 6).t)
-    assert make_plan("half_step", SD, 6, eta=0.5).draws.sum() == 5
+    assert make_plan("half_step", SD, 6, eta=0.5).adds_noise.sum() == 5
     assert make_plan("half_step", SD, 6, last=2).num_steps == 2
     assert np.array_equal(make_plan("half_step", SD, 6, last=2).t, make_plan("half_step", SD, 6).t[-2:])
     with pytest.raises(ValueError, match=r"got churn 1\.0, but half_step has none"):
@@ -275,11 +275,12 @@ def test_a_plan_without_rows(bundled: Pipeline) -> None:
     plan = Plan(
         t=np.array([999.0, 600.0, 200.0]),
         level=np.array([(level.a, level.s) for level in levels[:-1]]),
-        to_prediction=to_x0,
+        to_h=to_x0,
         to_x0=to_x0,
         mix=mix,
         step=np.arange(3),
-        draws=np.zeros(3, dtype=bool),
+        adds_noise=np.zeros(3, dtype=bool),
+        remembers=np.zeros(3, dtype=bool),
         stretch=np.zeros(3),
         initial=1.0,
         end=CLEAN,

@@ -151,7 +151,7 @@ def moments(plan: Plan, start: Level, deviation: float, steps: int) -> tuple[flo
     """Mean and variance after so many steps, exactly: every row is linear in the registers and the noise."""
     mean, covariance = np.zeros(NUM_REGISTERS), np.zeros((NUM_REGISTERS, NUM_REGISTERS))
     mean[0], covariance[0, 0] = start.a * MEAN, start.a**2 * deviation**2 + start.s**2
-    for t, level, (p, q), mix, step in zip(plan.t, plan.level, plan.to_prediction, plan.mix, plan.step, strict=True):
+    for t, level, (p, q), mix, step in zip(plan.t, plan.level, plan.to_h, plan.mix, plan.step, strict=True):
         if step >= steps:
             break
         k, b = gaussian_eps(Level(t, *level), deviation)
@@ -204,7 +204,7 @@ def moments_of_one_image(plans: Sequence[Plan], starts: Sequence[Level]) -> tupl
     means[:, 0] = [(level.a * MEAN, level.s) for level in starts]  # the mean, and the share of the first noise
     mixes, biases = np.tile(eye, (num, len(plans), 1, 1)), np.zeros((num, len(plans), size))
     for i, plan in enumerate(plans):
-        (a, s), (p, q), rows = plan.level.T, plan.to_prediction.T, len(plan.t)
+        (a, s), (p, q), rows = plan.level.T, plan.to_h.T, len(plan.t)
         mixes[:rows, i] = plan.mix
         mixes[:rows, i, :, 0] += plan.mix[:, :, size] * (p + q / s)[:, None]  # eps is (x - a MEAN) / s
         biases[:rows, i] = plan.mix[:, :, size] * (-q * a * MEAN / s)[:, None]
@@ -252,11 +252,11 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
                 count * 2 - clean if sampler in TWO_CALLS else count + (sampler == "plms" and (count > 1 or not clean))
             )
             assert len(plan.t) == calls or (sampler == "restart" and count <= len(plan.t) <= 2 * count), case
-            for name in ("t", "level", "to_prediction", "to_x0", "mix"):
+            for name in ("t", "level", "to_h", "to_x0", "mix"):
                 assert np.isfinite(getattr(plan, name)).all(), f"{case}: {name}"
             assert (plan.t >= 0).all(), case
             assert (plan.t <= 999).all(), case
-            assert not (clean and plan.draws[-1]), case
+            assert not (clean and plan.adds_noise[-1]), case
             if sampler not in ("lcm", "lcm_webui"):
                 cases.append(case)
                 plans.append(plan)
@@ -284,7 +284,7 @@ def test_deterministic_samplers_keep_the_image_and_the_noise_if_both_are_constan
     """If the network always sees the same noise, x = a x0 + s eps holds after every step, with the same x0."""
     levels = SPACINGS[spacing](SD, steps)
     plan = make_plan(sampler, SD, steps, spacing=spacing)
-    assert not plan.draws.any()
+    assert not plan.adds_noise.any()
     x0, eps = np.array([0.7, -1.1]), np.array([-0.4, 1.9])
     trajectory = run(plan, lambda x, t: eps, levels[0].a * x0 + levels[0].s * eps, iter(()))
     assert np.array(trajectory) == pytest.approx(np.array([level.a * x0 + level.s * eps for level in levels]), abs=1e-9)
@@ -345,7 +345,7 @@ def test_churn_raises_each_level_with_fresh_noise(sampler: str) -> None:
     first = np.diff(churned.step, prepend=-1) > 0
     a, s = churned.level[first].T
     assert s / a == pytest.approx([1.2 * level.sigma for level in levels[:-1]], rel=1e-12)
-    assert churned.draws.sum() == 9
+    assert churned.adds_noise.sum() == 9
     assert churned.initial == pytest.approx(s[0], rel=1e-12)
     start = Level(999, a[0], s[0])
     (mean,), (variance,) = moments_of_one_image([churned], [start])
@@ -376,7 +376,7 @@ def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefin
                         make_plan(sampler, schedule, steps, spacing=spacing)
                     continue
                 plan = make_plan(sampler, schedule, steps, spacing=spacing)
-                for name in ("t", "to_prediction", "to_x0", "mix"):
+                for name in ("t", "to_h", "to_x0", "mix"):
                     assert np.isfinite(getattr(plan, name)).all(), f"{case}: {name}"
                 assert abs(plan.mix).max() < 1e6, case
 
@@ -443,7 +443,7 @@ def test_the_last_steps_begin_where_the_whole_would_be(sampler: str, spacing: st
 def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sampler: str) -> None:
     whole, part = make_plan(sampler, SD, 12), make_plan(sampler, SD, 12, last=5)
     assert np.array_equal(part.mix, whole.mix[-len(part.t) :])
-    assert np.array_equal(part.to_prediction, whole.to_prediction[-len(part.t) :])
+    assert np.array_equal(part.to_h, whole.to_h[-len(part.t) :])
 
 
 @pytest.mark.parametrize(

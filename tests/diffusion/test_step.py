@@ -51,7 +51,7 @@ def run(plan: Plan, context: Tensor, guided: Guidance) -> list[Tensor]:
     x = next(noises) * plan.initial
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
     seen = [x]
-    for row, draws in zip(rows(plan, CPU), plan.draws, strict=True):
+    for row, draws in zip(rows(plan, CPU), plan.adds_noise, strict=True):
         noise = next(noises) if draws else torch.zeros(toy.SHAPE)
         registers = denoise_step(toy.denoiser, registers, row, noise, Conditioning(context), guided)
         seen.append(registers[0])
