@@ -31,7 +31,6 @@ from ldm_lite.bench import peers
 from ldm_lite.bench.checkpoints import random_tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.setup import prepare
 from ldm_lite.train.batches import Batch, Draws
@@ -78,7 +77,7 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
         lora.attach(networks)
         networks = {"lora": lora}
     lay_out([unet, *networks.values()])
-    empty = Conditioning(torch.zeros(1, TOKENS, family.unet.context_dim))
+    empty = {"context": torch.zeros(1, TOKENS, family.unet.context_dim)}
     config = TrainConfig(
         steps=10**6, batch=options.batch, accumulate=1, lr=LR, warmup=0, weight_decay=0.01, ema_decay=DECAY, clip=1.0,
         seed=0, minutes=None, save_every=10**6, workers=0, bf16=False,
