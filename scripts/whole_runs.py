@@ -152,7 +152,9 @@ def command(program: str, folder: Path, options: argparse.Namespace) -> list[str
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     """Run the programs in turn and print a table of seconds."""
-    from ldm_lite.bench.measure import alternating, median, spread
+    from statistics import median
+
+    from ldm_lite.bench.measure import alternating, spread
 
     programs = [name for name in options.programs.split(",") if name != "sd.cpp" or options.sd_cli]
     seconds: dict[str, list[float]] = {name: [] for name in programs}

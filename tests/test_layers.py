@@ -127,7 +127,7 @@ BESIDE_THE_FACADE = {
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
     "serve": {"diffusion", "tasks.from_png", "tasks.xy", "text.parameters"},
     # It measures what is behind the facade: kernels, compilation, reading files, networks of any size.
-    "bench": {"checkpoint", "conditioning", "diffusion", "generate", "models", "runtime", "text", "train", "zoo"},
+    "bench": {"checkpoint", "diffusion", "models", "runtime", "text", "zoo"},
 }
 
 

@@ -1,173 +1,206 @@
-"""The benchmark: run the cells of the options with every backend and report."""
+"""The benchmark: in each cell compare the results of all backends, then time them in turn."""
 
 import contextlib
 import functools
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ldm_lite.bench.backends import Backend, SubprocessBackend, Unavailable
-from ldm_lite.bench.capacity import largest_batch
-from ldm_lite.bench.checkpoints import open_model
-from ldm_lite.bench.comparison import GATES, Comparison
-from ldm_lite.bench.configurations import CONFIGURATIONS, REFERENCE, Configuration, Models
-from ldm_lite.bench.measure import ceiling
+from ldm_lite.bench.checkpoints import family_of, open_model
+from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling
 from ldm_lite.bench.options import Options, names
-from ldm_lite.bench.report import RESULTS, Report, describe_run, from_json
-from ldm_lite.bench.training import TRAIN_CONFIGURATIONS, TrainConfiguration, train_backends
-from ldm_lite.bench.worker import PEERS
-from ldm_lite.bench.workload import IMAGE_SECTIONS, SECTIONS, TRAIN, Cell, Setting, Target, cost
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.bench.ours import configuration
+from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, from_json
+from ldm_lite.bench.theirs import PEERS
+from ldm_lite.bench.work import SECTIONS, Cell, Cost, cost
+from ldm_lite.bench.worker import Backend, SubprocessBackend, Unavailable
 from ldm_lite.cli.options import numbers
-from ldm_lite.diffusion.names import make_plan
 from ldm_lite.runtime.precision import DTYPES, pick_device
 
 log = logging.getLogger("ldm_lite")
 
-OnResult = Callable[[Report], None]
+# Largest relative error against the reference.  Whole runs amplify rounding, so they have no gate in half precision.
+GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
+SHARES = {"step": 2, "decode": 1, "image": 8}  # of the time
 
 
-def benchmark(options: Options, on_result: OnResult = lambda report: None) -> Report:
+def benchmark(options: Options, on_result: Callable[[Report], None] = lambda report: None) -> Report:
     """Run the benchmark; on_result is called with the report after each new result.
 
-    Cells that do not fit into the minutes are left out with a note.  Raises ValueError for invalid options.
+    Cells that could not begin within the minutes are left out with a note.  Raises ValueError for invalid options.
     """
     deadline = time.monotonic() + 60 * options.minutes
-    device, dtypes = pick_device(options.device), chosen_dtypes(options)
-    table: Mapping[str, Configuration | TrainConfiguration] = TRAIN_CONFIGURATIONS if options.train else CONFIGURATIONS
-    if options.max_batch and device.type != "cuda":  # elsewhere the system kills a process that takes too much memory
-        raise ValueError(f"the largest batch can be found on CUDA only, not on {device}: leave out `max_batch`")
-    configs = list(table) if options.configs is None else names("configs", options.configs, table)
-    cells, peers = _cells(options, dtypes), names("peer", options.peer, PEERS)
-    threads, size = set_threads(options), model_size(options)
-    models = Models(open_model(size, options.ckpt), device)
-    model = models.loaded()
-    target = Target(size, options.ckpt, str(device), threads, make_setting(options, model))
-    about = describe_run(options, model.description, device, threads)
-    report = Report(about, {name: table[name].title for name in configs})
+    configs = [name.strip() for name in options.configs.split(",") if name.strip()]
+    titles = {name: configuration(name).title for name in configs}  # raises ValueError for an unknown one
+    peers, asked = names("peer", options.peer, PEERS), options
+    options = resolved(options)
+    dtypes = chosen_dtypes(options)
+    cells = [
+        Cell(section, dtype, batch)
+        for dtype in dtypes
+        for batch in sorted(set(numbers(options.batches, "`batches`")))
+        for section in names("sections", options.sections, SECTIONS)
+    ]
+    costs = functools.partial(cost, family_of(open_model(options.size, options.ckpt)), options)
+    costs(cells[0])  # raises ValueError for what cannot be measured, before anything starts
+    device = torch.device(options.device)
+    report = Report(describe_run(asked, options), titles)
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
-    if options.resume:
-        report.tables += from_json((options.folder / RESULTS).read_text(encoding="utf-8")).tables
-    if options.max_batch:
-        del models, model  # their memory is for the subprocesses
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        _find_largest(report, dtypes, peers, target, on_result)
-        return report
+    if options.resume and (path := options.folder / RESULTS).exists():
+        report.tables += from_json(path.read_text(encoding="utf-8")).tables
+    earlier = {table.cell: table for table in report.tables}
+
+    def on_change(table: Table) -> None:
+        if all(table is not known for known in report.tables):
+            report.tables.append(table)
+        on_result(report)
+
     with contextlib.ExitStack() as processes:
-        reference, backends = _our_backends(options.train, models, target.setting, configs)
-        for peer in _start_peers(peers, report, target):
-            report.titles[peer.name] = f"{peer.name} ({peer.description})"
-            backends.append(processes.enter_context(peer))
-        costs = functools.partial(cost, model.family, target.setting)
-        repeated = "sdpa" if options.train else configs[-1]
-        earlier = {table.cell: table for table in report.tables}
-        comparison = Comparison(reference, backends, costs, options.rounds, deadline, repeated, earlier)
-        _compare(comparison, cells, report, on_result)
+        reference = processes.enter_context(SubprocessBackend("reference", options))
+        backends: list[Backend] = []
+        for name in (*configs, *peers):
+            try:
+                backend = processes.enter_context(SubprocessBackend(name, options))
+            except Unavailable as error:
+                report.notes.append(f"{name} {error}")
+                log.warning("%s %s", name, error)
+                continue
+            backends.append(backend)
+            if name in peers:
+                report.titles[name] = f"{name} ({backend.description})"
+        comparison = Comparison(reference, backends, costs, options.rounds, deadline, configs[-1], earlier, on_change)
+        for result in comparison.run(cells):
+            if isinstance(result, Table):
+                on_change(result)
+            else:
+                report.notes.append(result)
+                log.info("%s", result)
+                on_result(report)
     return report
 
 
-def _compare(comparison: Comparison, cells: Sequence[Cell], report: Report, on_result: OnResult) -> None:
-    for result in comparison.run(cells):
-        if isinstance(result, str):
-            report.notes.append(result)
-            log.info("%s", result)
-        elif result.cell not in comparison.earlier:
-            report.tables.append(result)
-        on_result(report)
-
-
-# ---- options -> plain values ----------------------------------------------------------------------------------------
-
-
-def model_size(options: Options) -> str:
-    """The model: Stable Diffusion 1.x on CUDA, otherwise the bundled one, unless the options name another."""
-    return options.size or ("sd1" if pick_device(options.device).type == "cuda" else "bundled")
+def resolved(options: Options) -> Options:
+    """Fill in the model, the device and the number of threads, and set the latter.  Raises ValueError for a device."""
+    device = pick_device(options.device or None)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    size = options.size or ("sd1" if device.type == "cuda" else "bundled")
+    return replace(options, size=size, device=str(device), threads=torch.get_num_threads())
 
 
 def chosen_dtypes(options: Options) -> list[str]:
-    """The short names of the precisions.  Raises ValueError for unknown ones."""
-    half = "bf16" if options.train else "fp16"  # float16 gradients would need scaling
-    default = f"{half},fp32" if pick_device(options.device).type == "cuda" else "fp32"
+    """The short names of the precisions, of resolved options.  Raises ValueError for unknown ones."""
+    default = "fp16,fp32" if options.device.startswith("cuda") else "fp32"
     return names("dtypes", options.dtypes or default, GATES)
 
 
-def set_threads(options: Options) -> int:
-    """Set the number of CPU threads and return it."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    return torch.get_num_threads()
+def gate(cell: Cell, error: float) -> bool | None:
+    """Whether a relative error passes; None if the cell has no gate."""
+    if cell.section == "image" and cell.dtype != "fp32":
+        return None
+    return error <= GATES[cell.dtype]
 
 
-def make_setting(options: Options, model: Model) -> Setting:
-    """Resolve the work.  Raises ValueError for an image size or a sampler that the model cannot use."""
-    height, width = (model.family.resolution if side is None else side for side in (options.height, options.width))
-    model.latent_shape(height, width)
-    make_plan(options.sampler, model.schedule, options.steps)
-    return Setting(
-        height,
-        width,
-        prompt=options.prompt,
-        sampler=options.sampler,
-        steps=options.steps,
-        n_iter=options.n_iter,
-        scale=options.scale,
-        seed=options.seed,
-    )
+@dataclass(frozen=True)
+class Comparison:
+    """The backends to compare, and for how long."""
 
+    reference: Backend  # runs in float32 and is not timed
+    backends: Sequence[Backend]
+    cost: Callable[[Cell], Cost]
+    rounds: int  # at most
+    deadline: float  # of time.monotonic
+    repeated: str | None  # the backend that is timed twice in every round
+    earlier: Mapping[Cell, Table] = field(default_factory=dict)  # of a run that goes on: what it has is not done again
+    on_change: Callable[[Table], None] = lambda table: None  # called after each backend's first call and each round
 
-def _cells(options: Options, dtypes: Sequence[str]) -> list[Cell]:
-    tasks = [IMAGE_SECTIONS[task] for task in names("task", options.task, IMAGE_SECTIONS)]
-    sections = names("sections", options.sections, SECTIONS)
-    sections = [each for section in sections for each in (tasks if section == "image" else [section])]
-    batches = sorted({*numbers(options.batches, "`batches`"), *([16] if options.full else [])})
-    return [
-        Cell(section, dtype, batch)
-        for dtype in dtypes
-        for batch in batches
-        for section in ([TRAIN] if options.train else sections)
-    ]
+    def run(self, cells: Sequence[Cell]) -> Iterator[Table | str]:
+        """Yield each cell's table when it is done, or a note if it could not begin before the deadline.
 
-
-# ---- backends -------------------------------------------------------------------------------------------------------
-
-
-def _our_backends(
-    train: bool, models: Models, setting: Setting, configs: Sequence[str]
-) -> tuple[Backend, list[Backend]]:
-    """Return the reference and a backend for each configuration."""
-    if train:
-        return train_backends(models, setting, configs)
-    reference = models.backend("reference", REFERENCE, setting)
-    return reference, [models.backend(name, CONFIGURATIONS[name], setting) for name in configs]
-
-
-def _start_peers(peers: Sequence[str], report: Report, target: Target) -> Iterator[SubprocessBackend]:
-    """Start the peers' processes; a note names a peer that cannot run."""
-    for name in peers:
-        try:
-            yield SubprocessBackend(name, target)
-        except Unavailable as error:
-            report.notes.append(f"{name} {error}")
-            log.warning("%s %s", name, error)
-
-
-def _find_largest(
-    report: Report, dtypes: Sequence[str], peers: Sequence[str], target: Target, on_result: OnResult
-) -> None:
-    """Find the largest batch of each configuration that is not compiled and of each peer, on images of two steps."""
-    target = replace(target, setting=replace(target.setting, steps=2, n_iter=1))
-    configs = [name for name in report.titles if CONFIGURATIONS[name].compile == "off"]
-    for name in (*configs, *peers):
-        for dtype in dtypes:
+        A cell of an earlier run yields that run's table, with the backends that it lacked, and a note that names them.
+        """
+        cells = [cell for cell in cells if self._missing(cell)]
+        for i, cell in enumerate(cells):
+            now = time.monotonic()
+            left, words = self.deadline - now, f"{cell.section} in {cell.dtype} at batch {cell.batch}"
+            if left < 0:
+                yield f"left out for lack of time: {words} (--minutes)"
+                continue
+            if cell in self.earlier:
+                late = ", ".join(backend.name for backend in self._missing(cell))
+                yield f"timed in a later run than the others, not in turn: {late} in {words}"
+            shares = [SHARES[later.section] * later.batch for later in cells[i:]]
             try:
-                with SubprocessBackend(name, target) as backend:
-                    report.largest.setdefault(dtype, {})[name] = largest_batch(backend, "image", dtype)
+                yield self.measure(cell, now + left * shares[0] / sum(shares))
             except Unavailable as error:
-                report.notes.append(f"largest batch of {name} in {dtype}: {error}")
-            on_result(report)
+                yield f"left out: {words}, whose reference cannot run: {error}"
+
+    def _missing(self, cell: Cell) -> list[Backend]:
+        """Return the backends that an earlier run did not time in a cell, or in less than two rounds."""
+        timings = self.earlier[cell].timings if cell in self.earlier else {}
+        done = {name for name, timing in timings.items() if timing.unable is not None or len(timing.samples) > 1}
+        return [backend for backend in self.backends if backend.name not in done]
+
+    def measure(self, cell: Cell, deadline: float) -> Table:
+        """Compare the backends in a cell and time them in turn.
+
+        Two rounds always run, more only if they end before the deadline.
+        """
+        table = self.earlier.get(cell) or Table(cell, *self.cost(cell), 1, {})
+        runnable = self._compare(cell, table)
+        if not runnable:
+            return table
+        if cell.section != "image":  # the second call is a warm-up too, and tells how many calls make a sample
+            seconds = [_seconds(backend, cell, 1, table.timings[name]) for name, backend in runnable]
+            table.calls = calls_in_sample(min([s for s in seconds if s is not None], default=1.0))
+        for number in range(self.rounds):
+            start = time.monotonic()
+            for name, backend in alternating(runnable, number):
+                sample = _seconds(backend, cell, table.calls, table.timings[name])
+                table.timings[name].samples += [] if sample is None else [sample]
+            self.on_change(table)
+            if number >= 1 and 2 * time.monotonic() - start > deadline:
+                break
+        return table
+
+    def _compare(self, cell: Cell, table: Table) -> list[tuple[str, Backend]]:
+        """Run the cell once with each backend, fill in errors and gates, and return the backends to time, by name.
+
+        Images are compared with those of the first backend, everything else with the reference.
+        """
+        missing, expected = self._missing(cell), None
+        if cell.section != "image":
+            expected = self.reference.first(replace(cell, dtype="fp32")).result
+        elif self.backends[0] not in missing:
+            expected = self.backends[0].first(cell).result
+        runnable: list[tuple[str, Backend]] = []
+        for backend in missing:
+            timing = table.timings[backend.name] = Timing()
+            try:
+                first = backend.first(cell)
+            except Unavailable as error:
+                timing.unable = str(error)
+                continue
+            expected = first.result if expected is None else expected
+            timing.first_s, timing.peak = first.seconds, first.peak
+            timing.error = float((first.result - expected).norm() / expected.norm())
+            timing.passes = gate(cell, timing.error)
+            self.on_change(table)
+            runnable.append((backend.name, backend))
+            if backend.name == self.repeated:
+                table.timings[backend.name + AGAIN] = Timing()
+        again = [(name + AGAIN, backend) for name, backend in runnable if name == self.repeated]
+        return [*runnable, *again]
+
+
+def _seconds(backend: Backend, cell: Cell, calls: int, timing: Timing) -> float | None:
+    """Return the seconds per call; None from the first failure on, for example if others have taken the memory."""
+    if timing.unable is None:
+        try:
+            return backend.seconds(cell, calls)
+        except Unavailable as error:
+            timing.unable, timing.samples = str(error), []
+    return None

@@ -5,17 +5,15 @@ Random weights do the same work as trained ones (zeros do not), and no full-size
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.checkpoint.reader import Checkpoint, on_meta, prefix
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.checkpoint.reader import Checkpoint, on_meta, prefix, split
 from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 
@@ -32,9 +30,10 @@ def open_model(size: str, ckpt: str | None) -> Checkpoint:
     return random_checkpoint(size, FAMILIES[size])
 
 
-def load(checkpoint: Checkpoint, device: str, dtype: str, **options: Any) -> Model:
-    """Load a checkpoint's networks; options are the other fields of LoadOptions."""
-    return load_model(LoadOptions(ckpt=checkpoint, device=device, dtype=dtype, **options), Model)
+def family_of(checkpoint: Checkpoint) -> Family:
+    """Return a checkpoint's family; no weights are read."""
+    shapes = {role: component.shapes for role, component in split(checkpoint).items()}
+    return detect_family(shapes, checkpoint.metadata)
 
 
 def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:

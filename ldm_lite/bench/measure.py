@@ -4,7 +4,6 @@ A sample is the time of several calls in a row, on CUDA between two events with 
 """
 
 import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,48 +43,12 @@ def alternating(items: Sequence[T], round_number: int) -> Sequence[T]:
     return items if round_number % 2 == 0 else items[::-1]
 
 
-def median(samples: Sequence[float]) -> float:
-    """Return the middle sample, or the mean of the two in the middle."""
-    return statistics.median(samples)
-
-
 def spread(samples: Sequence[float]) -> float:
     """Return half the interquartile range, as a share of the median; 0 for fewer than three samples."""
     if len(samples) < 3:
         return 0.0
-    low, _, high = statistics.quantiles(samples, n=4)
-    return (high - low) / 2 / median(samples)
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
-class Peak:
-    """Measures the peak memory inside a `with` block beyond what was in use before: `bytes`, None if unknown.
-
-    On CUDA the memory of tensors, on a CPU under Linux the resident set of the process.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes: int | None = None
-
-    def __enter__(self) -> "Peak":
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # free the memory left by a batch that did not fit
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._before: int | None = torch.cuda.memory_allocated(self.device)
-        else:
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-            self._before = status("VmRSS")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status("VmHWM")
-        if now is not None and self._before is not None:
-            self.bytes = max(0, now - self._before)
+    low, median, high = statistics.quantiles(samples, n=4)
+    return (high - low) / 2 / median
 
 
 def status(name: str) -> int | None:
@@ -95,9 +58,6 @@ def status(name: str) -> int | None:
             if line.startswith(name + ":"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-# ---- arithmetic ---------------------------------------------------------------------------------------------
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:

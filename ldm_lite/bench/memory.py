@@ -1,148 +1,97 @@
-"""Peak memory with the memory-saving options; each makes one image in its own process.
+"""Peak memory with the options that save memory; each makes one image in a process of its own."""
 
-`python -m ldm_lite.bench.memory` is that process: a Request as JSON in, a Result as JSON out.
-"""
-
-import json
-import subprocess
-import sys
-import tempfile
+import multiprocessing
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ldm_lite import generate
-from ldm_lite.bench.checkpoints import load, open_model
+import ldm_lite
+from ldm_lite.bench.benchmark import chosen_dtypes, resolved
+from ldm_lite.bench.checkpoints import open_model
 from ldm_lite.bench.measure import status
-from ldm_lite.bench.workload import Target
-from ldm_lite.conditioning.prompts import encode_prompts, guided
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
+from ldm_lite.bench.options import Options
+from ldm_lite.bench.report import describe_run
+from ldm_lite.cli import flags
+from ldm_lite.cli.options import RuntimeOptions, given
 
-MODES: dict[str, dict[str, object]] = {
-    "plain": {},
-    "--vae-tiling": {"vae_tiling": True},
-    "--attention sliced:8": {"attention": "sliced:8"},
-    "--storage fp8": {"storage": "fp8"},
-    "--storage int8": {"storage": "int8"},
-    "--offload model": {"offload": "model"},
-    "--offload model --vae-tiling": {"offload": "model", "vae_tiling": True},
-    "--offload sequential --vae-tiling": {"offload": "sequential", "vae_tiling": True},
-    "--offload sequential --storage int8 --vae-tiling": {
-        "offload": "sequential",
-        "storage": "int8",
-        "vae_tiling": True,
-    },
-}
+MODES = (
+    "",
+    "--vae-tiling",
+    "--attention sliced:8",
+    "--storage fp8",
+    "--storage int8",
+    "--offload model",
+    "--offload model --vae-tiling",
+    "--offload sequential --vae-tiling",
+    "--offload sequential --storage int8 --vae-tiling",
+)
 
 
-@dataclass(frozen=True)
-class Request:
-    """The work of a process."""
-
-    target: Target
-    dtype: str
-    runtime: Mapping[str, object]  # fields of RuntimeOptions
-    image: str  # the .npy file to write
-
-
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The memory and time that one image took."""
 
+    image: np.ndarray[Any, Any]  # pixels (3,H,W) in [-1,1]
     peak: int | None  # bytes: on CUDA of all tensors, otherwise of the process
+    reserved: int | None  # bytes that CUDA's allocator took for them
     weights: int  # bytes as they are stored
     step_s: float  # seconds per step, the median without the first
     decode_s: float
 
 
-@dataclass(frozen=True)
-class Row:
-    """A mode with its result or its error."""
+def make_image(options: Options, mode: str) -> Result:
+    """Load with the flags of a mode, make one image in the first dtype, and measure; in a process of its own."""
+    options = resolved(options)
+    [runtime], _ = flags.parse(mode.split(), "bench", "", (RuntimeOptions,))
+    flagged = {name: getattr(runtime, name) for name in given(runtime)}
+    checkpoint, [dtype, *_] = open_model(options.size, options.ckpt), chosen_dtypes(options)
+    pipe = ldm_lite.load(checkpoint, device=options.device, dtype=dtype, **flagged)
+    on_cuda, times = pipe.device.type == "cuda", list[float]()
 
-    mode: str
-    result: Result | None
-    psnr: float | None  # dB, against the first mode's image; infinite if they are equal
-    error: str = ""
+    def note_time() -> None:
+        if on_cuda:
+            torch.cuda.synchronize(pipe.device)
+        times.append(time.perf_counter())
 
-
-@torch.no_grad()
-def make_image(request: Request) -> Result:
-    """Load, make one image, write it as float32 pixels (3,H,W), and measure."""
-    target, setting = request.target, request.target.setting
-    device = torch.device(target.device)
-    if target.threads is not None:
-        torch.set_num_threads(target.threads)
-    checkpoint = open_model(target.size, target.ckpt)
-    model = load(checkpoint, target.device, request.dtype, **request.runtime)
-    plan = make_plan(setting.sampler, model.schedule, setting.steps)
-    draw = SeededNoise([setting.seed], model.latent_shape(setting.height, setting.width))
-    branches = guided(model, encode_prompts(model, [setting.prompt]), encode_prompts(model, [""]), setting.scale)
-    noise = latents = draw()
-    times = []
-    for state in generate.stream(model, noise, branches, plan, draw=draw):
+    names = ("height", "width", "sampler", "steps", "scale", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    for state in pipe.stream(options.prompt, batch_size=1, n_iter=1, **settings):
         latents = state.latents
-        times.append(_now(device))
-    [pixels] = generate.decode(model, latents)
-    end = _now(device)
-    np.save(request.image, pixels.numpy())
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else status("VmHWM")
-    weights = sum(value.nbytes for network in model.networks.values() for value in network.state_dict().values())
-    return Result(peak, weights, float(np.median(np.diff(times))) if len(times) > 1 else 0.0, end - times[-1])
+        note_time()
+    [pixels] = pipe.decode(latents, output="tensor")
+    note_time()
+    *steps, decode_s = np.diff(times)
+    return Result(
+        pixels.numpy(),
+        torch.cuda.max_memory_allocated(pipe.device) if on_cuda else status("VmHWM"),
+        torch.cuda.max_memory_reserved(pipe.device) if on_cuda else None,
+        sum(value.nbytes for network in pipe.networks.values() for value in network.state_dict().values()),
+        float(np.median(steps)) if steps else 0.0,
+        float(decode_s),
+    )
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def measure(request: Request, modes: Iterable[str]) -> Iterator[Row]:
-    """Run the request in every mode, each in a process of its own, and yield its row."""
-    first: np.ndarray[Any, Any] | None = None
-    with tempfile.TemporaryDirectory() as folder:
-        for mode in modes:
-            request = replace(request, runtime=MODES[mode], image=str(Path(folder, "image.npy")))
-            done = subprocess.run(
-                [sys.executable, "-m", "ldm_lite.bench.memory"],
-                input=json.dumps(asdict(request)),
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode != 0:
-                lines = done.stderr.strip().splitlines() or [f"its process ended (status {done.returncode})"]
-                yield Row(mode, None, None, lines[-1][:120])
+def table(options: Options, modes: tuple[str, ...] = MODES) -> Iterator[str]:
+    """Measure the modes, and yield a table in Markdown line by line."""
+    asked, options = options, resolved(options)
+    about = describe_run(asked, options)
+    yield f"{about['command']}: {about['model']}, {chosen_dtypes(options)[0]}, {about['device']}, {about['versions']}\n"
+    yield "| mode | peak, GiB | reserved, GiB | beyond the weights, GiB | s/step | decode, s | PSNR, dB |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    first = None
+    for mode in modes:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            try:
+                result = process.submit(make_image, options, mode).result()
+            except Exception as error:  # any error is a result
+                yield f"| {mode or 'plain'} | {str(error).splitlines()[0][:120]} | | | | | |"
                 continue
-            image = np.load(request.image)
-            first = image if first is None else first
-            error = float(np.square((image - first) / 2).mean())
-            yield Row(mode, Result(**json.loads(done.stdout)), -10 * np.log10(error) if error else float("inf"))
-
-
-def markdown(rows: Iterable[Row], title: str) -> str:
-    """Format the table."""
-    lines = [
-        title,
-        "",
-        "| mode | peak, GiB | beyond the weights, GiB | s/step | decode, s | PSNR against the first, dB |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        if (made := row.result) is None:
-            lines.append(f"| {row.mode} | {row.error} | | | | |")
-            continue
-        sizes = () if made.peak is None else (made.peak, made.peak - made.weights)
-        peak, beyond = (f"{size / 2**30:.2f}" for size in sizes) if sizes else ("", "")
-        lines.append(f"| {row.mode} | {peak} | {beyond} | {made.step_s:.3g} | {made.decode_s:.3g} | {row.psnr:.1f} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    made = make_image(Request(**{**asked, "target": Target.from_dict(asked["target"])}))
-    sys.stdout.write(json.dumps(asdict(made)))
+        first = result.image if first is None else first
+        difference = float(np.square((result.image - first) / 2).mean())
+        psnr = -10 * np.log10(difference) if difference else float("inf")
+        beyond = None if result.peak is None else result.peak - result.weights
+        sizes = (f"{size / 2**30:.2f}" if size is not None else "" for size in (result.peak, result.reserved, beyond))
+        yield f"| {mode or 'plain'} | {' | '.join(sizes)} | {result.step_s:.3g} | {result.decode_s:.3g} | {psnr:.1f} |"

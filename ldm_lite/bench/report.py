@@ -3,24 +3,62 @@
 A result that fails the numerics gate is shown with its error and without a speed-up, because it did other work.
 """
 
-import contextlib
 import json
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
 
 import ldm_lite
-from ldm_lite.bench.comparison import AGAIN, Table, Timing
 from ldm_lite.bench.measure import spread
 from ldm_lite.bench.options import Options
-from ldm_lite.bench.workload import TITLES, Cell
+from ldm_lite.bench.work import SECTIONS, Cell
+from ldm_lite.runtime.timing import machine
 
 RESULTS = "results.json"
+AGAIN = " (again)"  # the backend that is timed twice, for the noise floor
+MIN_ROUNDS = 5  # for a difference to count
+
+
+@dataclass
+class Timing:
+    """How a backend did in a cell."""
+
+    error: float | None = None  # relative, against the reference
+    passes: bool | None = None  # the numerics gate; None if there is none
+    first_s: float | None = None
+    peak: int | None = None  # bytes without the weights, on CUDA
+    samples: list[float] = field(default_factory=list)  # seconds per call
+    unable: str | None = None  # why it could not run
+
+    @property
+    def seconds(self) -> float | None:
+        """The median; None without samples."""
+        return statistics.median(self.samples) if self.samples else None
+
+
+@dataclass
+class Table:
+    """The results of a cell."""
+
+    cell: Cell
+    flops: int
+    items: int  # steps or images per call
+    calls: int  # per sample
+    timings: dict[str, Timing]
+
+    @property
+    def noise(self) -> float | None:
+        """The noise floor: the difference of two timings of one backend, or its spread if larger."""
+        for name, timing in self.timings.items():
+            again = self.timings.get(name + AGAIN)
+            if again is not None and timing.seconds and again.seconds:
+                return max(abs(again.seconds / timing.seconds - 1), spread(timing.samples))
+        return None
 
 
 @dataclass
@@ -28,52 +66,34 @@ class Report:
     """The results of one run."""
 
     about: dict[str, object]  # command, model, device, versions, date
-    titles: dict[str, str]  # of the backends, by name
+    titles: dict[str, str]  # of the backends, by name; the first is the baseline
     ceilings: dict[str, float] = field(default_factory=dict)  # TFLOP/s of a matmul, by dtype
-    largest: dict[str, dict[str, int]] = field(default_factory=dict)  # batch that fits, by dtype and backend
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def baseline(self) -> str:
-        """The first backend, with which the others are compared."""
-        return next(iter(self.titles))
 
-
-def describe_run(options: Options, model: str, device: torch.device, threads: int) -> dict[str, object]:
-    """Describe a run well enough to repeat it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
-    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("out", "debug")}
-    flags = " ".join(
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value!r}" if " " in str(value) else f" {value}")
-        for name, value in given.items()
-        if value != getattr(Options(), name)
-    )
+def describe_run(asked: Options, options: Options) -> dict[str, object]:
+    """Describe a run well enough to repeat it: as it was asked for, and with what was filled in."""
+    flags = ""
+    for option in fields(asked):
+        value = getattr(asked, option.name)
+        if option.name not in ("out", "debug") and value != option.default:
+            text = "" if value is True else f" {value!r}" if " " in str(value) else f" {value}"
+            flags += f" --{option.name.replace('_', '-')}{text}"
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "no clone"
+    on_cuda = options.device.startswith("cuda")
     return {
-        "command": f"python -m ldm_lite.bench {flags}".strip(),
-        "model": model,
-        "device": f"{name}, {threads} threads" if device.type == "cpu" else name,
-        "versions": f"ldm_lite {ldm_lite.__version__} ({_commit()}), torch {torch.__version__}, "
+        "command": f"python -m ldm_lite.bench{flags}",
+        "model": options.ckpt or options.size,
+        "device": torch.cuda.get_device_name(options.device) if on_cuda else machine(),
+        "versions": f"ldm_lite {ldm_lite.__version__} ({commit}), torch {torch.__version__}, "
         f"python {platform.python_version()}, {platform.system()}",
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _cpu() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """The commit of the git clone that this runs from."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "no clone"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -85,21 +105,15 @@ def as_json(report: Report) -> str:
 
 
 def from_json(text: str) -> Report:
-    """Read what as_json wrote.  Raises ValueError for anything else."""
+    """Read what as_json wrote, here or in an earlier version.  Raises ValueError for anything else."""
     try:
         values = json.loads(text)
-        tables = [
-            Table(
-                Cell(**table["cell"]),
-                table["flops"],
-                table["items"],
-                table["calls"],
-                {name: Timing(**timing) for name, timing in table["timings"].items()},
-            )
-            for table in values.pop("tables")
-        ]
-        return Report(**values, tables=tables)
-    except (ValueError, KeyError, TypeError) as error:
+        values.pop("largest", None)
+        for table in values["tables"]:
+            table["cell"] = Cell(**table["cell"])
+            table["timings"] = {name: Timing(**timing) for name, timing in table["timings"].items()}
+        return Report(**values | {"tables": [Table(**table) for table in values["tables"]]})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the results of a benchmark ({error})") from error
 
 
@@ -114,102 +128,61 @@ def write(report: Report, folder: Path) -> None:
 
 # ---- Markdown -------------------------------------------------------------------------------------------------------
 
-MIN_ROUNDS = 5  # for a difference to count
-COLUMNS = (
-    "batch",
-    "configuration",
-    "time",
-    "spread",
-    "rate",
-    "speed-up",
-    "TFLOP/s",
-    "of matmul",
-    "error",
-    "peak",
-    "first",
-)
-
-
-def markdown(report: Report) -> str:
-    """Format a report: what was run, and a table for each section and precision."""
-    lines = ["# Benchmark", ""]
-    lines += [f"- {key}: {value}" for key, value in report.about.items()]
-    if report.ceilings:
-        rates = ", ".join(f"{rate:.3g} TFLOP/s in {dtype}" for dtype, rate in report.ceilings.items())
-        lines.append(f"- matmul, measured in this run: {rates}")
-    lines += [f"- {note}" for note in report.notes]
-    for dtype, sizes in report.largest.items():
-        lines += [
-            "",
-            f"## Largest batch that fits, {dtype}",
-            "",
-            _row(["configuration", "images"]),
-            _row(["---", "---:"]),
-        ]
-        lines += [_row([report.titles.get(name, name), str(size)]) for name, size in sizes.items()]
-    groups: dict[tuple[str, str], list[Table]] = {}
-    for table in report.tables:
-        groups.setdefault((table.cell.section, table.cell.dtype), []).append(table)
-    for (section, dtype), tables in groups.items():
-        lines += ["", f"## {TITLES[section]}, {dtype}", "", *table_lines(report, tables)]
-    lines += ["", *LEGEND]
-    return "\n".join(lines) + "\n"
-
-
+HEAD = "| batch | configuration | time | spread | rate | speed-up | TFLOP/s | of matmul | error | peak | first |"
 LEGEND = (
     "original: float32 weights, autocast in half precision, the whole attention matrix in memory (or the",
     "memory-efficient kernel). time: median of the samples. spread: half the distance of the quartiles. rate: steps",
     "(of the whole batch) or images per second. speed-up: over the first row, bold if it exceeds the noise floor",
     "(one of our configurations timed twice) in at least five rounds. of matmul: share of a large matmul's rate in",
     "this run. error: relative, against a float32 forward (images: pixels, against the first row). peak: memory",
-    "without the weights. first: the first call, with compilation.",
+    "without the weights, on CUDA. first: the first call, with compilation.",
 )
 
 
-def table_lines(report: Report, tables: Sequence[Table]) -> list[str]:
-    """Format a Markdown table with a row for each batch size and configuration."""
-    lines = [_row(COLUMNS), _row(["---:" if name != "configuration" else "---" for name in COLUMNS])]
-    for table in tables:
-        for name, timing in table.timings.items():
-            if not name.endswith(AGAIN):
-                title = report.titles.get(name, name)
-                lines.append(_row([str(table.cell.batch), title, *_cells(report, table, timing)]))
-        if table.noise is not None:
-            lines.append(_row([str(table.cell.batch), "noise floor", "", f"{table.noise:.1%}", *[""] * 7]))
-    return lines
+def markdown(report: Report) -> str:
+    """Format a report: what was run, and a table for each section and precision."""
+    lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in report.about.items())]
+    if report.ceilings:
+        rates = ", ".join(f"{rate:.3g} TFLOP/s in {dtype}" for dtype, rate in report.ceilings.items())
+        lines.append(f"- matmul, measured in this run: {rates}")
+    lines += [f"- {note}" for note in report.notes]
+    groups: dict[tuple[str, str], list[Table]] = {}
+    for table in report.tables:
+        groups.setdefault((table.cell.section, table.cell.dtype), []).append(table)
+    for (section, dtype), tables in groups.items():
+        lines += ["", f"## {SECTIONS.get(section, section)}, {dtype}", "", HEAD, "|---:|---|" + "---:|" * 9]
+        for table in tables:
+            lines += [_row(report, table, name) for name in table.timings if not name.endswith(AGAIN)]
+            if table.noise is not None:
+                lines.append(f"| {table.cell.batch} | noise floor | | {table.noise:.1%} |" + " |" * 7)
+    return "\n".join([*lines, "", *LEGEND]) + "\n"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cells(report: Report, table: Table, timing: Timing) -> list[str]:
+def _row(report: Report, table: Table, name: str) -> str:
+    timing, base = table.timings[name], table.timings.get(next(iter(report.titles)))
+    cells = [str(table.cell.batch), report.titles.get(name, name)]
     if timing.unable is not None or timing.seconds is None:
-        return [timing.unable or "-", *[""] * 8]
-    seconds, rate = timing.seconds, table.flops / timing.seconds / 1e12
-    top = report.ceilings.get(table.cell.dtype)
+        cells += [timing.unable or "-", *[""] * 8]
+        return f"| {' | '.join(cells)} |"
+    speed_up = ""  # only over and of results that pass
+    if base is not None and base.seconds is not None and timing.passes is not False and base.passes is not False:
+        ratio = base.seconds / timing.seconds
+        real = abs(ratio - 1) > (table.noise or 0.0) and len(timing.samples) >= MIN_ROUNDS and base is not timing
+        speed_up = f"**{ratio:.2f}x**" if real else f"{ratio:.2f}x"
+    rate, top = table.flops / timing.seconds / 1e12, report.ceilings.get(table.cell.dtype)
     error = "" if timing.error is None else f"{timing.error:.0e}"
-    return [
-        duration(seconds),
+    cells += [
+        duration(timing.seconds),
         f"{spread(timing.samples):.1%}",
-        f"{table.items / seconds:.3g}/s",
-        _speed_up(report, table, timing),
+        f"{table.items / timing.seconds:.3g}/s",
+        speed_up,
         f"{rate:.3g}",
         f"{rate / top:.0%}" if top else "",
         error if timing.passes is not False else f"**fails: {error}**",
         "" if timing.peak is None else f"{timing.peak / 2**20:,.0f} MiB",
         "" if timing.first_s is None else duration(timing.first_s),
     ]
-
-
-def _speed_up(report: Report, table: Table, timing: Timing) -> str:
-    """Format the speed-up over the baseline; empty if either fails the gate."""
-    base = table.timings.get(report.baseline)
-    if base is None or base.seconds is None or timing.seconds is None or timing.passes is False or base.passes is False:
-        return ""
-    ratio = base.seconds / timing.seconds
-    real = abs(ratio - 1) > (table.noise or 0.0) and len(timing.samples) >= MIN_ROUNDS
-    return f"**{ratio:.2f}x**" if real and base is not timing else f"{ratio:.2f}x"
+    return f"| {' | '.join(cells)} |"
 
 
 def duration(seconds: float) -> str:
@@ -230,28 +203,19 @@ def chart(report: Report, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    section = next(
-        s for s in ("image", "img2img", "inpaint", "step", *TITLES) if any(t.cell.section == s for t in report.tables)
-    )
+    section = next(s for s in ("image", *SECTIONS) if any(table.cell.section == s for table in report.tables))
     tables = [table for table in report.tables if table.cell.section == section]
     tables = [table for table in tables if table.cell.dtype == tables[0].cell.dtype]
     figure = Figure(figsize=(4 * len(tables) + 2, 4), layout="constrained")
-    names = [name for name in report.titles if any(_drawn(table, name) for table in tables)]
     for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
-        for i, name in enumerate(names):
+        for i, (name, title) in enumerate(report.titles.items()):
             timing = table.timings.get(name)
-            if timing is None or timing.seconds is None:
-                continue
-            hatch = "//" if timing.passes is False else None
-            bars = axes.bar(i, timing.seconds, color=f"C{i}", hatch=hatch, label=report.titles[name])
-            axes.bar_label(bars, [duration(timing.seconds)], fontsize=8)
+            if timing is not None and timing.seconds is not None:
+                hatch = "//" if timing.passes is False else None
+                bars = axes.bar(i, timing.seconds, color=f"C{i}", hatch=hatch, label=title)
+                axes.bar_label(bars, [duration(timing.seconds)], fontsize=8)
         axes.set(title=f"batch {table.cell.batch}", ylabel="seconds", xticks=[])
-    figure.suptitle(f"{TITLES[section]}, {tables[0].cell.dtype}: {report.about.get('device', '')}")
+    figure.suptitle(f"{SECTIONS[section]}, {tables[0].cell.dtype}: {report.about.get('device', '')}")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=80)
-
-
-def _drawn(table: Table, name: str) -> bool:
-    timing = table.timings.get(name)
-    return timing is not None and timing.seconds is not None

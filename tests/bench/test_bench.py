@@ -18,7 +18,7 @@ def test_the_command(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("ldm_lite.bench.measure.SAMPLE_S", 0.01)
     arguments = [*QUICK, "--ckpt", os.fspath(small_path), "--out", os.fspath(tmp_path)]
-    assert command.main([*arguments, "--batches", "1", "--sections", "step,image"]) == 0
+    assert command.main([*arguments, "--batches", "1", "--sections", "step,image", "--resume"]) == 0  # of nothing
     captured = capsys.readouterr()
     assert "## prompt to pixels, fp32" in captured.out
     assert "no chart without matplotlib" in captured.err
@@ -32,9 +32,9 @@ def test_the_command(
 
     # Resumed, it measures only what is missing.
     monkeypatch.setattr("ldm_lite.bench.benchmark.ceiling", lambda device, dtype: 1.0)
-    assert command.main([*arguments, "--batches", "1", "--sections", "step,text", "--resume"]) == 0
+    assert command.main([*arguments, "--batches", "1", "--sections", "step,decode", "--resume"]) == 0
     resumed = json.loads((tmp_path / "results.json").read_text())
-    assert [table["cell"]["section"] for table in resumed["tables"]] == ["step", "image", "text"]
+    assert [table["cell"]["section"] for table in resumed["tables"]] == ["step", "image", "decode"]
     assert resumed["tables"][:2] == results["tables"]
     capsys.readouterr()
     assert command.main([*arguments, "--batches", "1", "--sections", "step"]) == 2
@@ -45,14 +45,14 @@ def test_the_command(
     ("arguments", "line"),
     [
         (["--configs", "fast"], "unknown 'fast' in --configs: wanted some of original, "),
-        (["--sections", "all"], "unknown 'all' in --sections: wanted some of step, decode, text, image"),
+        (["--sections", "all"], "unknown 'all' in --sections: wanted some of step, decode, image"),
         (["--dtypes", "int8"], "unknown 'int8' in --dtypes: wanted some of fp32, fp16, bf16"),
         (["--batches", "two"], "got --batches 'two', wanted whole numbers with commas between"),
         (["--batches", "0"], "got --batches '0', wanted 1 or more"),
         (["--size", "sd9"], "unknown size 'sd9'"),
         (["--H", "65"], "got H 65"),
         (["--sampler", "best"], "best"),
-        (["--max-batch"], "the largest batch can be found on CUDA only, not on cpu"),
+        (["--configs", "max+fast"], "unknown 'max+fast' in --configs: wanted some of original, "),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -69,5 +69,5 @@ def test_help_does_not_import_torch(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--help"])
     text = capsys.readouterr().out
-    for name in ("size", "ckpt", "peer", "full", "minutes", "rounds", "configs", "resume"):
+    for name in ("size", "ckpt", "peer", "minutes", "rounds", "configs", "resume"):
         assert f"--{name}" in text

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ldm_lite.bench.backends import FirstCall, Unavailable
-from ldm_lite.bench.comparison import AGAIN, Comparison, Table, Timing, gate
-from ldm_lite.bench.measure import alternating, calls_in_sample, median, spread
-from ldm_lite.bench.workload import Cell, Cost
+from ldm_lite.bench.benchmark import Comparison, gate
+from ldm_lite.bench.measure import alternating, calls_in_sample, spread
+from ldm_lite.bench.report import AGAIN, Table, Timing
+from ldm_lite.bench.work import Cell, Cost
+from ldm_lite.bench.worker import FirstCall, Unavailable
 
 STEP = Cell("step", "fp32", 1)
 TRUTH = torch.ones(4)
@@ -102,26 +103,8 @@ def test_two_rounds_are_always_done_and_no_more_after_the_deadline() -> None:
 
 
 def test_what_does_not_fit_into_the_time_is_a_note() -> None:
-    cells = [STEP, Cell("image", "fp32", 1), Cell("step", "fp32", 2)]
-    results = list(compare(Fake("a", [])).run(cells))
-    assert isinstance(results[0], Table)
-    assert isinstance(results[1], str)
-    assert "image in fp32 at batch 1, needs about 5.0 minutes" in results[1]  # 3 times 100 s, compiled already
-    assert isinstance(results[2], Table)
     [late] = compare(Fake("a", []), minutes=-1).run([STEP])
-    assert isinstance(late, str)
-
-
-def test_compilation_counts_in_the_forecast() -> None:
-    """The first call of an earlier cell of the section compiled, and this one's will."""
-
-    class Slow(Fake):
-        def first(self, cell: Cell) -> FirstCall:
-            return FirstCall(TRUTH, 600.0, None)
-
-    results = list(compare(Slow("a", [])).run([STEP, replace(STEP, batch=2)]))
-    assert isinstance(results[1], str)
-    assert "step in fp32 at batch 2, needs about 10.1 minutes" in results[1]
+    assert late == "left out for lack of time: step in fp32 at batch 1 (--minutes)"
 
 
 def test_a_backend_joins_an_earlier_run() -> None:
@@ -143,6 +126,40 @@ def test_a_backend_joins_an_earlier_run() -> None:
         assert list(replace(compare(*backends), earlier=earlier).run([cell])) == []
 
 
+def test_every_first_call_and_every_round_is_told() -> None:
+    """A benchmark that is killed has written what it had."""
+    seen: list[list[int]] = []
+    comparison = replace(
+        compare(Fake("a", []), Fake("b", []), rounds=2),
+        on_change=lambda table: seen.append([len(timing.samples) for timing in table.timings.values()]),
+    )
+    comparison.measure(STEP, time.monotonic())
+    assert seen == [[0], [0, 0], [1, 1], [2, 2]]
+
+
+def test_what_was_killed_in_its_first_round_is_measured_again() -> None:
+    cut, done = Timing(samples=[1.0]), Timing(samples=[1.0, 1.0])
+    earlier = {STEP: Table(STEP, 100, 1, 1, {"a": done, "b": cut})}
+    turns: list[str] = []
+    _, table = replace(compare(Fake("a", turns), Fake("b", turns)), earlier=earlier).run([STEP])
+    assert set(turns) == {"b"}
+    assert isinstance(table, Table)
+    assert (len(table.timings["a"].samples), len(table.timings["b"].samples)) == (2, 3)
+
+
+def test_without_a_reference_a_cell_is_a_note_and_the_next_goes_on() -> None:
+    class Small(Fake):
+        def first(self, cell: Cell) -> FirstCall:
+            if cell.batch > 1:
+                raise Unavailable("out of memory")
+            return super().first(cell)
+
+    large = replace(compare(Fake("a", [])), reference=Small("reference", []))
+    note, table = large.run([replace(STEP, batch=2), STEP])
+    assert note == "left out: step in fp32 at batch 2, whose reference cannot run: out of memory"
+    assert isinstance(table, Table)
+
+
 def test_the_noise_floor_is_what_differs_from_itself() -> None:
     table = Table(STEP, 1, 1, 1, {"a": Timing(samples=[1.0, 1.0]), "a" + AGAIN: Timing(samples=[1.1, 1.1])})
     assert table.noise == pytest.approx(0.1)
@@ -152,7 +169,6 @@ def test_the_noise_floor_is_what_differs_from_itself() -> None:
 
 
 def test_samples() -> None:
-    assert median([3.0, 1.0, 2.0]) == 2
     assert spread([1.0, 1.0]) == 0
     assert calls_in_sample(0.01) == 20
     assert calls_in_sample(10) == 1

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ldm_lite.bench.comparison import AGAIN, Table, Timing
-from ldm_lite.bench.report import Report, as_json, chart, duration, from_json, markdown, write
-from ldm_lite.bench.workload import Cell
+from ldm_lite.bench.report import AGAIN, Report, Table, Timing, as_json, chart, duration, from_json, markdown, write
+from ldm_lite.bench.work import Cell
 
 
 def timing(seconds: float, passes: bool = True) -> Timing:
@@ -84,7 +83,7 @@ def test_results_of_earlier_versions_are_read() -> None:
     read = from_json(f'{{{about}, "tables": [{table}], "notes": ["n"]}}')
     made = Timing(error=1e-6, passes=True, first_s=2.0, samples=[0.5])
     assert read.tables == [Table(Cell("step", "fp32", 1), 7, 1, 3, {"math": made})]
-    assert (read.baseline, read.notes) == ("math", ["n"])
+    assert (read.titles, read.notes) == ({"math": "ours"}, ["n"])
 
 
 def test_the_chart(tmp_path: Path) -> None:

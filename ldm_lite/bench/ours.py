@@ -1,0 +1,143 @@
+"""Our configurations, one row each, and every section by ldm_lite as its users run it.
+
+The first five rows are from the PyTorch 2 article "Accelerated Generative Diffusion Models".  "original" here is our
+networks with the original's arithmetic: float32 weights that autocast casts at every call, and attention as
+softmax(q k^T) v with the whole attention matrix in memory.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ldm_lite
+from ldm_lite.bench.checkpoints import open_model
+from ldm_lite.bench.options import Options
+from ldm_lite.bench.work import CHECK_SCALE, Inputs, inputs
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.plan import H, X
+from ldm_lite.runtime import attention
+from ldm_lite.runtime.precision import DTYPES
+from ldm_lite.runtime.setup import KERNELS
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How to run the networks."""
+
+    title: str
+    attention: str  # a name of runtime.attention; "efficient" is CUDA's kernel, on other devices PyTorch's choice
+    compile: str = "off"  # a tier of runtime.compile
+    kernels: str | None = None  # of runtime.setup; None is the default
+    original: bool = False  # plain modules, in half precision by autocast, instead of what `load` sets up
+
+
+CONFIGURATIONS = {
+    "original": Configuration("original", "vanilla", original=True),
+    "original-efficient": Configuration("original, memory-efficient attention", "efficient", original=True),
+    "math": Configuration("ours, math attention", "math"),
+    "efficient": Configuration("ours, memory-efficient attention", "efficient"),
+    "compiled": Configuration("ours, memory-efficient attention, compiled", "efficient", "step"),
+    "compiled-sdpa": Configuration("ours, compiled", "sdpa", "step"),
+    "max": Configuration("ours, everything", "fastest", "max"),
+}
+REFERENCE = Configuration("reference", "sdpa", original=True)  # in float32
+
+
+def configuration(name: str) -> Configuration:
+    """Return a row by its name, with what follows a plus: max+norm adds a kernel, efficient+cudnn takes an attention.
+
+    Raises ValueError for an unknown name; the original has no kernels.
+    """
+    base, *changes = name.split("+")
+    known = {*attention.names(), *(() if base.startswith("original") else KERNELS)}
+    if base not in CONFIGURATIONS or not set(changes) <= known:
+        raise ValueError(
+            f"unknown {name!r} in `configs`: wanted some of {', '.join(CONFIGURATIONS)}, "
+            f"with +{', +'.join(KERNELS)} or +ATTENTION"
+        )
+    row = CONFIGURATIONS[base]
+    for change in changes:
+        row = replace(row, title=f"{row.title}, {change}")
+        if change in KERNELS:
+            row = replace(row, kernels=f"{row.kernels or KERNELS[0]},{change}")
+        else:
+            row = replace(row, attention=change)
+    return row
+
+
+class OurWorkload:
+    """Every section by ldm_lite."""
+
+    def __init__(self, row: Configuration, options: Options, dtype: str) -> None:
+        """Load the model; dtype is a short name.  Raises ValueError for an attention that the device lacks."""
+        self.options = options
+        self.autocast = DTYPES[dtype] if row.original and dtype != "fp32" else None
+        device = torch.device(options.device)
+        fused = row.attention == "efficient" and device.type != "cuda"
+        self.pipe = ldm_lite.load(
+            open_model(options.size, options.ckpt),
+            device=device,
+            dtype=dtype if self.autocast is None else "fp32",
+            attention=None if fused or row.original else row.attention,  # None: the fastest here
+            compile=row.compile,
+            kernels="plain" if row.original else row.kernels,
+        )
+        if row.original:
+            networks: dict[str, Any] = {role: plain_copy(network) for role, network in self.pipe.networks.items()}
+            for role in ("unet", "vae"):
+                attention.use(networks[role], "sdpa" if fused else row.attention)
+            # The original's UNet is trainable, and autocast caches the casts of trainable weights while it is on.
+            networks["unet"].requires_grad_(self.autocast is not None)
+            self.pipe = replace(self.pipe, **networks)
+
+    def inputs(self, batch: int) -> Inputs:
+        """Make the inputs of a batch on the device, float32."""
+        return inputs(self.pipe.family, self.options, batch).to(self.pipe.device, torch.float32)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.pipe.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def _denoise(self, given: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
+        plan = self.pipe.plan("ddim", steps, spacing="trailing")
+        cond, uncond = Conditioning(given.context), Conditioning(given.uncond)
+        with self._autocast():
+            return plan, self.pipe.denoise(given.noise, cond, uncond, plan, scale)
+
+    def prediction(self, given: Inputs) -> Tensor:
+        """The guided prediction of one step, recovered from its latents."""
+        plan, latents = self._denoise(given, 1, CHECK_SCALE)
+        if (failure := getattr(self.pipe.step, "failure", None)) is not None:
+            raise ValueError(f"could not be compiled: {failure}")
+        row, x, (p, q) = plan.mix[0, 0], given.noise * plan.initial, plan.to_h[0]
+        kept = (latents - float(row @ X) * x) / float(row @ H)  # H = p x + q prediction
+        return (kept - float(p) * x) / float(q)
+
+    def steps(self, given: Inputs, count: int) -> None:
+        """Run guided steps of DDIM."""
+        self._denoise(given, count, self.options.scale)
+
+    def decode(self, given: Inputs) -> Tensor:
+        """Decode the noise to pixels."""
+        with self._autocast():
+            return torch.stack(self.pipe.decode(given.noise * self.pipe.family.scale_factor, output="tensor"))
+
+    def image(self, given: Inputs) -> Tensor:
+        """Make n_iter batches from prompt to uint8 pixels."""
+        options, batch = self.options, len(given.noise)
+        names = ("height", "width", "sampler", "steps", "n_iter", "scale", "seed")
+        settings = {name: getattr(options, name) for name in names}
+        with self._autocast():
+            results = self.pipe.txt2img(options.prompt, batch_size=batch, output="result", **settings)
+        assert len([result.array for result in results]) == batch * options.n_iter
+        return torch.stack([result.pixels for result in results[-batch:]])
+
+
+def plain_copy(network: nn.Module) -> nn.Module:
+    """Build a network of the same class with the same weights, untuned; weights in another layout are copied."""
+    with on_meta():
+        copy = type(network)(network.spec)
+    copy.load_state_dict({key: value.contiguous() for key, value in network.state_dict().items()}, assign=True)
+    return copy.requires_grad_(False).eval()

@@ -1,0 +1,145 @@
+"""Every section by a peer: diffusers, eager and compiled, and OpenVINO, in a bare loop with diffusers' schedulers.
+
+That is the fastest way to use them: no pipeline, progress bar or safety checker.  The weights are the same.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.bench.checkpoints import family_of, open_model
+from ldm_lite.bench.options import Options
+from ldm_lite.bench.work import CHECK_SCALE, Inputs, Workload, inputs
+from ldm_lite.bench.worker import Unavailable
+from ldm_lite.checkpoint.reader import split
+from ldm_lite.runtime.precision import DTYPES
+
+PEERS = {"diffusers": ("diffusers",), "diffusers-compiled": ("diffusers",), "openvino": ("openvino", "diffusers")}
+# What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "unet": lambda unet, x, t, context: unet(x, t, encoder_hidden_states=context, return_dict=False)[0],
+    "vae": lambda vae, z: vae.decode(z, return_dict=False)[0],
+    "text_encoder": lambda encoder, ids: encoder(ids).last_hidden_state,
+}
+
+
+def peer(name: str, options: Options) -> tuple[str, Callable[[str], Workload]]:
+    """Return a peer's versions, and a function that makes its workload in a dtype, given by its short name.
+
+    Raises Unavailable if it is not installed or does not run on the device.
+    """
+    needed = (*PEERS[name], "transformers")
+    try:
+        numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in needed}
+    except ImportError as error:
+        raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(needed)}") from error
+    if name == "openvino" and options.device != "cpu":
+        raise Unavailable("is for CPUs")
+
+    def make(dtype: str) -> Workload:
+        if name == "openvino" and dtype != "fp32":
+            raise Unavailable("runs in fp32 here")
+        return PeerWorkload(name, options, dtype)
+
+    versions = ", ".join(f"{module} {number}" for module, number in numbers.items())
+    return versions.removeprefix(f"{name} "), make
+
+
+class PeerWorkload:
+    """Every section by a peer's networks, which are made when they are needed."""
+
+    def __init__(self, name: str, options: Options, dtype: str) -> None:
+        checkpoint = open_model(options.size, options.ckpt)
+        self._components, self.family = split(checkpoint), family_of(checkpoint)
+        self.name, self.options, self.device, self.dtype = name, options, torch.device(options.device), DTYPES[dtype]
+        self._networks: dict[str, Any] = {}
+        self._converted: dict[tuple[object, ...], Any] = {}  # OpenVINO's, by role and shapes
+
+    def network(self, role: str) -> Any:
+        """Return the network of a role with the model's weights."""
+        if role not in self._networks:
+            from ldm_lite.bench import peers
+
+            component, compiled = self._components[role], self.name == "diffusers-compiled"
+            weights = {key: component.checkpoint.read(key).to(self.dtype) for key in component.keys.values()}
+            network: Any = peers.NETWORKS[role](self.family, weights).to(self.device)
+            if compiled:
+                network = network.to(memory_format=torch.channels_last)
+            if compiled and role == "unet":
+                # As in diffusers' documentation, but for one size: else its second batch gets a graph for all sizes.
+                network = torch.compile(network, mode="max-autotune", fullgraph=True, dynamic=False)
+            self._networks[role] = network
+        return self._networks[role]
+
+    def call(self, role: str, *args: Tensor) -> Tensor:
+        """Run a network as in CALLS, for OpenVINO converted for the shapes of the arguments."""
+        if self.name != "openvino":
+            return CALLS[role](self.network(role), *args)
+        key = (role, *(value.shape for value in args))
+        if key not in self._converted:
+            network = self.network(role)
+
+            class Module(torch.nn.Module):
+                def forward(self, *inputs: Tensor) -> Tensor:
+                    return CALLS[role](network, *inputs)
+
+            openvino, shapes = importlib.import_module("openvino"), [list(value.shape) for value in args]
+            model = openvino.convert_model(Module(), example_input=args, input=shapes)
+            self._converted[key] = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            self._networks.clear()  # their memory
+        return torch.from_numpy(self._converted[key](args)[0].copy())
+
+    def inputs(self, batch: int) -> Inputs:
+        """Make the inputs of a batch on the device, in the dtype."""
+        return inputs(self.family, self.options, batch).to(self.device, self.dtype)
+
+    def denoise(self, sampler: str, steps: int, noise: Tensor, both: Tensor) -> Tensor:
+        """Run diffusers' denoising loop from unit noise; both holds the contexts of both branches."""
+        from ldm_lite.bench import peers
+
+        schedulers = peers.schedulers(self.family)
+        if sampler not in schedulers:
+            raise Unavailable(f"runs {' and '.join(schedulers)} here, not {sampler}")
+        scheduler: Any = schedulers[sampler]()
+        scheduler.set_timesteps(steps)
+        x = noise * scheduler.init_noise_sigma
+        # The scheduler gets timesteps on the CPU: it reads their values, and would wait for a GPU at each step.
+        for t, on_device in zip(scheduler.timesteps, scheduler.timesteps.to(self.device), strict=True):
+            before, after = self.call("unet", torch.cat([x, x]), on_device, both).chunk(2)
+            x = scheduler.step(before + self.options.scale * (after - before), t, x).prev_sample
+        return x
+
+    @torch.no_grad()
+    def prediction(self, given: Inputs) -> Tensor:
+        """Return the guided prediction of one step."""
+        x, both = torch.cat([given.noise, given.noise]), torch.cat([given.uncond, given.context])
+        before, after = self.call("unet", x, torch.tensor(999, device=self.device), both).float().chunk(2)
+        return before + CHECK_SCALE * (after - before)
+
+    @torch.no_grad()
+    def steps(self, given: Inputs, count: int) -> None:
+        """Run guided steps of DDIM."""
+        self.denoise("ddim", count, given.noise, torch.cat([given.uncond, given.context]))
+
+    @torch.no_grad()
+    def decode(self, given: Inputs) -> Tensor:
+        """Decode the noise to pixels."""
+        return self.call("vae", given.noise).float().clamp(-1, 1).cpu()
+
+    @torch.no_grad()
+    def image(self, given: Inputs) -> Tensor:
+        """Make n_iter batches from prompt to uint8 pixels."""
+        options, batch = self.options, len(given.noise)
+        for repeat in range(options.n_iter):
+            both = torch.cat([self.call("text_encoder", ids) for ids in (given.empty, given.ids)])
+            first = options.seed + repeat * batch
+            generators = [torch.Generator().manual_seed(seed) for seed in range(first, first + batch)]
+            noise = torch.stack([torch.randn(given.noise.shape[1:], generator=one) for one in generators])
+            x = self.denoise(options.sampler, options.steps, noise.to(self.device, self.dtype), both)
+            pixels = self.decode(given._replace(noise=x / self.family.scale_factor))
+            arrays = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+        assert len(arrays) == batch
+        return pixels

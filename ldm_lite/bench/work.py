@@ -1,0 +1,113 @@
+"""The work that is measured: sections at a batch size, with the same inputs for every framework.
+
+Sections: step is a guided denoising step (UNet on the doubled batch, guidance, update), decode the autoencoder's
+decoder, image everything from prompts to uint8 pixels, n_iter times.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ldm_lite.bench.measure import flops
+from ldm_lite.bench.options import Options
+from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.noise import SeededNoise
+from ldm_lite.models.clip import CLIPTextSpec
+from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.networks import build
+
+SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "image": "prompt to pixels"}
+CHECK_SCALE = 0.5  # guidance scale for comparisons: the mean of both predictions, which amplifies no error
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One table of the report: a section at a precision and a batch size."""
+
+    section: str
+    dtype: str
+    batch: int
+
+
+class Inputs(NamedTuple):
+    """The inputs of a batch B, the same in every process and framework."""
+
+    noise: Tensor  # (B,C,h,w)
+    context: Tensor  # (B,T,D)
+    uncond: Tensor  # (B,T,D)
+    ids: Tensor  # (B,T) tokens of the prompt
+    empty: Tensor  # (B,T) tokens of the empty prompt
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Inputs":
+        """Return them on a device, numbers but tokens in a dtype."""
+        return Inputs(*(value.to(device, dtype if value.is_floating_point() else None) for value in self))
+
+
+def inputs(family: Family, options: Options, batch: int) -> Inputs:
+    """Make the inputs of a batch, float32 on the CPU, from the options' seed, height and width.
+
+    Raises ValueError unless the model is like Stable Diffusion 1.x and the sides are multiples of its 8 pixels.
+    """
+    distilled = family.unet.guidance_dim is not None
+    if family.conditioner != "clip" or distilled or not isinstance(family.text, CLIPTextSpec):
+        raise ValueError(f"{family.title} cannot be benchmarked yet: take a Stable Diffusion 1.x model")
+    height, width = (family.resolution if side is None else side for side in (options.height, options.width))
+    if height % (factor := family.vae.factor) or width % factor:
+        raise ValueError(f"got H {height} and W {width}, wanted multiples of {factor}")
+    assert family.unet.context_dim is not None
+    generator = torch.Generator().manual_seed(options.seed)
+    context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)
+    shape = (family.unet.in_channels, height // factor, width // factor)
+    noise = SeededNoise([options.seed + k for k in range(batch)], shape)()
+    tokenizer = CLIPTokenizer(family.text.length)
+    return Inputs(noise, context, uncond, tokenizer([options.prompt] * batch), tokenizer([""] * batch))
+
+
+class Workload(Protocol):
+    """A framework with its networks in one precision.  Its methods run a section on the inputs of a batch."""
+
+    def inputs(self, batch: int) -> Inputs:
+        """Make the inputs of a batch, where the networks are."""
+
+    def prediction(self, given: Inputs) -> Tensor:
+        """Return the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE."""
+
+    def steps(self, given: Inputs, count: int) -> None:
+        """Run guided steps of DDIM."""
+
+    def decode(self, given: Inputs) -> Tensor:
+        """Decode the noise to pixels (B,3,H,W) in [-1,1] on the CPU."""
+
+    def image(self, given: Inputs) -> Tensor:
+        """Make n_iter batches from prompt to uint8 pixels, and return the last one's, (B,3,H,W) in [-1,1]."""
+
+
+class Cost(NamedTuple):
+    """The amount of work in one call of a cell."""
+
+    flops: int
+    items: int  # steps of the whole batch, or images
+
+
+def cost(family: Family, options: Options, cell: Cell) -> Cost:
+    """Count the work in one call of a cell.  Raises ValueError for a model, size or sampler that cannot be measured."""
+    per_image = _flops_at_batch_1(family, options)[cell.section]
+    items = {"step": 1, "decode": cell.batch, "image": cell.batch * options.n_iter}[cell.section]
+    return Cost(cell.batch * per_image, items)
+
+
+@functools.cache
+def _flops_at_batch_1(family: Family, options: Options) -> dict[str, int]:
+    given = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
+    num_calls = len(make_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
+    with on_meta():
+        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+    step = 2 * flops(lambda: networks["unet"](given.noise, torch.empty(1, device="meta"), given.context))
+    decode = flops(lambda: networks["vae"].decode(given.noise))
+    text = flops(lambda: networks["text_encoder"](given.ids))
+    return {"step": step, "decode": decode, "image": options.n_iter * (num_calls * step + decode + 2 * text)}
