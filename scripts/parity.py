@@ -41,11 +41,11 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import load_controls
+from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.generate import DenoisingState, denoise
 from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
-from ldm_lite.models.ops import timestep_embedding
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
 from ldm_lite.models.z_image import ZImageSpec
@@ -260,7 +260,7 @@ def deepfloyd_if(args: argparse.Namespace, checks: Checks) -> None:
         network.eval()
         start, given, forward = time.perf_counter(), {}, type(network).forward
         if spec.super_resolution:  # its own forward draws noise; the one that it calls does not
-            given = {"aug_emb": network.aug_proj(timestep_embedding(level, spec.model_channels))}
+            given = {"aug_emb": network.aug_proj(sinusoids(level, spec.model_channels))}
             forward = type(network).__base__.forward
         theirs = forward(network, x, t, context, **given)
         print(f"the original: {time.perf_counter() - start:.1f} s")
@@ -316,7 +316,7 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
         pipe: Any = SimpleNamespace(unet=unet, family=family, device=cpu, dtype=torch.float32, offloader=None)
         x, context, _ = toy.unet_inputs(family.unet, h=16, w=16)
         sizes, pooled = torch.tensor([[128.0, 128, 0, 0, 128, 128]] * 2), toy.normal(3, 2, 1280)
-        y = torch.cat([pooled, timestep_embedding(sizes.flatten(), 256).view(2, -1)], dim=1)
+        y = torch.cat([pooled, sinusoids(sizes.flatten(), 256).view(2, -1)], dim=1)
         image = toy.picture(h=128, w=128)
         given = {"text_embeds": pooled, "time_ids": sizes}
         hint = image.expand(2, -1, -1, -1)

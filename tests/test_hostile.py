@@ -28,9 +28,9 @@ from ldm_lite.checkpoint.lora import open_lora
 from ldm_lite.checkpoint.reader import open_checkpoint, split
 from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
+from ldm_lite.core.layers import MOST_BLOCKS
 from ldm_lite.models.clip_vision import CLIPVisionSpec
 from ldm_lite.models.controlnet import infer_spec
-from ldm_lite.models.shapes import MOST_BLOCKS
 from ldm_lite.models.style_adapter import StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec

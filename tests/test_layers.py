@@ -95,7 +95,8 @@ def test_imports_go_one_way(path: Path) -> None:
         assert below, f"{name} must not import {other}"
     if name.startswith("models."):
         # a network may be made of another's blocks
-        assert imports(path) <= {"models.ops", "models.shapes", *BLOCKS.get(name, set())}
+        shared = {"core.layers", "core.unet", "core.vae", "core.clip", "models.ops"}
+        assert imports(path) <= shared | BLOCKS.get(name, set())
 
 
 def test_every_folder_has_a_layer() -> None:

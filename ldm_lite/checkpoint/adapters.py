@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import lycoris, peft_kinds
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
 PARTS = (

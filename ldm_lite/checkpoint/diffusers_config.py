@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ldm_lite.core.layers import Shapes
 from ldm_lite.diffusion.names import resolve
-from ldm_lite.models.shapes import Shapes
 
 log = logging.getLogger("ldm_lite")
 

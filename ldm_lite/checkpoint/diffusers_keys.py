@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.transformer_keys import stored_keys
-from ldm_lite.models.shapes import Shapes, size
+from ldm_lite.core.layers import Shapes, size
 from ldm_lite.runtime.memory import MappedPages
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------

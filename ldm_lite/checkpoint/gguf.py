@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.cli.files import open_file
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 from ldm_lite.runtime.blocks import FORMATS, Blocks
 
 MAGIC = b"GGUF"

@@ -25,8 +25,8 @@ from ldm_lite.checkpoint.safetensors_file import MOST_TENSORS, open_safetensors
 from ldm_lite.checkpoint.scaled import is_scaled, unscaled
 from ldm_lite.checkpoint.torch_file import open_torch
 from ldm_lite.cli.files import open_file
+from ldm_lite.core.layers import Shapes
 from ldm_lite.models.rrdb import original_keys
-from ldm_lite.models.shapes import Shapes
 from ldm_lite.runtime.blocks import BlockLinear, Blocks
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.foreign import foreign

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 
 MOST_TENSORS = 65536  # Stable Diffusion XL with an EMA copy has 5,000
 MOST_HEADER = 64 * 2**20  # bytes; most of a large one is metadata

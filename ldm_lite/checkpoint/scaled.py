@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 
 SCALE = re.compile(r"^(.*\.)(?:scale_weight|weight_scale)$")
 BESIDE = re.compile(r"(?:^|\.)(?:scale_input|input_scale|comfy_quant|scaled_fp8)$")  # of no use where nothing is in fp8

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.unpickle import INVERSION, Inert, Refused, Special, Storage, Stored, unpickle
 from ldm_lite.cli.files import open_file
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 from ldm_lite.runtime.memory import MappedPages
 
 MOST_PICKLE = 64 * 2**20  # bytes

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 
 
 class Parts(NamedTuple):

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ldm_lite.models.shapes import Shapes, multiple, size
+from ldm_lite.core.layers import Shapes, size
+from ldm_lite.models.ops import multiple
 
 PREFIX = "visual."
 NAMES = (  # a pattern of OpenCLIP's, and transformers' name
@@ -43,7 +44,7 @@ def renamed(stored: Shapes, read: Callable[[str], Tensor]) -> tuple[Shapes, Call
             shapes["visual_projection.weight"] = size(stored, key, 2)[::-1]
             places["visual_projection.weight"] = key, None
         elif joined := JOINED.search(name):
-            rows, *rest = size(stored, key, 1, 2)
+            rows, *rest = size(stored, key, 2 if joined[1] == "weight" else 1)
             for i, part in enumerate("qkv"):
                 own = f"vision_model.{name[: joined.start()]}.self_attn.{part}_proj.{joined[1]}"
                 shapes[own], places[own] = (multiple(rows, 3, f"the length of {key}"), *rest), (key, i)

@@ -18,11 +18,12 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.sources import tokenizer_of
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.conditioning import inputs
+from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
 from ldm_lite.diffusion.schedule import cosine_betas
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
-from ldm_lite.models.ops import guidance_embedding, timestep_embedding
+from ldm_lite.models.ops import guidance_embedding
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
 from ldm_lite.text.prompt import Chunks, chunks, weighted, without_weights
@@ -245,8 +246,8 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
     kept = float((1 - cosine_betas())[: level + 1].prod())
     noise = torch.randn(1, width, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     noised = kept**0.5 * (embedding.cpu().float() - mean) / deviation + (1 - kept) ** 0.5 * noise
-    sinusoid = timestep_embedding(torch.tensor([level], device="cpu"), width)
-    y = torch.cat([noised * deviation + mean, sinusoid], dim=1).to(model.device)
+    embedded = sinusoids(torch.tensor([level], device="cpu"), width)
+    y = torch.cat([noised * deviation + mean, embedded], dim=1).to(model.device)
     return clip(model, prompts, options)._replace(y=(y * (not options.negative)).repeat(len(prompts), 1))
 
 
@@ -356,8 +357,8 @@ def _cut(model: Model, options: PromptOptions) -> tuple[int, int, int, int]:
 
 def with_numbers(pooled: Tensor, numbers: Tensor) -> Tensor:
     """Append the sinusoids of N numbers, (N,) or (B,N), 256 each, to pooled outputs (B,D): y (B, D + 256 * N)."""
-    sinusoids = timestep_embedding(numbers.flatten().to(pooled.device), 256).view(*numbers.shape[:-1], -1)
-    return torch.cat([pooled, sinusoids.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
+    embedded = sinusoids(numbers.flatten().to(pooled.device), 256).view(*numbers.shape[:-1], -1)
+    return torch.cat([pooled, embedded.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
 
 
 CONDITIONERS: dict[str, Conditioner] = {

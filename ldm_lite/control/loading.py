@@ -15,13 +15,13 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, split
 from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.control.low_rank import MARK, differences
+from ldm_lite.core.layers import Shapes
 from ldm_lite.image import clip_crop
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.controlnet import ControlNet, infer_spec
 from ldm_lite.models.flux import Flux, FluxSpec
 from ldm_lite.models.ip_adapter import Images, IPAdapter, IPAdapterSpec
 from ldm_lite.models.redux import Redux, ReduxSpec, SiglipSpec, SiglipVisionEncoder
-from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet, UNetSpec

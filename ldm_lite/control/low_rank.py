@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.reader import Checkpoint, Component, read_weight
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 
 MARK = "lora_controlnet"  # a tensor that says nothing but what kind of file it is
 

@@ -108,18 +108,19 @@ MOST_BLOCKS = 100  # of one kind in a row: released networks have at most 64
 
 def size(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
     """Return the shape of a tensor that must be there, with so many dimensions.  Raises ValueError, naming the key."""
-    shape = shapes.get(key, ())
+    if key not in shapes:
+        raise ValueError(f"a tensor that every such network has is missing: {key}")
+    shape = shapes[key]
     if len(shape) != rank or not all(0 < side <= 2**24 for side in shape):
         raise ValueError(f"{key} has the shape {tuple(shape)}, wanted {rank} dimensions, none empty")
     return tuple(shape)
 
 
 def count(shapes: Shapes, pattern: str) -> int:
-    """Return 1 + the largest index that the group of a pattern matches in a key, 0 without a match.
-
-    Raises ValueError if there are more than a network has.
-    """
-    indices = {int(match[1]) for key in shapes if (match := re.match(pattern, key))}
-    if (indices and len(indices) != 1 + max(indices)) or len(indices) > MOST_BLOCKS:
-        raise ValueError(f"its blocks {pattern} are not numbered from 0 to {MOST_BLOCKS} at most")
-    return len(indices)
+    """Count blocks: keys have their index, from 0, where the pattern has its group.  Raises ValueError for a gap."""
+    blocks = {int(match[1]): match[0] for key in shapes if (match := re.match(pattern, key))}
+    wanted = 1 + max(blocks, default=-1)
+    if len(blocks) != wanted or wanted > MOST_BLOCKS:
+        last = blocks[wanted - 1]
+        raise ValueError(f"has {last}*, and {len(blocks)} such blocks: wanted all from 0 on, and at most {MOST_BLOCKS}")
+    return wanted

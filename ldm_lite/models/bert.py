@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count, size
+from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
 
 HEADS = 8
 HEAD_DIM = 64  # for every width

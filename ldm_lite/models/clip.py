@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import embed, merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count, size
+from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.models.ops import embed
 
 
 @dataclass(frozen=True)

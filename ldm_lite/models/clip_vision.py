@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.layers import Shapes, count, size
 from ldm_lite.models.clip import EncoderLayer
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.models.ops import multiple
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of pixels in [0,1], for CLIP
 

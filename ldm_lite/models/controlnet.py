@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.ops import channels_last
-from ldm_lite.models.shapes import Shapes, size
+from ldm_lite.core.layers import Shapes, channels_last, size
 from ldm_lite.models.transformer import KeysValues, TextCache, with_images
 from ldm_lite.models.unet import Encoder, UNetSpec
 

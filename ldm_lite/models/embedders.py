@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.shapes import Shapes, size
+from ldm_lite.core.layers import Shapes, size
 
 
 @dataclass(frozen=True)

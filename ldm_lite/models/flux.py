@@ -19,19 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import (
-    AttentionFn,
-    attention,
-    axial_rotation,
-    finite_half,
-    merge_heads,
-    modulate,
-    rms_norm,
-    rotate,
-    split_heads,
-    timestep_embedding,
-)
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.models.ops import axial_rotation, finite_half, modulate, multiple, rms_norm, rotate
 
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
 SINUSOIDS = 256
@@ -166,7 +155,7 @@ class DoubleStreamBlock(nn.Module):
     def __init__(self, spec: FluxSpec) -> None:
         super().__init__()
         self.head_dim = spec.width // spec.heads
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
         self.img_mod = Modulation(spec.width, branches=2)
         self.img_attn = SelfAttention(spec.width, spec.heads)
         self.img_mlp = _mlp(spec.width, spec.mlp_width)
@@ -201,7 +190,7 @@ class SingleStreamBlock(nn.Module):
         super().__init__()
         self.spec = spec
         self.head_dim = spec.width // spec.heads
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
         self.linear1 = nn.Linear(spec.width, 3 * spec.width + spec.mlp_width)
         self.linear2 = nn.Linear(spec.width + spec.mlp_width, spec.width)
         self.norm = QKNorm(self.head_dim)
@@ -278,10 +267,10 @@ class Flux(nn.Module):
 
     def embed(self, t: Tensor, y: Tensor, guidance: Tensor | None) -> Tensor:
         """Embed the time (B,), the pooled text (B,vector_dim) and the guidance scale (B,): (B,D)."""
-        vec = self.time_in(timestep_embedding(1000 * t.float(), SINUSOIDS).to(y.dtype))
+        vec = self.time_in(sinusoids(1000 * t.float(), SINUSOIDS).to(y.dtype))
         if self.spec.guidance:
             assert guidance is not None, "this network reads the guidance scale"
-            vec = vec + self.guidance_in(timestep_embedding(1000 * guidance.float(), SINUSOIDS).to(y.dtype))
+            vec = vec + self.guidance_in(sinusoids(1000 * guidance.float(), SINUSOIDS).to(y.dtype))
         return vec + self.vector_in(y)
 
     def rotation(self, num_text: int, sides: tuple[int, int, int], like: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.ops import merge_heads, split_heads
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.models.ops import multiple
 from ldm_lite.models.transformer import BasicTransformerBlock, KeysValues, SpatialTransformer
 from ldm_lite.models.unet import UNet
 

@@ -21,17 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import (
-    AttentionFn,
-    attention,
-    finite_half,
-    merge_heads,
-    modulate,
-    rms_norm,
-    split_heads,
-    timestep_embedding,
-)
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.models.ops import finite_half, modulate, multiple, rms_norm
 
 HEAD_DIM = 64
 SINUSOIDS = 256
@@ -115,7 +106,7 @@ class ImageAttention(SelfAttention):
     def __init__(self, spec: MMDiTSpec) -> None:
         super().__init__(spec)
         self.head_dim = HEAD_DIM
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(merge_heads(self.attention(*self.queries_keys_values(x))))
@@ -176,7 +167,7 @@ class JointBlock(nn.Module):
     def __init__(self, spec: MMDiTSpec, index: int) -> None:
         super().__init__()
         self.head_dim = HEAD_DIM
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
         self.is_last = index == spec.depth - 1
         self.context_block = DismantledBlock(spec, is_last=self.is_last)
         self.x_block = DismantledBlock(spec, dual=index < spec.dual_depth)
@@ -262,7 +253,7 @@ class MMDiT(nn.Module):
         assert y is not None, "Stable Diffusion 3 reads the pooled text"
         h, w = x.shape[2] // 2, x.shape[3] // 2
         x = self.x_embedder(x) + self.positions(h, w)  # (B, N, D)
-        c = F.silu(self.t_embedder(timestep_embedding(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
+        c = F.silu(self.t_embedder(sinusoids(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
         context = self.context_embedder(context)  # (B, T, D)
         for i, block in enumerate(self.joint_blocks):
             before, (context, x) = (context, x), block(context, x, c)

@@ -1,30 +1,11 @@
-"""Building blocks that all networks share: attention, the timestep embedding, the gated feed-forward.
+"""What several networks share beyond core/layers.py: norms, rotary positions, embeddings.
 
 Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of all heads.
 """
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D).
-
-    Attention layers of UNets and autoencoders call their attribute `attention`, which is this function by default.
-    Vaswani et al. 2017, eq. 1.
-    """
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(B,N,C) -> (B,H,N,C/H), a view: "b n (h d) -> b h n d"."""
-    return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2)
 
 
 def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
@@ -37,23 +18,6 @@ def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
     known = table.num_embeddings
     x: Tensor = table(ids.clamp(max=known - 1))
     return torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(B,H,N,D) -> (B,N,H*D): "b h n d -> b n (h d)"."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def timestep_embedding(t: Tensor, dim: int) -> Tensor:
-    """Timesteps (B,) in [0,1000), possibly fractional -> float32 sinusoids (B,dim), the cosines first.
-
-    Frequencies exp(-ln 10000 * i / (dim/2)); an odd dim ends in a zero.  Vaswani et al. 2017, sec. 3.5, in the
-    order of the original openaimodel.py.
-    """
-    half = dim // 2
-    freqs = torch.exp(torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(10000) / half))
-    angles = t.float()[:, None] * freqs  # (B, dim/2)
-    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, dim % 2))
 
 
 def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
@@ -111,31 +75,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
-class Conv1x1(nn.Conv2d):
-    """A 1x1 convolution (B,C,h,w) -> (B,K,h,w) as a linear over positions, which copies nothing with channels last.
-
-    Other inputs, as after a norm on CUDA, are made channels last first: otherwise the bias needs another kernel.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(channels_last(x).permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """(B,C,h,w) with channels last in memory: faster convolutions, and tokens (B,N,C) become a view."""
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-class GEGLU(nn.Module):
-    """Linear to twice the width; the first half times the exact GELU of the second.  Shazeer 2020."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(in_channels, 2 * out_channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        value, gate = self.proj(x).chunk(2, dim=-1)
-        return value * F.gelu(gate)
+def multiple(width: int, base: int, what: str) -> int:
+    """Return width / base.  Raises ValueError unless it is a whole number above 0."""
+    if width % base or width < base:
+        raise ValueError(f"{what} is {width}, wanted a multiple of {base}")
+    return width // base

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import axial_rotation, finite_half, merge_heads, rms_norm, split_heads
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.models.ops import axial_rotation, finite_half, multiple, rms_norm
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
 

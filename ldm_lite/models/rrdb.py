@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.shapes import Shapes, count, size
+from ldm_lite.core.layers import Shapes, count, size
 
 FOLDS = {3: 1, 12: 2, 48: 4}  # channels of the first convolution -> pixels folded into one, along each side
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.layers import Shapes, count, size
 from ldm_lite.models.clip import quick_gelu
 from ldm_lite.models.open_clip import ResidualAttentionBlock
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.models.ops import multiple
 
 
 @dataclass(frozen=True)

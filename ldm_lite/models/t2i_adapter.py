@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.core.layers import Shapes, count, size
+from ldm_lite.models.ops import multiple
 
 
 @dataclass(frozen=True)

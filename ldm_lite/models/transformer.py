@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import GEGLU, AttentionFn, Conv1x1, attention, merge_heads, split_heads
+from ldm_lite.core.layers import AttentionFn, Conv1x1, merge_heads, split_heads
+from ldm_lite.core.layers import sdpa as attention
+from ldm_lite.core.unet import GEGLU
 
 KeysValues = tuple[Tensor, Tensor]  # of the text, (B,T,C) each
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import Conv1x1, channels_last, timestep_embedding
-from ldm_lite.models.shapes import MOST_BLOCKS, Shapes, count, multiple, size
+from ldm_lite.core.layers import MOST_BLOCKS, Conv1x1, Shapes, channels_last, count, size
+from ldm_lite.core.layers import sinusoids as timestep_embedding
+from ldm_lite.models.ops import multiple
 from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TextCache, call_cached
 
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import AttentionFn, attention, merge_heads, split_heads, timestep_embedding
-from ldm_lite.models.shapes import Shapes, multiple, size
+from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads, size, split_heads
+from ldm_lite.core.layers import sdpa as attention
+from ldm_lite.core.layers import sinusoids as timestep_embedding
+from ldm_lite.models.ops import multiple
 from ldm_lite.models.unet import ResBlock, UNetSpec
 
 

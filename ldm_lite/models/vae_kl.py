@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import AttentionFn, Conv1x1, attention, channels_last
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.core.layers import AttentionFn, Conv1x1, Shapes, channels_last, count, sdpa, size
+from ldm_lite.models.ops import multiple
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class AttnBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.head_dim = channels
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
         self.norm = _norm(channels)
         self.q = Conv1x1(channels, channels)
         self.k = Conv1x1(channels, channels)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.shapes import Shapes, size
+from ldm_lite.core.layers import Shapes, size
 from ldm_lite.models.vae_kl import Decoder, Encoder, VAESpec, check_latents, check_pixels
 
 POSITIONS_TIMES_CODES = 2**24  # distances in memory at a time: 64 MiB

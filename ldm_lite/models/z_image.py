@@ -23,18 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import (
-    AttentionFn,
-    attention,
-    axial_rotation,
-    finite_half,
-    merge_heads,
-    rms_norm,
-    rotate,
-    split_heads,
-    timestep_embedding,
-)
-from ldm_lite.models.shapes import Shapes, count, multiple, size
+from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.models.ops import axial_rotation, finite_half, multiple, rms_norm, rotate
 
 MULTIPLE = 32  # of tokens, to which image and caption are padded
 THETA = 256.0  # the slowest rotation turns by 1/THETA a position
@@ -106,7 +96,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = spec.heads
         self.head_dim = spec.width // spec.heads
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
         self.qkv = nn.Linear(spec.width, 3 * spec.width, bias=False)
         self.q_norm = RMSNorm(self.head_dim)
         self.k_norm = RMSNorm(self.head_dim)
@@ -182,7 +172,7 @@ class TimeEmbedder(nn.Module):
         )
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.mlp(timestep_embedding(1000 * t.float(), SINUSOIDS).to(dtype))
+        return self.mlp(sinusoids(1000 * t.float(), SINUSOIDS).to(dtype))
 
 
 class ZImage(nn.Module):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import AttentionFn
-from ldm_lite.models.ops import attention as sdpa
+from ldm_lite.core.layers import AttentionFn, sdpa
 from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu.attention import blocked
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.layers import channels_last
 from ldm_lite.diffusion.guidance import Branches, Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.models.controlnet import ControlledUNet
-from ldm_lite.models.ops import channels_last
 from ldm_lite.models.transformer import Recorded, TextCache
 from ldm_lite.models.unet import UNet, plus
 

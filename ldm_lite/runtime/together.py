@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.layers import Conv1x1
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.step import Network, Row, denoise_step
-from ldm_lite.models.ops import Conv1x1
 from ldm_lite.runtime.patching import kernel, patch, patch_of
 
 LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)

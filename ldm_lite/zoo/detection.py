@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from ldm_lite.core.layers import Shapes
 from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.qwen3 import Qwen3Spec
-from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec

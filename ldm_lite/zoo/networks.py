@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ldm_lite.core.layers import Shapes
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
@@ -15,7 +16,6 @@ from ldm_lite.models.mmdit import MMDiT, MMDiTSpec
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
-from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ldm_lite.core.layers import Shapes
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.flux import DoubleStreamBlock, FluxSpec, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.qwen3 import Qwen3Spec
-from ldm_lite.models.shapes import Shapes
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import Block, ZImageSpec
 from ldm_lite.zoo.families import FAMILIES, Family

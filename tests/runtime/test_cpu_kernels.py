@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.models.ops import Conv1x1
+from ldm_lite.core.layers import Conv1x1
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu import attention, convolutions, products, winograd

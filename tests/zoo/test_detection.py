@@ -12,7 +12,7 @@ from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, Checkpoint, on_meta, split
 from ldm_lite.checkpoint.sources import placed
-from ldm_lite.models.shapes import Shapes
+from ldm_lite.core.layers import Shapes
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, QWEN3_4B, TRANSFORMERS, Spec, build, infer_vae

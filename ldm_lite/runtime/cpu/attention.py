@@ -15,7 +15,7 @@ Shape letters: B batch, H heads, N queries, M keys, D channels of a head.
 import torch
 from torch import Tensor
 
-from ldm_lite.models.ops import attention as sdpa
+from ldm_lite.core.layers import sdpa
 from ldm_lite.runtime.timing import fastest
 
 LIMIT = 60.0

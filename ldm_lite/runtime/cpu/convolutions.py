@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import channels_last
+from ldm_lite.core.layers import channels_last
 from ldm_lite.runtime.cpu import products, winograd
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.runtime.patching import kernel, patch

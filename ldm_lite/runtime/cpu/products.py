@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.ops import Conv1x1, channels_last
+from ldm_lite.core.layers import Conv1x1, channels_last
 from ldm_lite.runtime.patching import kernel, patch
 from ldm_lite.runtime.timing import fastest
 

@@ -5,7 +5,7 @@ import torch
 import toy
 from torch import Tensor, nn
 
-from ldm_lite.models.ops import channels_last
+from ldm_lite.core.layers import channels_last
 from ldm_lite.runtime import fused_norm
 from ldm_lite.runtime.cpu import group_norm
 
