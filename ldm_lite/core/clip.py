@@ -6,6 +6,7 @@ Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
-    return x * torch.sigmoid(1.702 * x)
 
 
 @dataclass(frozen=True)
@@ -57,42 +53,39 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head self-attention (B,T,D) -> (B,T,D)."""
+    """Multi-head self-attention (B,T,D) -> (B,T,D), causal as for text."""
 
-    def __init__(self, spec: CLIPSpec) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = spec.heads or 1
-        self.k_proj = nn.Linear(spec.width, spec.width)
-        self.v_proj = nn.Linear(spec.width, spec.width)
-        self.q_proj = nn.Linear(spec.width, spec.width)
-        self.out_proj = nn.Linear(spec.width, spec.width)
+        self.heads, self.causal = heads, True
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B,H,T,D/H)
-        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
 
 
-class MLP(nn.Module):
-    """Linear, activation, linear."""
-
-    def __init__(self, spec: CLIPSpec) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(spec.width, spec.mlp_width)
-        self.fc2 = nn.Linear(spec.mlp_width, spec.width)
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(quick_gelu(self.fc1(x)))
+        return x * torch.sigmoid(1.702 * x)
 
 
 class EncoderLayer(nn.Module):
     """Self-attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, spec: CLIPSpec) -> None:
+    def __init__(self, width: int, mlp_width: int, heads: int) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(spec)
-        self.layer_norm1 = nn.LayerNorm(spec.width)
-        self.mlp = MLP(spec)
-        self.layer_norm2 = nn.LayerNorm(spec.width)
+        self.self_attn = SelfAttention(width, heads)
+        self.layer_norm1 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            OrderedDict(fc1=nn.Linear(width, mlp_width), activation=QuickGELU(), fc2=nn.Linear(mlp_width, width))
+        )
+        self.layer_norm2 = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
@@ -106,8 +99,8 @@ class CLIPTextEncoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embeddings = Embeddings(spec)
-        layers = nn.ModuleList(EncoderLayer(spec) for _ in range(spec.layers))
-        self.encoder = nn.ModuleDict({"layers": layers})
+        layers = (EncoderLayer(spec.width, spec.mlp_width, spec.heads or 1) for _ in range(spec.layers))
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.final_layer_norm = nn.LayerNorm(spec.width)
 
     def forward(self, token_ids: Tensor) -> Tensor:
