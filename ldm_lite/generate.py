@@ -347,13 +347,16 @@ def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     Both are float32 on the model's device; a sample is mean + deviation * noise.  An encoder that overflows in half
     precision runs again in float32, with a warning.  Raises ValueError if a side is not a multiple of the factor.
     """
+    factor = model.vae.spec.factor
+    if pixels.shape[1] != 3 or pixels.shape[2] % factor or pixels.shape[3] % factor:
+        raise ValueError(f"got pixels {tuple(pixels.shape)}, wanted (B, 3, H, W) with H and W multiples of {factor}")
     with model.phase("vae"):
         vae, dtype = tiled_on_cpu(model.vae), next(model.vae.parameters()).dtype
-        mean, deviation = vae.distribution(pixels.to(model.device, dtype))
+        mean, deviation = vae.encode(pixels.to(model.device, dtype))
         if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
             log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
             whole = copy.deepcopy(vae).to(model.device, torch.float32)
-            mean, deviation = whole.distribution(pixels.to(model.device, torch.float32))
+            mean, deviation = whole.encode(pixels.to(model.device, torch.float32))
     if not torch.isfinite(mean + deviation).all():
         cause = broken_weights(model.networks) or "its pixels are not finite"
         raise ValueError(f"the image's latents are not finite: {cause}")
@@ -366,8 +369,10 @@ def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
     """Decode latents (B,C,h,w), in the UNet's scale, to pixels (3,H,W) in [-1,1], float32 on the CPU, image by image.
 
     Pixels are always finite: a decoder that overflows in half precision runs again in float32, with a warning.
-    Raises ValueError, naming the cause, for latents that are not finite.
+    Raises ValueError for latents of other channels and, naming the cause, for those that are not finite.
     """
+    if latents.shape[1] != model.vae.spec.embed_dim:
+        raise ValueError(f"got latents with {latents.shape[1]} channels, wanted {model.vae.spec.embed_dim}")
     if not torch.isfinite(latents).all():
         half = model.dtype != torch.float32
         advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"

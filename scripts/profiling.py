@@ -32,10 +32,10 @@ from ldm_lite.bench.checkpoints import random_checkpoint
 from ldm_lite.bench.measure import alternating
 from ldm_lite.checkpoint.reader import load_weights, on_meta, split
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu import attention as cpu_attention

@@ -48,7 +48,7 @@ COMMANDS = {
     "evaluate",
     "__main__",
 }
-BLOCKS = {"models.vae_vq": {"models.vae_kl"}, "models.unet_if": {"models.unet"}, "models.unet": {"models.transformer"}}
+BLOCKS = {"models.unet_if": {"models.unet"}, "models.unet": {"models.transformer"}}
 BLOCKS |= {"models.controlnet": {"models.unet", "models.transformer"}}
 BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.transformer", "models.unet"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip"}}

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import denoise
+from ldm_lite.generate import denoise, encode
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
@@ -60,7 +60,14 @@ def test_whole_runs(bundled: Pipeline, run: str) -> None:
 def test_autoencoder(bundled: Pipeline) -> None:
     pixels = bundled.vae.decode(golden("ddim_20_2.5") / bundled.family.scale_factor)
     assert relative(pixels, golden("pixels")) < 1e-5
-    assert relative(torch.cat(bundled.vae.encode(golden("image")), dim=1), golden("moments")) < 1e-5
+    mean, deviation = bundled.vae.encode(golden("image"))
+    assert relative(torch.cat([mean, 2 * deviation.log()], dim=1), golden("moments")) < 1e-5
+    with pytest.raises(ValueError, match="got latents with 3 channels, wanted 16"):
+        bundled.decode(torch.zeros(1, 3, 8, 8))
+    for shape in ((1, 4, 16, 16), (1, 1, 16, 16), (1, 3, 17, 16), (1, 3, 16, 12)):
+        with pytest.raises(ValueError, match=r"wanted \(B, 3, H, W\) with H and W multiples of 8") as error:
+            encode(bundled, torch.zeros(shape))
+        assert str(shape) in str(error.value)
 
 
 def test_the_description_says_what_was_loaded(bundled: Pipeline) -> None:

@@ -25,9 +25,9 @@ from diffusers.loaders.single_file_utils import (
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.reader import prefix
+from ldm_lite.core.vae import VAESpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.zoo.families import Family, ScaledLinear
 from ldm_lite.zoo.networks import EncoderSpec
 

@@ -10,10 +10,10 @@ import torch
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.reader import Component, errors_of, join, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.core.vae import VAESpec
 from ldm_lite.models.rrdb import RRDBNet, RRDBSpec
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESDSpec
-from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.models.vae_vq import VQSpec
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.runtime.setup import prepare

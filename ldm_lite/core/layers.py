@@ -119,8 +119,7 @@ def size(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
 def count(shapes: Shapes, pattern: str) -> int:
     """Count blocks: keys have their index, from 0, where the pattern has its group.  Raises ValueError for a gap."""
     blocks = {int(match[1]): match[0] for key in shapes if (match := re.match(pattern, key))}
-    wanted = 1 + max(blocks, default=-1)
-    if len(blocks) != wanted or wanted > MOST_BLOCKS:
-        last = blocks[wanted - 1]
+    if sorted(blocks) != list(range(min(len(blocks), MOST_BLOCKS))):
+        last = blocks[max(blocks)]
         raise ValueError(f"has {last}*, and {len(blocks)} such blocks: wanted all from 0 on, and at most {MOST_BLOCKS}")
-    return wanted
+    return len(blocks)

@@ -1,4 +1,4 @@
-"""The KL autoencoder of Stable Diffusion: pixels <-> latents at an eighth of the size.
+"""The KL autoencoder of latent diffusion: pixels <-> latents, in Stable Diffusion at an eighth of the size.
 
 Attribute names are the checkpoint's keys; decoder.up.0 is the highest resolution and runs last.  A downsampler pads
 only right and bottom, unlike the UNet's.  Latents are unscaled: the caller applies the family's scale factor.
@@ -26,6 +26,9 @@ class VAESpec:
     num_res_blocks: int
     z_channels: int  # channels of the encoder's output and the decoder's input
     embed_dim: int  # channels of a latent, after quant_conv
+    attn_levels: tuple[int, ...] = ()  # with attention after each residual block
+    mid_attn: bool = True
+    quant: bool = True  # has quant_conv and post_quant_conv
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> VAESpec:
@@ -33,12 +36,16 @@ class VAESpec:
         channels = size(shapes, "encoder.conv_in.weight", 4)[0]
         levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
         widths = [size(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
+        quant = "post_quant_conv.weight" in shapes
         return VAESpec(
             channels=channels,
             channel_mult=tuple(width // channels for width in widths),
             num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
             z_channels=size(shapes, "decoder.conv_in.weight", 4)[1],
-            embed_dim=size(shapes, "post_quant_conv.weight", 4)[1],
+            embed_dim=size(shapes, "post_quant_conv.weight" if quant else "decoder.conv_in.weight", 4)[1],
+            attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
+            mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
+            quant=quant,
         )
 
     @property
@@ -110,19 +117,20 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The residual blocks of one resolution, then a resampler: "downsample", "upsample" or none."""
+    """The residual blocks of one resolution, with attention or without, then a "downsample", an "upsample" or none."""
 
-    def __init__(self, in_channels: int, channels: int, num_blocks: int, **resample: nn.Module) -> None:
+    def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool, **resample: nn.Module) -> None:
         super().__init__()
         self.block = nn.ModuleList(ResnetBlock(channels if i else in_channels, channels) for i in range(num_blocks))
+        self.attn = nn.ModuleList(AttnBlock(channels) if attn else nn.Identity() for _ in range(num_blocks))
         for name, module in resample.items():
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.block:
-            x = block(x)
+        for block, attn in zip(self.block, self.attn, strict=True):
+            x = attn(block(x))
         for name, module in self.named_children():
-            if name != "block":
+            if name not in ("block", "attn"):
                 x = module(x)
         return x
 
@@ -130,10 +138,10 @@ class Level(nn.Module):
 class Middle(nn.Module):
     """Residual block, attention, residual block."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, attn: bool) -> None:
         super().__init__()
         self.block_1 = ResnetBlock(channels, channels)
-        self.attn_1 = AttnBlock(channels)
+        self.attn_1 = AttnBlock(channels) if attn else nn.Identity()
         self.block_2 = ResnetBlock(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,8 +159,8 @@ class Encoder(nn.Module):
         for level, width in enumerate(widths):
             resample = {"downsample": Downsample(width)} if level + 1 < len(widths) else {}
             before = widths[level - 1] if level else spec.channels
-            self.down.append(Level(before, width, spec.num_res_blocks, **resample))
-        self.mid = Middle(widths[-1])
+            self.down.append(Level(before, width, spec.num_res_blocks, level in spec.attn_levels, **resample))
+        self.mid = Middle(widths[-1], spec.mid_attn)
         self.norm_out = _norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 2 * spec.z_channels, 3, padding=1)
 
@@ -170,12 +178,12 @@ class Decoder(nn.Module):
         super().__init__()
         widths = [spec.channels * mult for mult in spec.channel_mult]
         self.conv_in = nn.Conv2d(spec.z_channels, widths[-1], 3, padding=1)
-        self.mid = Middle(widths[-1])
+        self.mid = Middle(widths[-1], spec.mid_attn)
         self.up = nn.ModuleList()
         for level, width in enumerate(widths):
             resample = {"upsample": Upsample(width)} if level else {}
             before = widths[min(level + 1, len(widths) - 1)]
-            self.up.append(Level(before, width, spec.num_res_blocks + 1, **resample))
+            self.up.append(Level(before, width, spec.num_res_blocks + 1, level in spec.attn_levels, **resample))
         self.norm_out = _norm(widths[0])
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
@@ -194,8 +202,8 @@ class AutoencoderKL(nn.Module):
         self.spec = spec
         self.encoder = Encoder(spec)
         self.decoder = Decoder(spec)
-        self.quant_conv = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1)
-        self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
+        self.quant_conv = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1) if spec.quant else nn.Identity()
+        self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1) if spec.quant else nn.Identity()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of the latents, (B,embed_dim,h,w), unscaled."""

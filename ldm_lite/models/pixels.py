@@ -23,7 +23,7 @@ class Pixels(nn.Module):
         # Empty: its only use is to have a device and dtype, like other networks' weights.
         self.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
 
-    def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the latents: x and 0."""
         return x, torch.zeros_like(x)
 

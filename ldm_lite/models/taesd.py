@@ -90,38 +90,26 @@ class TAESD(nn.Module):
         if spec.decoder:
             self.decoder = _decoder(spec.embed_dim)
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,H/8,W/8) in the UNet's scale.
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,H/8,W/8) in the UNet's scale, and their deviation, 0.
 
-        Raises ValueError if there is no encoder, x does not have 3 channels, or a side is not a multiple of 8.
+        H and W are multiples of 8.  Raises ValueError if there is no encoder.
         """
         if not self.spec.encoder:
             raise ValueError(
                 "this TAESD has no encoder, which is needed to encode an image: take a file with both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             )
-        if x.shape[1] != 3 or x.shape[2] % 8 or x.shape[3] % 8:
-            raise ValueError(f"got pixels {tuple(x.shape)}, wanted (B, 3, H, W) with H and W multiples of 8")
-        return self.encoder((x + 1) / 2)
-
-    def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the latents: encode(x) and 0, since the encoder is deterministic."""
-        z = self.encode(x)
+        z = self.encoder((x + 1) / 2)
         return z, torch.zeros_like(z)
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents (B,embed_dim,h,w) in the UNet's scale -> pixels (B,3,8h,8w), about [-1,1], unclamped.
 
-        Raises ValueError if there is no decoder or z does not have embed_dim channels.
+        Raises ValueError if there is no decoder.
         """
         if not self.spec.decoder:
             raise ValueError(
                 "this TAESD has no decoder: take a file with both, or put taesd_decoder.pth beside taesd_encoder.pth"
             )
-        if z.shape[1] != self.spec.embed_dim:
-            raise ValueError(f"got latents with {z.shape[1]} channels, wanted {self.spec.embed_dim}")
         return self.decoder(z) * 2 - 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Pixels (B,3,H,W) -> their reconstruction (B,3,H,W)."""
-        return self.decode(self.encode(x))

@@ -1,7 +1,7 @@
 """The VQ autoencoder of latent diffusion: vq-f4, f8 and f16, and taming-transformers' VQGAN, from a frozen spec.
 
 What is unusual about it:
-- encoder, decoder and their spec are the KL autoencoder's, from vae_kl.py, with a codebook between them;
+- it is the KL autoencoder of core/vae.py with a codebook in place of the distribution;
 - as in the first stage of a diffusion model, encoding does not quantise and decoding does: it replaces each latent by
   the nearest code;
 - the nearest code is searched in float32, a slice of the positions at a time.
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.layers import Shapes, size
-from ldm_lite.models.vae_kl import Decoder, Encoder, VAESpec, check_latents, check_pixels
+from ldm_lite.core.vae import Decoder, Encoder, VAESpec
 
 POSITIONS_TIMES_CODES = 2**24  # distances in memory at a time: 64 MiB
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VQSpec(VAESpec):
     """Sizes in which VQ autoencoders differ: those of a KL autoencoder, and of the codebook."""
 
@@ -65,34 +65,24 @@ class VQModel(nn.Module):
     def __init__(self, spec: VQSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.encoder = Encoder(spec, out_channels=spec.z_channels)
+        self.encoder = Encoder(spec)
+        self.encoder.conv_out = nn.Conv2d(self.encoder.conv_out.in_channels, spec.z_channels, 3, padding=1)
         self.decoder = Decoder(spec)
         self.quantize = VectorQuantizer(spec.num_codes, spec.embed_dim)
         self.quant_conv = nn.Conv2d(spec.z_channels, spec.embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,h,w), unscaled and not quantised.
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,h,w), unscaled and not quantised, and their deviation, 0.
 
-        Raises ValueError if x does not have 3 channels or a side is not a multiple of the factor.
+        H and W are multiples of the factor.
         """
-        check_pixels(x, self.spec)
-        return self.quant_conv(self.encoder(x))
-
-    def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the latents: encode(x) and 0, since the encoder is deterministic."""
-        z = self.encode(x)
+        z = self.quant_conv(self.encoder(x))
         return z, torch.zeros_like(z)
 
     def decode(self, z: Tensor, quantize: bool = True) -> Tensor:
         """Latents (B,embed_dim,h,w), divided by the scale factor -> pixels (B,3,H,W) in [-1,1], unclamped.
 
-        Without quantize, z is decoded unchanged (force_not_quantize in the original).  Raises ValueError if z does not
-        have embed_dim channels.
+        Without quantize, z is decoded unchanged (force_not_quantize in the original).
         """
-        check_latents(z, self.spec)
         return self.decoder(self.post_quant_conv(self.quantize(z) if quantize else z))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Pixels (B,3,H,W) -> their reconstruction from codes (B,3,H,W)."""
-        return self.decode(self.encode(x))

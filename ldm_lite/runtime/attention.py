@@ -12,7 +12,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,15 @@ class AttentionLayer(Protocol):
     """What a layer needs for its attention to be chosen and recorded."""
 
     attention: AttentionFn
-    head_dim: int
+
+
+def head_dim_of(layer: Any) -> int:
+    """Return the channels of each head of an attention layer."""
+    if hasattr(layer, "head_dim"):
+        return int(layer.head_dim)
+    if hasattr(layer, "to_q"):  # a UNet's
+        return int(layer.to_q.out_features // layer.num_heads)
+    return int(layer.q.out_channels)  # an autoencoder's, which has one head
 
 
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,7 +177,8 @@ def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
 
 def layers(network: nn.Module) -> dict[str, AttentionLayer]:
     """Return the attention layers of a network by their names, which are those of the checkpoint."""
-    return {name: cast(AttentionLayer, layer) for name, layer in network.named_modules() if hasattr(layer, "head_dim")}
+    modules = network.named_modules()
+    return {name: cast(AttentionLayer, module) for name, module in modules if "attention" in vars(module)}
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
@@ -234,11 +243,11 @@ def use(network: nn.Module, attention: str | AttentionFn, device: torch.device |
         head_dim: resolve(attention, device or first.device, first.dtype, head_dim)
         if isinstance(attention, str)
         else attention
-        for head_dim in {layer.head_dim for layer in found.values()}
+        for head_dim in map(head_dim_of, found.values())
     }
     for layer in found.values():
         unpatch(cast(nn.Module, layer))
-        layer.attention = functions[layer.head_dim]
+        layer.attention = functions[head_dim_of(layer)]
 
 
 def follow(network: nn.Module, other: nn.Module) -> None:

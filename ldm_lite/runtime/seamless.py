@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.runtime.patching import Function, patch, patch_of
+from ldm_lite.runtime.patching import Function, patch, patch_of, unpatch
 
 AXES = ("x", "y", "xy")  # along which images fit together: x is left to right
 
@@ -27,9 +27,9 @@ def seamless(network: Network, axes: str) -> Network:
     found = [module for module in result.modules() if isinstance(module, nn.Conv2d) and any(module.padding)]
     if not found:
         raise ValueError(f"{type(network).__name__} has no padded convolutions: it makes no seamless images")
-    for module in result.modules():
-        for name in ("descend", "ascend"):  # of tiling.py
-            vars(module).pop(name, None)
+    for name in ("encoder", "decoder"):  # which tiling.py may have patched
+        if hasattr(result, name):
+            unpatch(getattr(result, name))
     for conv in found:
         patch(conv, _FORWARDS[axes])
     return result

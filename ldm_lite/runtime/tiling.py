@@ -11,7 +11,6 @@ Shape letters: B batch, C channels, H W a feature map's size, G groups of channe
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.vae_kl import Decoder, Downsample, Encoder, ResnetBlock, Upsample
-from ldm_lite.runtime.patching import runs_as_written
+from ldm_lite.core.layers import channels_last
+from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock, Upsample
+from ldm_lite.runtime.patching import patch, patch_of, runs_as_written
 from ldm_lite.runtime.seamless import is_seamless
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
@@ -36,9 +36,9 @@ def tile(vae: Any, rest: torch.device | str | None = None) -> None:
     TAESD, seamless ones, and forks with an encoder or decoder class of their own, stay as they are.
     """
     if _is_kl(vae):
-        # Instance attributes in place of the methods: a deep copy of them computes with its own weights.
-        vae.encoder.descend = functools.partial(_Strips(rest).descend, vae.encoder)
-        vae.decoder.ascend = functools.partial(_Strips(rest).ascend, vae.decoder)
+        strips = _Strips(rest)
+        patch(vae.encoder, strips.encode)
+        patch(vae.decoder, strips.decode)
 
 
 def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
@@ -61,12 +61,13 @@ def tiled_on_cpu(vae: Network) -> Network:
     """
     weight = next(vae.parameters())
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return tiled(vae) if on_cpu and runs_as_written(vae) and not is_tiled(vae) else vae
+    return tiled(vae) if on_cpu and runs_as_written(vae) else vae
 
 
 def is_tiled(vae: nn.Module) -> bool:
     """Whether an autoencoder computes strip by strip."""
-    return "ascend" in getattr(getattr(vae, "decoder", None), "__dict__", {})
+    decoder = getattr(vae, "decoder", None)
+    return decoder is not None and isinstance(getattr(patch_of(decoder), "__self__", None), _Strips)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -89,12 +90,9 @@ def _shallow(network: Network) -> Network:
 def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
     """Yield the layers of levels in the order of Level.forward, one by one, so that no earlier map is kept alive."""
     for level in levels:
-        for i, block in enumerate(level.block):
-            yield block
-            if level.attn:
-                yield level.attn[i]
-        for name in level.resample:
-            yield getattr(level, name)
+        for pair in zip(level.block, level.attn, strict=True):
+            yield from (layer for layer in pair if type(layer) is not nn.Identity)
+        yield from (layer for name, layer in level.named_children() if name not in ("block", "attn"))
 
 
 class _Strips:
@@ -103,19 +101,24 @@ class _Strips:
     def __init__(self, rest: torch.device | str | None) -> None:
         self.rest = rest
 
-    def descend(self, encoder: Encoder, x: Tensor) -> Tensor:
+    def encode(self, encoder: Encoder, x: Tensor) -> Tensor:
+        """Compute Encoder.forward."""
         device = x.device
         if x[:, 0].numel() * encoder.conv_in.out_channels <= STRIP:
-            return Encoder.descend(encoder, x)
+            return Encoder.forward(encoder, x)
+        x = channels_last(x)
         x = self.run(lambda rows: encoder.conv_in(x[:, :, rows]), x, encoder.conv_in.out_channels)
         for layer in _layers(encoder.down):
             x = self.layer(layer, x, device)
-        return x.to(device)
+        x = encoder.mid(x.to(device))
+        return encoder.conv_out(F.silu(encoder.norm_out(x), inplace=True))
 
-    def ascend(self, decoder: Decoder, x: Tensor) -> Tensor:
-        device = x.device
-        if x[:, 0].numel() * 4 ** (len(decoder.up) - 1) * decoder.conv_out.in_channels <= STRIP:
-            return Decoder.ascend(decoder, x)
+    def decode(self, decoder: Decoder, z: Tensor) -> Tensor:
+        """Compute Decoder.forward."""
+        device = z.device
+        if z[:, 0].numel() * 4 ** (len(decoder.up) - 1) * decoder.conv_out.in_channels <= STRIP:
+            return Decoder.forward(decoder, z)
+        x = decoder.mid(decoder.conv_in(channels_last(z)))
         for layer in _layers(reversed(decoder.up)):
             x = self.layer(layer, x, device)
         activate = _Activation(decoder.norm_out, x, device)
@@ -133,13 +136,12 @@ class _Strips:
 
     def resnet(self, block: ResnetBlock, x: Tensor, device: torch.device) -> Tensor:
         """Compute ResnetBlock.forward; in inference the result overwrites the map between the convolutions."""
-        skip = block.nin_shortcut if block.shortcut else nn.Identity()
         first = _Activation(block.norm1, x, device)
         h = self.run(lambda rows: block.conv1(first(rows)), x, block.conv1.out_channels)
         second = _Activation(block.norm2, h, device)
 
         def both(rows: slice) -> Tensor:
-            return skip(x[:, :, rows].to(device)) + block.conv2(second(rows))
+            return block.nin_shortcut(x[:, :, rows].to(device)) + block.conv2(second(rows))
 
         return self.run(both, h, h.shape[1], result=None if torch.is_grad_enabled() else h)
 

@@ -30,7 +30,9 @@ def reconstruct(vae: Autoencoder, image: Image.Image) -> Reconstruction:
     weight = next(vae.parameters())
     pixels = pad(to_pixels(image), vae.spec.factor).to(weight.device, weight.dtype)
     with torch.no_grad():
-        result = tiled_on_cpu(vae)(pixels[None])[0, :, : image.height, : image.width].float().cpu()
+        network = tiled_on_cpu(vae)
+        mean, _ = network.encode(pixels[None])
+        result = network.decode(mean)[0, :, : image.height, : image.width].float().cpu()
     if not torch.isfinite(result).all():
         raise ValueError(f"the result is not finite in {weight.dtype}: try `dtype=fp32`")
     error = np.square(to_array(result).astype(np.float64) - np.asarray(image, dtype=np.float64)).mean()

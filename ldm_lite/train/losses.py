@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ldm_lite import Pipeline
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.networks import blocks, encode_captions, network_inputs
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.examples import to_float
@@ -55,7 +55,7 @@ class AutoencoderLoss:
         device = next(self.vae.parameters()).device
         x = to_float(batch.pixels, device)
         with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
-            mean, logvar = self.vae.encode(x)
+            mean, logvar = moments(self.vae, x)
         noise = draws.normal(mean.shape[1:]).to(device)
         y = self.vae.decode(mean + (logvar / 2).exp() * noise)
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
@@ -136,7 +136,7 @@ class DiffusionLoss:
 
     def _noised(self, batch: Batch, draws: Draws, shares: Tensor | None = None) -> Noised:
         """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
-        mean, logvar = moments(self._vae, batch.pixels, self._device)
+        mean, logvar = moments_of(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
         family, schedule = self.model.family, self.model.schedule
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
@@ -220,11 +220,17 @@ def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:
     return undo
 
 
+def moments(vae: AutoencoderKL, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and log variance (B,C,h,w) of the latents of pixels x (B,3,H,W) in [-1,1]."""
+    mean, logvar = vae.quant_conv(vae.encoder(x)).chunk(2, dim=1)
+    return mean, logvar.clamp(-30.0, 20.0)
+
+
 @torch.no_grad()
-def moments(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def moments_of(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and log variance (B,C,h,w) of the latents, from a batch's pixels or moments."""
     if pixels.dtype == torch.uint8:
-        return vae.encode(to_float(pixels, device))
+        return moments(vae, to_float(pixels, device))
     mean, logvar = pixels.to(device).float().chunk(2, dim=1)
     return mean, logvar
 
@@ -232,5 +238,5 @@ def moments(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tuple[T
 @torch.no_grad()
 def measure_scale(vae: AutoencoderKL, pixels: Tensor) -> float:
     """Return the factor that scales the latents of a batch's pixels to unit variance.  Rombach 2022, app. G."""
-    mean, logvar = moments(vae, pixels, next(vae.parameters()).device)
+    mean, logvar = moments_of(vae, pixels, next(vae.parameters()).device)
     return float(1 / (mean.var() + logvar.exp().mean()).sqrt())

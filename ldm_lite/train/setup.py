@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.networks import digest, new_model, token_tables, unread_parameters
 from ldm_lite.toolkit import load_model
 from ldm_lite.train import distributed
@@ -36,7 +36,7 @@ from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
 from ldm_lite.train.examples import Buckets, Dataset, Part
 from ldm_lite.train.lora import LoRA
-from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale, moments
+from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale, moments_of
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.train.tars import TarShards
@@ -198,7 +198,7 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
         log.info("encoding %d images", count - first)
         with reported_workers():
             for batch in in_order(dataset, options.batch, options.workers, first):
-                values = moments(autoencoder, batch.pixels, next(autoencoder.parameters()).device)
+                values = moments_of(autoencoder, batch.pixels, next(autoencoder.parameters()).device)
                 yield replace(batch, pixels=torch.cat(values, dim=1).cpu())
 
     if distributed.rank() == 0:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite import Pipeline
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.transformer import BasicTransformerBlock
-from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.losses import moments, read
+from ldm_lite.train.losses import moments_of, read
 
 PATCH = 2  # positions of latents per side that are guessed at once
 
@@ -60,6 +60,6 @@ class TextLoss:
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss of one batch."""
         assert isinstance(self.model.vae, AutoencoderKL)
-        mean, _ = moments(self.model.vae, batch.pixels, self.model.device)
+        mean, _ = moments_of(self.model.vae, batch.pixels, self.model.device)
         text = read(self.model, batch, draws.uniform() < self.caption_dropout)
         return F.mse_loss(self.networks["guess"](text["context"]), self.model.family.scale_factor * mean)

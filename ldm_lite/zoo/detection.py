@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from ldm_lite.core.layers import Shapes
+from ldm_lite.core.vae import VAESpec
 from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
@@ -21,7 +22,6 @@ from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.models.vae_kl import VAESpec
 from ldm_lite.zoo.families import (
     FAMILIES,
     IN_THE_FILE,

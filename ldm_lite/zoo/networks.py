@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from ldm_lite.core.layers import Shapes
+from ldm_lite.core.vae import AutoencoderKL, VAESpec
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
@@ -20,7 +21,6 @@ from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec, UNetIF
-from ldm_lite.models.vae_kl import AutoencoderKL, VAESpec
 from ldm_lite.models.vae_vq import VQModel, VQSpec
 from ldm_lite.models.z_image import ZImage, ZImageSpec
 

@@ -21,7 +21,7 @@ MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()
 def test_equals_the_original_and_takes_images_from_minus_one_to_one(golden: dict[str, np.ndarray]) -> None:
     """At real size, for it has one size; diffusers' latents with its scaling factor."""
     network = toy.fill(TAESD(toy.TINY))
-    assert toy.relative_error(network.encode(toy.normal(7, 1, 3, 16, 24)), golden["taesd.encode"]) < 1e-5
+    assert toy.relative_error(network.encode(toy.normal(7, 1, 3, 16, 24))[0], golden["taesd.encode"]) < 1e-5
     assert toy.relative_error(network.decode(toy.normal(8, 1, 4, 4, 6)), golden["taesd.decode"]) < 1e-5
 
 
@@ -46,19 +46,10 @@ def test_one_of_the_networks_may_be_missing() -> None:
     x, z = toy.normal(7, 1, 3, 16, 16), toy.normal(8, 1, 4, 2, 2)
     decoder, encoder = (TAESD(replace(toy.TINY, **{part: False})) for part in ("encoder", "decoder"))
     assert decoder.decode(z).shape == x.shape
-    mean, deviation = encoder.distribution(x)
-    assert torch.equal(mean, encoder.encode(x))
+    mean, deviation = encoder.encode(x)
     assert mean.shape == z.shape
     assert not deviation.any()
     with pytest.raises(ValueError, match="this TAESD has no encoder"):
         decoder.encode(x)
     with pytest.raises(ValueError, match="this TAESD has no decoder"):
         encoder.decode(z)
-
-
-def test_says_which_shapes_it_wants() -> None:
-    network = TAESD(toy.TINY)
-    with pytest.raises(ValueError, match="multiples of 8"):
-        network.encode(torch.zeros(1, 3, 12, 16))
-    with pytest.raises(ValueError, match="3 channels, wanted 4"):
-        network.decode(torch.zeros(1, 3, 2, 2))

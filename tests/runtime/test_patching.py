@@ -11,8 +11,8 @@ from random_checkpoint import SMALL
 from torch import Tensor, nn
 
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.unet import UNet
-from ldm_lite.models.vae_kl import AutoencoderKL
 from ldm_lite.runtime import fused_norm
 from ldm_lite.runtime.attention import record, use
 from ldm_lite.runtime.cpu import convolutions, group_norm

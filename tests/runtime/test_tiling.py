@@ -8,8 +8,8 @@ import toy
 from random_checkpoint import SMALL
 from torch import Tensor, nn
 
+from ldm_lite.core.vae import AutoencoderKL, Decoder, VAESpec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
-from ldm_lite.models.vae_kl import AutoencoderKL, Decoder, VAESpec
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.tiling import is_tiled, tiled, tiled_on_cpu
 

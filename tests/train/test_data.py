@@ -19,7 +19,7 @@ import ldm_lite
 from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.models.vae_kl import AutoencoderKL
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.train import batches, encoded, setup
 from ldm_lite.train.batches import Batch, Draws, Order, Share
 from ldm_lite.train.data import open_data
@@ -196,7 +196,8 @@ def write(out: Path, folder: Path, small_path: Path, shard: int = 4) -> Path:
     examples = [open_data(folder, pipe.family.resolution).example(i) for i in range(6)]
     with torch.no_grad():
         pixels = torch.stack([example.pixels for example in examples]).float() / 127.5 - 1
-        moments = torch.cat(pipe.vae.encode(pixels), dim=1)
+        mean, deviation = pipe.vae.encode(pixels)
+        moments = torch.cat([mean, 2 * deviation.log()], dim=1)
         contexts = encode_prompts(pipe, [example.caption for example in examples]).context
         empty = encode_prompts(pipe, [""]).context
     assert contexts is not None
