@@ -19,8 +19,9 @@ from ldm_lite.checkpoint.reader import load_weights, prefix
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
 from ldm_lite.control.control import Control
+from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec, EncoderLayer
+from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import Block, UNet

@@ -52,7 +52,7 @@ BLOCKS = {"models.unet_if": {"models.unet"}, "models.unet": {"models.transformer
 BLOCKS |= {"models.controlnet": {"models.unet", "models.transformer"}}
 BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.transformer", "models.unet"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip"}}
-BLOCKS |= {"models.style_adapter": {"models.clip", "models.open_clip"}}
+BLOCKS |= {"models.open_clip": {"models.clip"}, "models.style_adapter": {"models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.models.ops import Fitted
 
 HEADS = 8
 HEAD_DIM = 64  # for every width
 
 
 @dataclass(frozen=True)
-class BERTSpec:
+class BERTSpec(Fitted):
     """Sizes of an LDM text encoder."""
 
     vocab_size: int
@@ -27,7 +28,8 @@ class BERTSpec:
     width: int
     layers: int  # each has attention and a feed-forward
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> BERTSpec:
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> BERTSpec:
         """Return the spec of an encoder whose weights have these shapes.  Raises ValueError if they make no sense."""
         vocab_size, width = size(shapes, "token_emb.weight", 2)
         layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2

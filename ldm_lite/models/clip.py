@@ -1,4 +1,4 @@
-"""The CLIP text encoder with Hugging Face's key names, as in Stable Diffusion 1.x files.
+"""The CLIP text encoder of the core with more: layers to skip, a pooled output, textual inversion, other activations.
 
 Shape letters: B batch, T tokens (77), D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
@@ -6,142 +6,100 @@ Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import embed
+from ldm_lite.core import clip as core
+from ldm_lite.core.clip import EncoderLayer, QuickGELU
+from ldm_lite.core.layers import Shapes
+from ldm_lite.models.ops import Fitted
 
-
-@dataclass(frozen=True)
-class CLIPTextSpec:
-    """Sizes and settings of a CLIP text encoder."""
-
-    vocab_size: int
-    length: int
-    width: int
-    mlp_width: int
-    layers: int
-    heads: int  # not known from the weights
-    activation: str  # "quick_gelu" (OpenAI) or "gelu"; not known from the weights
-    skip: int  # number of last layers that the context skips: 1 in SDXL
-    norm: bool  # apply final_layer_norm to the context: not in SDXL
-
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> CLIPTextSpec:
-        """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
-
-        Raises ValueError if they make no sense.
-        """
-        vocab_size, width = size(shapes, "embeddings.token_embedding.weight", 2)
-        return replace(
-            self,
-            vocab_size=vocab_size,
-            length=size(shapes, "embeddings.position_embedding.weight", 2)[0],
-            width=width,
-            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
-            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
-            heads=self.heads if heads is None else heads,
-        )
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": quick_gelu,
-    "gelu": F.gelu,
-    "gelu_tanh": nn.GELU(approximate="tanh"),
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "quick_gelu": QuickGELU,
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
 }
 
 
-class Embeddings(nn.Module):
-    """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
+@dataclass(frozen=True)
+class CLIPTextSpec(core.CLIPSpec, Fitted):
+    """Sizes and settings of a CLIP text encoder."""
 
-    def __init__(self, spec: CLIPTextSpec) -> None:
+    heads: int = 0  # not known from the weights
+    activation: str = "quick_gelu"  # of OpenAI, or "gelu"; not known from the weights
+    skip: int = 0  # number of last layers that the context skips: 1 in SDXL
+    norm: bool = True  # apply final_layer_norm to the context: not in SDXL
+
+    untold: ClassVar[tuple[str, ...]] = ("heads", "activation", "skip", "norm")
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> CLIPTextSpec:
+        """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
+        return CLIPTextSpec(**{**vars(core.CLIPSpec.from_shapes(shapes)), "heads": 0})
+
+    @property
+    def end_id(self) -> int:
+        """The token id at which the pooled output is taken."""
+        return self.vocab_size - 1
+
+
+class Encoder(nn.Module):
+    """The layers of a text or image encoder, with the sizes of its spec."""
+
+    def __init__(self, spec: Any, activation: str, causal: bool = False, eps: float = 1e-5) -> None:
         super().__init__()
-        self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
-        self.position_embedding = nn.Embedding(spec.length, spec.width)
+        self.layers = nn.ModuleList(EncoderLayer(spec.width, spec.mlp_width, spec.heads) for _ in range(spec.layers))
+        layer: Any
+        for layer in self.layers:
+            layer.self_attn.causal = causal
+            layer.mlp.activation = ACTIVATIONS[activation]()
+            layer.layer_norm1.eps = layer.layer_norm2.eps = eps
+
+
+def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
+    """Token ids (B,T) -> vectors (B,T,D), from the table, or for ids beyond it from learned (V,D).
+
+    learned holds the vectors of textual inversion, Gal et al. 2022.
+    """
+    if learned is None:
+        return table(ids)
+    known = table.num_embeddings
+    x: Tensor = table(ids.clamp(max=known - 1))
+    return torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
+
+
+class Embeddings(core.Embeddings):
+    """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
 
     def forward(self, token_ids: Tensor, learned: Tensor | None = None) -> Tensor:
         x = embed(self.token_embedding, token_ids, learned)
         return x + self.position_embedding.weight[: token_ids.shape[1]]
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention (B,T,D) -> (B,T,D): causal for text, full for images."""
+class SkippingEncoder(nn.Module):
+    """Token ids -> one vector per token (the context), of the last layer or an earlier one, and one for the text.
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.k_proj = nn.Linear(width, width)
-        self.v_proj = nn.Linear(width, width)
-        self.q_proj = nn.Linear(width, width)
-        self.out_proj = nn.Linear(width, width)
+    A subclass has a spec with layers, skip, norm and end_id, and the methods embed, parts and project.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B,H,T,D/H)
-        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
+    spec: Any
 
+    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
+        """Token ids (B,T) -> token plus position embedding (B,T,D)."""
+        raise NotImplementedError
 
-class MLP(nn.Module):
-    """Linear, activation, linear."""
+    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
+        """Return the layers, and the norm after the last."""
+        raise NotImplementedError
 
-    def __init__(self, width: int, mlp_width: int, activation: str) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[activation]
-        self.fc1 = nn.Linear(width, mlp_width)
-        self.fc2 = nn.Linear(mlp_width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
-
-
-class EncoderLayer(nn.Module):
-    """Self-attention and MLP, each with a norm before it and a residual connection."""
-
-    def __init__(
-        self, width: int, mlp_width: int, heads: int, activation: str, causal: bool, eps: float = 1e-5
-    ) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(width, heads, causal)
-        self.layer_norm1 = nn.LayerNorm(width, eps)
-        self.mlp = MLP(width, mlp_width, activation)
-        self.layer_norm2 = nn.LayerNorm(width, eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
-
-
-class Encoder(nn.Module):
-    """The stack of layers (B,T,D) -> (B,T,D)."""
-
-    def __init__(self, spec: CLIPTextSpec) -> None:
-        super().__init__()
-        numbers = (spec.width, spec.mlp_width, spec.heads, spec.activation)
-        self.layers = nn.ModuleList(EncoderLayer(*numbers, causal=True) for _ in range(spec.layers))
-
-    def forward(self, x: Tensor, num_layers: int, first: int = 0) -> Tensor:
-        for layer in self.layers[first:num_layers]:
-            x = layer(x)
+    def project(self, x: Tensor) -> Tensor:
+        """The last layer at the end token (B,D), normalised -> the pooled output (B,D)."""
         return x
-
-
-class CLIPTextEncoder(nn.Module):
-    """Token ids -> one vector per token: the output of the last layer, or of the layer spec.skip before it."""
-
-    def __init__(self, spec: CLIPTextSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.embeddings = Embeddings(spec)
-        self.encoder = Encoder(spec)
-        self.final_layer_norm = nn.LayerNorm(spec.width)
 
     def forward(self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None) -> Tensor:
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
@@ -150,25 +108,50 @@ class CLIPTextEncoder(nn.Module):
         so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
         clip_skip exceeds the number of layers.
         """
-        x = self.encoder(self.embeddings(token_ids, learned), num_layers=self._depth(clip_skip))
-        return self.final_layer_norm(x) if self.spec.norm else x
+        x, _ = self._run(token_ids, clip_skip, learned)
+        return self.parts()[1](x) if self.spec.norm else x
 
     def context_and_pooled(
         self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Token ids (B,T) -> forward's context (B,T,D), and the last layer, normalised, at the end token (B,D).
 
-        Raises ValueError as forward does.  Source: pooler_output of transformers' CLIPTextModel.
+        Raises ValueError as forward does.  Source: pooler_output of transformers' CLIPTextModel;
+        FrozenOpenCLIPEmbedder2 of generative-models.
         """
-        depth = self._depth(clip_skip)
-        x = self.encoder(self.embeddings(token_ids, learned), num_layers=depth)
-        last = self.final_layer_norm(self.encoder(x, first=depth, num_layers=self.spec.layers))
-        end = (token_ids == self.spec.vocab_size - 1).int().argmax(dim=1)  # (B,)
-        pooled = last[torch.arange(len(last), device=last.device), end]
-        return self.final_layer_norm(x) if self.spec.norm else x, pooled
+        x, rest = self._run(token_ids, clip_skip, learned)
+        norm = self.parts()[1]
+        last = x
+        for layer in rest:
+            last = layer(last)
+        last = norm(last)
+        end = (token_ids == self.spec.end_id).int().argmax(dim=1)  # (B,), 0 where there is none
+        pooled = self.project(last[torch.arange(len(last), device=last.device), end])
+        return norm(x) if self.spec.norm else x, pooled
 
-    def _depth(self, clip_skip: int) -> int:
+    def _run(self, token_ids: Tensor, clip_skip: int, learned: Tensor | None) -> tuple[Tensor, Sequence[nn.Module]]:
+        """Return the output (B,T,D) of the layer that makes the context, and the layers after it."""
         most = self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:
             raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
-        return most + 1 - clip_skip
+        layers, x = list(self.parts()[0]), self.embed(token_ids, learned)
+        for layer in layers[: most + 1 - clip_skip]:
+            x = layer(x)
+        return x, layers[most + 1 - clip_skip :]
+
+
+class CLIPTextEncoder(SkippingEncoder):
+    """The text encoder of OpenAI's CLIP, with Hugging Face's key names."""
+
+    def __init__(self, spec: CLIPTextSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embeddings = Embeddings(spec)
+        self.encoder = Encoder(spec, spec.activation, causal=True)
+        self.final_layer_norm = nn.LayerNorm(spec.width)
+
+    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
+        return self.embeddings(token_ids, learned)
+
+    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
+        return self.encoder.layers, self.final_layer_norm

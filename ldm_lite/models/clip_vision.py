@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.clip import Encoder
 from ldm_lite.models.ops import multiple
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of pixels in [0,1], for CLIP
@@ -65,15 +65,6 @@ class Embeddings(nn.Module):
         return torch.cat([first, patches], dim=1) + self.position_embedding.weight
 
 
-class Encoder(nn.Module):
-    """The stack of layers."""
-
-    def __init__(self, spec: CLIPVisionSpec) -> None:
-        super().__init__()
-        numbers = (spec.width, spec.mlp_width, spec.heads, spec.activation)
-        self.layers = nn.ModuleList(EncoderLayer(*numbers, causal=False) for _ in range(spec.layers))
-
-
 class CLIPVisionEncoder(nn.Module):
     """An image -> one vector per patch."""
 
@@ -82,7 +73,7 @@ class CLIPVisionEncoder(nn.Module):
         self.spec = spec
         self.embeddings = Embeddings(spec)
         self.pre_layrnorm = nn.LayerNorm(spec.width)  # sic
-        self.encoder = Encoder(spec)
+        self.encoder = Encoder(spec, spec.activation)
         self.post_layernorm = nn.LayerNorm(spec.width)  # of the pooled output
         self.visual_projection = None if spec.projection is None else nn.Linear(spec.width, spec.projection, bias=False)
 

@@ -6,46 +6,53 @@ Source: Rombach et al. 2022, sec. 4.3; CompVis encoders/modules.py (ClassEmbedde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, size
+from ldm_lite.models.ops import Fitted
 
 
 @dataclass(frozen=True)
-class ClassSpec:
+class ClassSpec(Fitted):
     """Sizes of a class embedder."""
 
     num_classes: int  # rows of the table, including the unconditional one
     width: int
-    unconditional: int | None  # the row for guidance's unconditional branch, if the model was trained with one
+    guided: bool = False  # trained with an unconditional class, the last one; not known from the weights
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> ClassSpec:
-        """Return this spec with the sizes of a network whose weights have these shapes.
+    untold: ClassVar[tuple[str, ...]] = ("guided",)
 
-        Raises ValueError if they make no sense.
-        """
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> ClassSpec:
+        """Return the spec of an embedder with weights of these shapes.  Raises ValueError if they make no sense."""
         num_classes, width = size(shapes, "embedding.weight", 2)
-        return ClassSpec(num_classes, width, unconditional=None if self.unconditional is None else num_classes - 1)
+        return ClassSpec(num_classes, width)
+
+    @property
+    def unconditional(self) -> int | None:
+        """The class of guidance's unconditional branch, if there is one."""
+        return self.num_classes - 1 if self.guided else None
 
 
 @dataclass(frozen=True)
-class LabelMapSpec:
+class LabelMapSpec(Fitted):
     """Sizes of a label map's rescaler."""
 
     num_labels: int
     channels: int
-    halvings: int
+    halvings: int = 2  # not known from the weights
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> LabelMapSpec:
-        """Return this spec with the sizes of a network whose weights have these shapes.
+    untold: ClassVar[tuple[str, ...]] = ("halvings",)
 
-        Raises ValueError if they make no sense.
-        """
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> LabelMapSpec:
+        """Return the spec of a rescaler with weights of these shapes.  Raises ValueError if they make no sense."""
         channels, num_labels = size(shapes, "channel_mapper.weight", 4)[:2]
-        return replace(self, channels=channels, num_labels=num_labels)
+        return LabelMapSpec(num_labels, channels)
 
 
 class ClassEmbedder(nn.Module):

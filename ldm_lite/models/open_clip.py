@@ -7,19 +7,21 @@ Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import embed
+from ldm_lite.models.clip import SkippingEncoder, embed
+from ldm_lite.models.ops import Fitted
 
 
 @dataclass(frozen=True)
-class OpenCLIPTextSpec:
+class OpenCLIPTextSpec(Fitted):
     """Sizes and settings of an OpenCLIP text encoder."""
 
     vocab_size: int
@@ -27,31 +29,31 @@ class OpenCLIPTextSpec:
     width: int
     mlp_width: int
     layers: int
-    heads: int  # not known from the weights
-    skip: int  # number of last layers that the context skips: 1 in every released family
-    norm: bool  # apply ln_final to the context: in Stable Diffusion 2, not in SDXL
-    end_id: int  # the pooled output is taken at the first token with this id
     projection: bool  # has a text_projection, which the pooled output needs
+    heads: int = 0  # not known from the weights
+    skip: int = 1  # number of last layers that the context skips: 1 in every released family
+    norm: bool = True  # apply ln_final to the context: in Stable Diffusion 2, not in SDXL
+    end_id: int = 49407  # the pooled output is taken at the first token with this id
 
-    def fitted(self, shapes: Shapes, heads: int | None = None) -> OpenCLIPTextSpec:
-        """Return this spec with the sizes of a network whose weights have these shapes, and with `heads` if given.
+    untold: ClassVar[tuple[str, ...]] = ("heads", "skip", "norm", "end_id")
 
-        Raises ValueError if they make no sense.
-        """
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> OpenCLIPTextSpec:
+        """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
         vocab_size, width = size(shapes, "token_embedding.weight", 2)
-        layers = count(shapes, r"transformer\.resblocks\.(\d+)\.")
-        return replace(
-            self,
+        return OpenCLIPTextSpec(
             vocab_size=vocab_size,
             length=size(shapes, "positional_embedding", 2)[0],
             width=width,
             mlp_width=size(shapes, "transformer.resblocks.0.mlp.c_fc.weight", 2)[0],
-            layers=layers,
-            heads=self.heads if heads is None else heads,
-            # Converted files lack the skipped layers, and sometimes the projection.
-            skip=0 if layers == self.layers - self.skip else self.skip,
+            layers=count(shapes, r"transformer\.resblocks\.(\d+)\."),
             projection="text_projection" in shapes,
         )
+
+    def fitted(self, shapes: Shapes) -> OpenCLIPTextSpec:
+        """The same as Fitted.fitted; converted files lack the skipped layers, and sometimes the projection."""
+        spec = super().fitted(shapes)
+        return replace(spec, skip=0) if spec.layers == self.layers - self.skip else spec
 
 
 class Attention(nn.Module):
@@ -73,30 +75,17 @@ class Attention(nn.Module):
         return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
 
 
-class MLP(nn.Module):
-    """Linear, activation, linear."""
-
-    def __init__(self, width: int, mlp_width: int, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.activation = activation
-        self.c_fc = nn.Linear(width, mlp_width)
-        self.c_proj = nn.Linear(mlp_width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.activation(self.c_fc(x)))
-
-
 class ResidualAttentionBlock(nn.Module):
     """Self-attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(
-        self, width: int, mlp_width: int, heads: int, activation: Callable[[Tensor], Tensor], causal: bool
-    ) -> None:
+    def __init__(self, width: int, mlp_width: int, heads: int, activation: nn.Module, causal: bool) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = MLP(width, mlp_width, activation)
+        self.mlp = nn.Sequential(
+            OrderedDict(c_fc=nn.Linear(width, mlp_width), activation=activation, c_proj=nn.Linear(mlp_width, width))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -110,12 +99,14 @@ class Transformer(nn.Module):
         super().__init__()
         numbers = (spec.width, spec.mlp_width, spec.heads)
         self.resblocks = nn.ModuleList(
-            ResidualAttentionBlock(*numbers, activation=F.gelu, causal=True) for _ in range(spec.layers)
+            ResidualAttentionBlock(*numbers, activation=nn.GELU(), causal=True) for _ in range(spec.layers)
         )
 
 
-class OpenCLIPTextEncoder(nn.Module):
-    """Token ids -> one vector per token (the context), and one for the whole text (pooled)."""
+class OpenCLIPTextEncoder(SkippingEncoder):
+    """The text encoder of OpenCLIP, whose pooled output is projected."""
+
+    text_projection: nn.Parameter | None
 
     def __init__(self, spec: OpenCLIPTextSpec) -> None:
         super().__init__()
@@ -127,43 +118,12 @@ class OpenCLIPTextEncoder(nn.Module):
         projection = nn.Parameter(torch.randn(spec.width, spec.width) * spec.width**-0.5) if spec.projection else None
         self.register_parameter("text_projection", projection)
 
-    def forward(self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None) -> Tensor:
-        """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
-
-        clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
-        so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
-        clip_skip exceeds the number of layers.
-        """
-        return self._context(self._run(self._embed(token_ids, learned), 0, self._depth(clip_skip)))
-
-    def context_and_pooled(
-        self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids (B,T) -> forward's context (B,T,D), and the projected last layer at the end token (B,D).
-
-        Raises ValueError as forward does.  Source: FrozenOpenCLIPEmbedder2.
-        """
-        assert self.text_projection is not None, "this encoder has no text_projection"
-        depth = self._depth(clip_skip)
-        x = self._run(self._embed(token_ids, learned), 0, depth)
-        last = self.ln_final(self._run(x, depth, self.spec.layers))
-        end = (token_ids == self.spec.end_id).int().argmax(dim=1)  # (B,), 0 where there is none
-        pooled = last[torch.arange(len(last), device=last.device), end] @ self.text_projection
-        return self._context(x), pooled
-
-    def _depth(self, clip_skip: int) -> int:
-        most = self.spec.layers - self.spec.skip
-        if not 1 <= clip_skip <= most:
-            raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
-        return most + 1 - clip_skip
-
-    def _embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
+    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
         return embed(self.token_embedding, token_ids, learned) + self.positional_embedding[: token_ids.shape[1]]
 
-    def _run(self, x: Tensor, first: int, end: int) -> Tensor:
-        for block in self.transformer.resblocks[first:end]:
-            x = block(x)
-        return x
+    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
+        return self.transformer.resblocks, self.ln_final
 
-    def _context(self, x: Tensor) -> Tensor:
-        return self.ln_final(x) if self.spec.norm else x
+    def project(self, x: Tensor) -> Tensor:
+        assert self.text_projection is not None, "this encoder has no text_projection"
+        return x @ self.text_projection

@@ -3,21 +3,29 @@
 Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of all heads.
 """
 
+from dataclasses import replace
+from typing import Any, ClassVar
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from ldm_lite.core.layers import Shapes
 
-def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
-    """Token ids (B,T) -> vectors (B,T,D), from the table, or for ids beyond it from learned (V,D).
 
-    learned holds the vectors of textual inversion, Gal et al. 2022.
-    """
-    if learned is None:
-        return table(ids)
-    known = table.num_embeddings
-    x: Tensor = table(ids.clamp(max=known - 1))
-    return torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
+class Fitted:
+    """A base of specs that weights do not tell all of: fields in `untold` have defaults."""
+
+    untold: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def from_shapes(shapes: Shapes) -> Any:
+        """Return the spec of a network with weights of these shapes.  Raises ValueError if they make no sense."""
+        raise NotImplementedError
+
+    def fitted(self, shapes: Shapes) -> Any:
+        """The same, where what weights do not tell is this spec's."""
+        return replace(self.from_shapes(shapes), **{name: getattr(self, name) for name in self.untold})
 
 
 def guidance_embedding(scale: Tensor, dim: int) -> Tensor:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import axial_rotation, finite_half, multiple, rms_norm
+from ldm_lite.models.ops import Fitted, axial_rotation, finite_half, multiple, rms_norm
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
 
 
 @dataclass(frozen=True)
-class Qwen3Spec:
+class Qwen3Spec(Fitted):
     """Sizes of a Qwen3."""
 
     vocab_size: int

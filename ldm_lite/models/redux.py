@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import EncoderLayer
+from ldm_lite.models.clip import Encoder
 from ldm_lite.models.ops import multiple
 
 EPS = 1e-6  # of the norms
@@ -57,17 +57,6 @@ class Embeddings(nn.Module):
         return self.patch_embedding(pixels).flatten(2).transpose(1, 2) + self.position_embedding.weight
 
 
-class Encoder(nn.Module):
-    """The stack of layers."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            EncoderLayer(spec.width, spec.mlp_width, spec.heads, "gelu_tanh", causal=False, eps=EPS)
-            for _ in range(spec.layers)
-        )
-
-
 class SiglipVisionEncoder(nn.Module):
     """An image -> one vector per patch; the pooling head of the files is not used."""
 
@@ -75,7 +64,7 @@ class SiglipVisionEncoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embeddings = Embeddings(spec)
-        self.encoder = Encoder(spec)
+        self.encoder = Encoder(spec, "gelu_tanh", eps=EPS)
         self.post_layernorm = nn.LayerNorm(spec.width, EPS)
 
     def forward(self, image: Tensor) -> Tensor:

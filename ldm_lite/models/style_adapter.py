@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.clip import QuickGELU
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import quick_gelu
 from ldm_lite.models.open_clip import ResidualAttentionBlock
 from ldm_lite.models.ops import multiple
 
@@ -45,7 +45,7 @@ class StyleAdapter(nn.Module):
         self.style_embedding = nn.Parameter(torch.randn(1, spec.num_tokens, spec.width) * spec.width**-0.5)
         self.transformer_layes = nn.Sequential(  # sic
             *(
-                ResidualAttentionBlock(spec.width, 4 * spec.width, spec.heads, activation=quick_gelu, causal=False)
+                ResidualAttentionBlock(spec.width, 4 * spec.width, spec.heads, activation=QuickGELU(), causal=False)
                 for _ in range(spec.layers)
             )
         )

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import multiple
+from ldm_lite.models.ops import Fitted, multiple
 
 
 @dataclass(frozen=True)
-class T5Spec:
+class T5Spec(Fitted):
     """Sizes of a T5 v1.1 encoder."""
 
     vocab_size: int
@@ -29,7 +30,9 @@ class T5Spec:
     heads: int
     head_dim: int
     buckets: int  # of relative positions
-    max_distance: int  # beyond it all positions share a bucket; not known from the weights
+    max_distance: int = 128  # beyond it all positions share a bucket; not known from the weights
+
+    untold: ClassVar[tuple[str, ...]] = ("max_distance",)
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> T5Spec:
@@ -45,7 +48,6 @@ class T5Spec:
             heads=heads,
             head_dim=multiple(size(shapes, f"{first}.0.SelfAttention.q.weight", 2)[0], heads, "the width of attention"),
             buckets=buckets,
-            max_distance=128,
         )
 
 

@@ -17,8 +17,6 @@ from ldm_lite.core.vae import VAESpec
 from ldm_lite.diffusion.schedule import Prediction, Schedule
 from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.models.qwen3 import Qwen3Spec
-from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.taesd import TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.models.unet_if import IFSpec
@@ -359,9 +357,8 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
 def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
     found = shapes[name.replace("text", "text_encoder")]
-    if isinstance(like, T5Spec | Qwen3Spec):
-        return type(like).from_shapes(found)
-    return _with_text(like.fitted(found), metadata, name)
+    spec: EncoderSpec = like.fitted(found)
+    return _with_text(spec, metadata, name)
 
 
 def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> EncoderSpec:

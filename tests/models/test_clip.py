@@ -56,5 +56,5 @@ def test_keys_shapes_and_parameters_are_those_of_the_released_encoder() -> None:
 def test_is_inferred_from_its_shapes_in_any_order() -> None:
     items = list(SHAPES.items())
     random.Random(0).shuffle(items)
-    unknown = replace(CLIP_L, vocab_size=0, length=0, width=0, mlp_width=0, layers=0, heads=0)
-    assert unknown.fitted(dict(items), heads=12) == CLIP_L
+    unknown = replace(CLIP_L, vocab_size=0, length=0, width=0, mlp_width=0, layers=0)
+    assert unknown.fitted(dict(items)) == CLIP_L

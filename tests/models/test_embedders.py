@@ -22,8 +22,8 @@ def test_parameters_are_those_of_the_released_models() -> None:
     """1001 and 1000 classes of 512, and 182 labels to 3 channels."""
     with torch.device("meta"):
         networks = (
-            ClassEmbedder(ClassSpec(1001, 512, 1000)),
-            ClassEmbedder(ClassSpec(1000, 512, None)),
+            ClassEmbedder(ClassSpec(1001, 512, guided=True)),
+            ClassEmbedder(ClassSpec(1000, 512)),
             LabelMapRescaler(LabelMapSpec(182, 3, 2)),
         )
     assert [sum(p.numel() for p in network.parameters()) for network in networks] == [512512, 512000, 546]
