@@ -12,6 +12,7 @@ Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotat
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import axial_rotation, finite_half, modulate, multiple, rms_norm, rotate
+from ldm_lite.models.ops import LastLayer, RMSNorm, axial_rotation, finite_half, modulate, multiple, rotate
 
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
 SINUSOIDS = 256
@@ -71,36 +72,13 @@ class FluxSpec:
         return head_dim - 2 * side, side, side
 
 
-class MLPEmbedder(nn.Module):
-    """Linear, SiLU, linear."""
-
-    def __init__(self, in_channels: int, width: int) -> None:
-        super().__init__()
-        self.in_layer = nn.Linear(in_channels, width)
-        self.out_layer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_layer(F.silu(self.in_layer(x)))
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) times a scale, over the last dimension."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.scale)
-
-
 class QKNorm(nn.Module):
     """Norms of the queries and the keys, per head."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        self.query_norm = RMSNorm(head_dim)
-        self.key_norm = RMSNorm(head_dim)
+        self.query_norm = RMSNorm(head_dim, name="scale")
+        self.key_norm = RMSNorm(head_dim, name="scale")
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.query_norm(q), self.key_norm(k)
@@ -123,7 +101,7 @@ class SelfAttention(nn.Module):
 
 
 class Modulated(NamedTuple):
-    """How the conditioning changes one branch of a block: modulate(norm(x), shift, scale), then gate, (B,1,D) each."""
+    """How the conditioning changes one branch of a block: modulate(x, shift, scale), then gate, (B,1,D) each."""
 
     shift: Tensor
     scale: Tensor
@@ -143,14 +121,17 @@ class Modulation(nn.Module):
         return [Modulated(*chunks[i : i + 3]) for i in range(0, len(chunks), 3)]
 
 
+def _embedder(in_channels: int, width: int) -> nn.Sequential:
+    in_layer, out_layer = nn.Linear(in_channels, width), nn.Linear(width, width)
+    return nn.Sequential(OrderedDict(in_layer=in_layer, activation=nn.SiLU(), out_layer=out_layer))
+
+
 def _mlp(width: int, mlp_width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, mlp_width), nn.GELU(approximate="tanh"), nn.Linear(mlp_width, width))
 
 
 class DoubleStreamBlock(nn.Module):
     """Text and image, each with weights of its own, attend to both; then each has its MLP."""
-
-    whole = True  # reads layers of its parts, so offloading must not divide it
 
     def __init__(self, spec: FluxSpec) -> None:
         super().__init__()
@@ -163,24 +144,24 @@ class DoubleStreamBlock(nn.Module):
         self.txt_attn = SelfAttention(spec.width, spec.heads)
         self.txt_mlp = _mlp(spec.width, spec.mlp_width)
 
-    def forward(self, img: Tensor, txt: Tensor, vec: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Image (B,N,D), text (B,T,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> image and text."""
-        img_attn, img_mlp = self.img_mod(vec)
-        txt_attn, txt_mlp = self.txt_mod(vec)
+    def forward(self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """Text (B,T,D), image (B,N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> text and image."""
+        text_attn, text_mlp = self.txt_mod(vec)
+        image_attn, image_mlp = self.img_mod(vec)
 
         # attention over text and image
-        text = self.txt_attn(modulate(txt, txt_attn.shift, txt_attn.scale))
-        image = self.img_attn(modulate(img, img_attn.shift, img_attn.scale))
+        text = self.txt_attn(modulate(context, text_attn.shift, text_attn.scale))
+        image = self.img_attn(modulate(x, image_attn.shift, image_attn.scale))
         q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
         out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))  # (B, T+N, D)
-        from_txt, from_img = torch.split(out, [txt.shape[1], img.shape[1]], dim=1)
+        from_text, from_image = torch.split(out, [context.shape[1], x.shape[1]], dim=1)
 
         # projections and MLPs
-        img = img + img_attn.gate * self.img_attn.proj(from_img)
-        img = img + img_mlp.gate * self.img_mlp(modulate(img, img_mlp.shift, img_mlp.scale))
-        txt = txt + txt_attn.gate * self.txt_attn.proj(from_txt)
-        txt = txt + txt_mlp.gate * self.txt_mlp(modulate(txt, txt_mlp.shift, txt_mlp.scale))
-        return finite_half(img), finite_half(txt)
+        context = context + text_attn.gate * self.txt_attn.proj(from_text)
+        context = context + text_mlp.gate * self.txt_mlp(modulate(context, text_mlp.shift, text_mlp.scale))
+        x = x + image_attn.gate * self.img_attn.proj(from_image)
+        x = x + image_mlp.gate * self.img_mlp(modulate(x, image_mlp.shift, image_mlp.scale))
+        return finite_half(context), finite_half(x)
 
 
 class SingleStreamBlock(nn.Module):
@@ -208,20 +189,6 @@ class SingleStreamBlock(nn.Module):
         return finite_half(x + mod.gate * out)
 
 
-class LastLayer(nn.Module):
-    """Norm, modulated by the conditioning, and a linear to the channels of a token."""
-
-    def __init__(self, width: int, out_channels: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, out_channels)
-        # Slot 0 held a SiLU: Flux.forward applies it once for all layers.
-        self.adaLN_modulation = nn.Sequential(nn.Identity(), nn.Linear(width, 2 * width))
-
-    def forward(self, x: Tensor, vec: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(vec)[:, None, :].chunk(2, dim=2)
-        return self.linear(modulate(x, shift, scale))
-
-
 class Flux(nn.Module):
     """The denoising network of FLUX.1: noised latents at time s -> the velocity eps - x0."""
 
@@ -229,10 +196,10 @@ class Flux(nn.Module):
         super().__init__()
         self.spec = spec
         self.img_in = nn.Linear(4 * spec.in_channels, spec.width)
-        self.time_in = MLPEmbedder(SINUSOIDS, spec.width)
-        self.vector_in = MLPEmbedder(spec.vector_dim, spec.width)
+        self.time_in = _embedder(SINUSOIDS, spec.width)
+        self.vector_in = _embedder(spec.vector_dim, spec.width)
         if spec.guidance:
-            self.guidance_in = MLPEmbedder(SINUSOIDS, spec.width)
+            self.guidance_in = _embedder(SINUSOIDS, spec.width)
         self.txt_in = nn.Linear(spec.context_dim, spec.width)
         self.double_blocks = nn.ModuleList(DoubleStreamBlock(spec) for _ in range(spec.depth))
         self.single_blocks = nn.ModuleList(SingleStreamBlock(spec) for _ in range(spec.single_depth))
@@ -250,20 +217,19 @@ class Flux(nn.Module):
         tokens follow those of x (Kontext).  x, context and y are in the weights' dtype; t and guidance may have any.
         """
         assert y is not None, "FLUX reads the pooled text"
-        images = [F.pixel_unshuffle(each, 2) for each in torch.split(x, self.spec.in_channels, dim=1)]
-        img = self.img_in(torch.cat([each.flatten(2) for each in images], dim=2).transpose(1, 2))  # (B, N, D)
-        txt = self.txt_in(context)
-        vec = F.silu(self.embed(t, y, guidance))
-        h, w = images[0].shape[2:]
-        rotation = self.rotation(context.shape[1], (len(images), h, w), x)
-
+        images = [F.pixel_unshuffle(image, 2) for image in torch.split(x, self.spec.in_channels, dim=1)]
+        num_text, (h, w) = context.shape[1], images[0].shape[2:]
+        rotation = self.rotation(num_text, (len(images), h, w), x)
+        x = self.img_in(torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2))  # (B, N, D)
+        context = self.txt_in(context)  # (B, T, D)
+        vec = F.silu(self.embed(t, y, guidance))  # (B, D)
         for block in self.double_blocks:
-            img, txt = block(img, txt, vec, rotation)
-        both = torch.cat([txt, img], dim=1)  # (B, T+N, D)
+            context, x = block(context, x, vec, rotation)
+        x = torch.cat([context, x], dim=1)  # (B, T+N, D)
         for block in self.single_blocks:
-            both = block(both, vec, rotation)
-        img = self.final_layer(both[:, context.shape[1] :][:, : h * w], vec)
-        return F.pixel_shuffle(img.transpose(1, 2).unflatten(2, (h, w)), 2)
+            x = block(x, vec, rotation)
+        out = self.final_layer(x[:, num_text:][:, : h * w], vec)
+        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (h, w)), 2)
 
     def embed(self, t: Tensor, y: Tensor, guidance: Tensor | None) -> Tensor:
         """Embed the time (B,), the pooled text (B,vector_dim) and the guidance scale (B,): (B,D)."""

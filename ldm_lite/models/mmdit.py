@@ -14,6 +14,7 @@ Source: Esser et al. 2024, sec. 4; Peebles and Xie 2023 (adaLN); Stability-AI/sd
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import finite_half, modulate, multiple, rms_norm
+from ldm_lite.models.ops import Embedder, LastLayer, RMSNorm, finite_half, modulate, modulation, multiple
 
 HEAD_DIM = 64
 SINUSOIDS = 256
@@ -72,17 +73,6 @@ class MMDiTSpec:
         return self.width // HEAD_DIM
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) times a weight, over the last dimension."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight)
-
-
 class SelfAttention(nn.Module):
     """The layers around an attention, which the block computes: `qkv` before it, `proj` after it."""
 
@@ -112,21 +102,9 @@ class ImageAttention(SelfAttention):
         return self.proj(merge_heads(self.attention(*self.queries_keys_values(x))))
 
 
-class MLP(nn.Module):
-    """Linear, GELU approximated by tanh, linear."""
-
-    def __init__(self, width: int, mlp_width: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, mlp_width)
-        self.fc2 = nn.Linear(mlp_width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-def _modulation(width: int, chunks: int) -> nn.Sequential:
-    """Return adaLN_modulation; slot 0 held a SiLU: MMDiT.forward applies it once for all."""
-    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width))
+def _mlp(width: int, mlp_width: int) -> nn.Sequential:
+    fc1, fc2 = nn.Linear(width, mlp_width), nn.Linear(mlp_width, width)
+    return nn.Sequential(OrderedDict(fc1=fc1, activation=nn.GELU(approximate="tanh"), fc2=fc2))
 
 
 class DismantledBlock(nn.Module):
@@ -140,12 +118,12 @@ class DismantledBlock(nn.Module):
         if dual:
             self.attn2 = ImageAttention(spec)
         if not is_last:
-            self.mlp = MLP(spec.width, spec.mlp_width)
-        self.adaLN_modulation = _modulation(spec.width, self.chunks)
+            self.mlp = _mlp(spec.width, spec.mlp_width)
+        self.adaLN_modulation = modulation(spec.width, self.chunks)
 
-    def modulations(self, c: Tensor) -> tuple[Tensor, ...]:
+    def modulations(self, vec: Tensor) -> tuple[Tensor, ...]:
         """The conditioning (B,D) -> shift, scale, gate of the attention, the MLP and attn2, (B,1,D) each, where any."""
-        return self.adaLN_modulation(c)[:, None, :].chunk(self.chunks, dim=2)
+        return self.adaLN_modulation(vec)[:, None, :].chunk(self.chunks, dim=2)
 
     def before(self, x: Tensor, mods: tuple[Tensor, ...]) -> QKV:
         """(B,N,D) -> what it adds to the joint attention."""
@@ -162,8 +140,6 @@ class DismantledBlock(nn.Module):
 class JointBlock(nn.Module):
     """Text and image, each with weights of its own, attend to both; then each has its MLP."""
 
-    whole = True  # reads layers of its parts, so offloading must not divide it
-
     def __init__(self, spec: MMDiTSpec, index: int) -> None:
         super().__init__()
         self.head_dim = HEAD_DIM
@@ -172,9 +148,9 @@ class JointBlock(nn.Module):
         self.context_block = DismantledBlock(spec, is_last=self.is_last)
         self.x_block = DismantledBlock(spec, dual=index < spec.dual_depth)
 
-    def forward(self, context: Tensor, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Text (B,T,D), image (B,N,D), conditioning c (B,D) -> text, unchanged by the last block, and image."""
-        text_mods, image_mods = self.context_block.modulations(c), self.x_block.modulations(c)
+    def forward(self, context: Tensor, x: Tensor, vec: Tensor) -> tuple[Tensor, Tensor]:
+        """Text (B,T,D), image (B,N,D), conditioning vec (B,D) -> text, unchanged by the last block, and image."""
+        text_mods, image_mods = self.context_block.modulations(vec), self.x_block.modulations(vec)
         text, image = self.context_block.before(context, text_mods), self.x_block.before(x, image_mods)
         q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
         out = merge_heads(self.attention(q, k, v))  # (B, T+N, D)
@@ -195,30 +171,6 @@ class PatchEmbed(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2)  # (B, N, D)
 
 
-class Embedder(nn.Module):
-    """Linear, SiLU, linear: of the timestep's sinusoids, or of the pooled text."""
-
-    def __init__(self, in_channels: int, width: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(in_channels, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x)
-
-
-class FinalLayer(nn.Module):
-    """Norm, modulated by the conditioning, and a linear to the channels of a token."""
-
-    def __init__(self, width: int, out_channels: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, out_channels)
-        self.adaLN_modulation = _modulation(width, 2)
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)
-        return self.linear(modulate(x, shift, scale))
-
-
 class MMDiT(nn.Module):
     """The denoising network of Stable Diffusion 3: noised latents at time 1000 s -> the velocity eps - x0."""
 
@@ -228,21 +180,15 @@ class MMDiT(nn.Module):
         super().__init__()
         self.spec = spec
         self.x_embedder = PatchEmbed(spec.in_channels, spec.width)
-        self.t_embedder = Embedder(SINUSOIDS, spec.width)
-        self.y_embedder = Embedder(spec.vector_dim, spec.width)
+        self.t_embedder = Embedder(SINUSOIDS, spec.width, spec.width)
+        self.y_embedder = Embedder(spec.vector_dim, spec.width, spec.width)
         self.context_embedder = nn.Linear(spec.context_dim, spec.width)
         self.register_buffer("pos_embed", torch.zeros(1, spec.side**2, spec.width))
         self.joint_blocks = nn.ModuleList(JointBlock(spec, i) for i in range(spec.depth))
-        self.final_layer = FinalLayer(spec.width, 4 * spec.out_channels)
+        self.final_layer = LastLayer(spec.width, 4 * spec.out_channels)
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        context: Tensor,
-        y: Tensor | None = None,
-        *,
-        skip: Tensor | None = None,
+        self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None, *, skip: Tensor | None = None
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at 1000 s = t (B,) in [0,1000] -> velocity, the same shape.
 
@@ -253,17 +199,14 @@ class MMDiT(nn.Module):
         assert y is not None, "Stable Diffusion 3 reads the pooled text"
         h, w = x.shape[2] // 2, x.shape[3] // 2
         x = self.x_embedder(x) + self.positions(h, w)  # (B, N, D)
-        c = F.silu(self.t_embedder(sinusoids(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
+        vec = F.silu(self.t_embedder(sinusoids(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
         context = self.context_embedder(context)  # (B, T, D)
         for i, block in enumerate(self.joint_blocks):
-            before, (context, x) = (context, x), block(context, x, c)
+            before, (context, x) = (context, x), block(context, x, vec)
             if skip is not None:
-                context, x = (
-                    torch.where(skip[:, i, None, None], *both) for both in zip(before, (context, x), strict=True)
-                )
-        patches = (
-            self.final_layer(x, c).view(*x.shape[:2], 4, -1).transpose(2, 3)
-        )  # (B, N, C, 4): channels are last inside
+                context, x = (torch.where(skip[:, i, None, None], *b) for b in zip(before, (context, x), strict=True))
+        # Inside of a token the channels are last.
+        patches = self.final_layer(x, vec).view(*x.shape[:2], 4, -1).transpose(2, 3)  # (B, N, C, 4)
         return F.pixel_shuffle(patches.flatten(2).transpose(1, 2).unflatten(2, (h, w)), 2)
 
     def positions(self, h: int, w: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several networks share beyond core/layers.py: norms, rotary positions, embeddings.
+"""What several networks share beyond core/layers.py: norms, rotary positions, parts of diffusion transformers.
 
 Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of all heads.
 """
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes
@@ -46,15 +46,57 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, in at least float32, then times weight (C,) in x's dtype."""
+def unit_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in at least float32; x's dtype out."""
     values = x.to(wide(x.dtype))
-    return (values * torch.rsqrt(values.pow(2).mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (values * torch.rsqrt(values.pow(2).mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """unit_rms times a weight (C,), which files call "weight" or otherwise; the weight's dtype out."""
+
+    def __init__(self, channels: int, eps: float = 1e-6, name: str = "weight") -> None:
+        super().__init__()
+        self.eps, self.name = eps, name
+        self.register_parameter(name, nn.Parameter(torch.ones(channels)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = getattr(self, self.name)
+        return (unit_rms(x, self.eps) * weight).to(weight.dtype)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """LayerNorm without weights, then times 1 + scale, plus shift.  Peebles and Xie 2023, sec. 3.2."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+class Embedder(nn.Module):
+    """Linear, SiLU, linear: of a timestep's sinusoids, or of the pooled text."""
+
+    def __init__(self, in_channels: int, hidden: int, out_channels: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.SiLU(), nn.Linear(hidden, out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+def modulation(width: int, chunks: int) -> nn.Sequential:
+    """Return adaLN_modulation; slot 0 held a SiLU, which networks here apply once for all blocks."""
+    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width))
+
+
+class LastLayer(nn.Module):
+    """Norm, modulated by the conditioning vec (B,D), and a linear to the channels of a token."""
+
+    def __init__(self, width: int, out_channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out_channels)
+        self.adaLN_modulation = modulation(width, 2)
+
+    def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(vec)[:, None, :].chunk(2, dim=2)
+        return self.linear(modulate(x, shift, scale))
 
 
 def finite_half(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import Fitted, axial_rotation, finite_half, multiple, rms_norm
+from ldm_lite.models.ops import Fitted, RMSNorm, axial_rotation, finite_half, multiple
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
 
@@ -51,17 +51,6 @@ class Qwen3Spec(Fitted):
         )
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) times a weight, over the last dimension.  The weight's dtype out."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight).to(self.weight.dtype)
-
-
 def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate channels i and i + C/2 of x (B,H,T,C) together by the angles of rotation (2,T,C/2)."""
     cos, sin = rotation
@@ -87,7 +76,7 @@ class SelfAttention(nn.Module):
         q = split_heads(self.q_proj(x), self.spec.heads)  # (B, H, T, C)
         k, v = (split_heads(proj(x), self.spec.kv_heads) for proj in (self.k_proj, self.v_proj))  # (B, G, T, C)
         q, k = rotate_halves(self.q_norm(q), rotation), rotate_halves(self.k_norm(k), rotation)
-        k, v = (each.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1) for each in (k, v))
+        k, v = (part.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1) for part in (k, v))
         return self.o_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import Fitted, multiple
+from ldm_lite.models.ops import Fitted, RMSNorm, multiple, unit_rms
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,13 @@ class T5Spec(Fitted):
         )
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) times a weight, without mean or bias.  float32 in, the weight's dtype out."""
+class RoundedRMSNorm(RMSNorm):
+    """RMSNorm of float32, rounded to the weight's dtype before the product, as in training."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+    weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        normalised = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
-        return self.weight * normalised.to(self.weight.dtype)
+        return unit_rms(x, self.eps).to(self.weight.dtype) * self.weight
 
 
 def relative_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
@@ -131,7 +128,7 @@ class AttentionLayer(nn.Module):
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
         self.SelfAttention = SelfAttention(spec, has_bias)
-        self.layer_norm = RMSNorm(spec.width)
+        self.layer_norm = RoundedRMSNorm(spec.width)
 
     def forward(self, x: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if bias is None:
@@ -147,7 +144,7 @@ class FeedForwardLayer(nn.Module):
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
         self.DenseReluDense = DenseReluDense(spec)
-        self.layer_norm = RMSNorm(spec.width)
+        self.layer_norm = RoundedRMSNorm(spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.DenseReluDense(self.layer_norm(x))
@@ -170,12 +167,10 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """The stack of blocks; the first holds the position bias for all."""
 
-    whole = False  # calls each of its parts, so offloading may divide it
-
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
         self.block = nn.ModuleList(Block(spec, has_bias=i == 0) for i in range(spec.layers))
-        self.final_layer_norm = RMSNorm(spec.width)
+        self.final_layer_norm = RoundedRMSNorm(spec.width)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         bias: Tensor | None = None

@@ -3,13 +3,13 @@
 What is unusual about it:
 - attribute names are the keys of ComfyUI's files; those of Tongyi-MAI's and diffusers' hold queries, keys and values
   apart (checkpoint/transformer_keys.py);
-- image and caption are one sequence, the image first, after blocks of its own for each of them: the refiners;
+- image and text are one sequence, the image first, after blocks of its own for each of them: the refiners;
 - both are padded to multiples of 32 with learned tokens, which are attended to like others;
-- each token has a position (index, row, column): a caption counts along the first, the image follows it there;
+- each token has a position (index, row, column): a text counts along the first, the image follows it there;
 - the time scales what enters attention and MLP, without shift; their outputs are normalised, then gated by a tanh;
 - the network predicts x0 - eps, from 1 - s.
 
-Shape letters: B batch, C channels, h w latent size, N image tokens and T caption tokens with padding, D width, H heads,
+Shape letters: B batch, C channels, h w latent size, N image tokens and T text tokens with padding, D width, H heads,
 M width of the embedded time.
 Source: Z-Image Team 2025 (arXiv 2511.22699); Tongyi-MAI/Z-Image transformer.py; Su et al. 2021, eq. 15 (rotation).
 """
@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import axial_rotation, finite_half, multiple, rms_norm, rotate
+from ldm_lite.models.ops import Embedder, RMSNorm, axial_rotation, finite_half, multiple, rotate
 
-MULTIPLE = 32  # of tokens, to which image and caption are padded
+MULTIPLE = 32  # of tokens, to which image and text are padded
 THETA = 256.0  # the slowest rotation turns by 1/THETA a position
 SINUSOIDS = 256
+EPS = 1e-5  # of the norms
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class ZImageSpec:
     time_width: int  # of the embedded time's hidden layer
     modulation_dim: int
     depth: int
-    refiner_depth: int  # blocks of the image alone, and as many of the caption alone
+    refiner_depth: int  # blocks of the image alone, and as many of the text alone
 
     patch: ClassVar[int] = 2  # latent positions per token, along each side
-    vector_dim: ClassVar[int] = 1  # y is the caption's number of tokens
+    vector_dim: ClassVar[int] = 1  # y is the text's number of tokens
     num_classes: ClassVar[None] = None  # what only UNets have
     guidance_dim: ClassVar[None] = None
 
@@ -78,17 +79,6 @@ class ZImageSpec:
         return head_dim - 2 * side, side, side
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-5) times a weight, over the last dimension."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps=1e-5)
-
-
 class Attention(nn.Module):
     """Self-attention (B,N,D) -> (B,N,D) with normalised and rotated queries and keys."""
 
@@ -98,8 +88,8 @@ class Attention(nn.Module):
         self.head_dim = spec.width // spec.heads
         self.attention: AttentionFn = sdpa
         self.qkv = nn.Linear(spec.width, 3 * spec.width, bias=False)
-        self.q_norm = RMSNorm(self.head_dim)
-        self.k_norm = RMSNorm(self.head_dim)
+        self.q_norm = RMSNorm(self.head_dim, EPS)
+        self.k_norm = RMSNorm(self.head_dim, EPS)
         self.out = nn.Linear(spec.width, spec.width, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
@@ -124,25 +114,25 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP between norms, and in all but the caption's refiners scaled and gated by the time."""
+    """Attention and MLP between norms, and in all but the text's refiners scaled and gated by the time."""
 
     def __init__(self, spec: ZImageSpec, is_modulated: bool = True) -> None:
         super().__init__()
         self.attention = Attention(spec)
         self.feed_forward = FeedForward(spec.width, spec.mlp_width)
-        self.attention_norm1 = RMSNorm(spec.width)
-        self.ffn_norm1 = RMSNorm(spec.width)
-        self.attention_norm2 = RMSNorm(spec.width)
-        self.ffn_norm2 = RMSNorm(spec.width)
+        self.attention_norm1 = RMSNorm(spec.width, EPS)
+        self.ffn_norm1 = RMSNorm(spec.width, EPS)
+        self.attention_norm2 = RMSNorm(spec.width, EPS)
+        self.ffn_norm2 = RMSNorm(spec.width, EPS)
         if is_modulated:
             self.adaLN_modulation = nn.Sequential(nn.Linear(spec.modulation_dim, 4 * spec.width))
 
-    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, time: Tensor | None) -> Tensor:
-        """Tokens x (B,N,D), rotation (2,B,1,N,D/H/2), mask as in Attention, embedded time (B,M) or None -> (B,N,D)."""
-        if time is None:
+    def forward(self, x: Tensor, vec: Tensor | None, rotation: Tensor, mask: Tensor | None) -> Tensor:
+        """Tokens x (B,N,D), the time vec (B,M) or None, rotation (2,B,1,N,D/H/2), mask as in Attention -> (B,N,D)."""
+        if vec is None:
             x = x + self.attention_norm2(self.attention(self.attention_norm1(x), rotation, mask))
             return finite_half(x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x))))
-        scale, gate, mlp_scale, mlp_gate = self.adaLN_modulation(time)[:, None, :].chunk(4, dim=2)  # (B, 1, D) each
+        scale, gate, mlp_scale, mlp_gate = self.adaLN_modulation(vec)[:, None, :].chunk(4, dim=2)  # (B, 1, D) each
         out = self.attention(self.attention_norm1(x) * (1 + scale), rotation, mask)
         x = x + gate.tanh() * self.attention_norm2(out)
         out = self.feed_forward(self.ffn_norm1(x) * (1 + mlp_scale))
@@ -157,22 +147,9 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(spec.width, 4 * spec.out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(spec.modulation_dim, spec.width))
 
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        scale = self.adaLN_modulation(time)[:, None, :]
+    def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+        scale = self.adaLN_modulation(vec)[:, None, :]
         return self.linear(F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale))
-
-
-class TimeEmbedder(nn.Module):
-    """The time (B,), 1 for a clean image -> (B,M)."""
-
-    def __init__(self, spec: ZImageSpec) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(SINUSOIDS, spec.time_width), nn.SiLU(), nn.Linear(spec.time_width, spec.modulation_dim)
-        )
-
-    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.mlp(sinusoids(1000 * t.float(), SINUSOIDS).to(dtype))
 
 
 class ZImage(nn.Module):
@@ -184,8 +161,8 @@ class ZImage(nn.Module):
         self.x_embedder = nn.Linear(4 * spec.in_channels, spec.width)
         self.noise_refiner = nn.ModuleList(Block(spec) for _ in range(spec.refiner_depth))
         self.context_refiner = nn.ModuleList(Block(spec, is_modulated=False) for _ in range(spec.refiner_depth))
-        self.t_embedder = TimeEmbedder(spec)
-        self.cap_embedder = nn.Sequential(RMSNorm(spec.context_dim), nn.Linear(spec.context_dim, spec.width))
+        self.t_embedder = Embedder(SINUSOIDS, spec.time_width, spec.modulation_dim)
+        self.cap_embedder = nn.Sequential(RMSNorm(spec.context_dim, EPS), nn.Linear(spec.context_dim, spec.width))
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.depth))
         self.final_layer = FinalLayer(spec)
         self.x_pad_token = nn.Parameter(torch.zeros(1, spec.width))
@@ -196,47 +173,47 @@ class ZImage(nn.Module):
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at 1 - s = t (B,) in [0,1] -> (B,out_channels,h,w).
 
-        context (B,T,context_dim) is Qwen3's output, of which the first y (B,1) tokens are each caption's, at least 1.
-        `full` (B,) of any value says that each caption reaches into the last 32 of T: nothing is masked, so that every
+        context (B,T,context_dim) is Qwen3's output, of which the first y (B,1) tokens are each text's, at least 1.
+        `full` (B,), of any value, is for texts that all reach into the last 32 of T: nothing is masked, so that every
         attention kernel can be used.  x and context are in the weights' dtype; t and y may have any.
         """
-        assert y is not None, "Z-Image reads the number of a caption's tokens"
+        assert y is not None, "Z-Image reads the number of a text's tokens"
         h, w = x.shape[2] // 2, x.shape[3] // 2
-        time = self.t_embedder(t, x.dtype)
-        image, caption = self.embed(x, context, y)  # (B, N, D), (B, T, D)
+        vec = self.t_embedder(sinusoids(1000 * t.float(), SINUSOIDS).to(x.dtype))  # (B, M)
+        x, context = self.embed(x, context, y)  # (B, N, D), (B, T, D)
+        num_image, num_text = x.shape[1], context.shape[1]
         lengths = -(-y.long() // MULTIPLE) * MULTIPLE  # (B, 1)
-        rotation = self.rotation(lengths, (h, w), image.shape[1], caption)
-        in_image, in_caption = torch.split(rotation, [image.shape[1], caption.shape[1]], dim=3)
-        mask = in_both = None
+        rotation = self.rotation(lengths, (h, w), num_image, context)
+        of_image, of_text = torch.split(rotation, [num_image, num_text], dim=3)
+        text_mask = mask = None
         if full is None:
-            given = torch.arange(caption.shape[1], device=x.device) < lengths  # (B, T)
-            mask = given[:, None, None, :]
-            in_both = F.pad(mask, (image.shape[1], 0), value=True)
+            text_mask = (torch.arange(num_text, device=x.device) < lengths)[:, None, None, :]  # (B, 1, 1, T)
+            mask = F.pad(text_mask, (num_image, 0), value=True)  # (B, 1, 1, N+T)
 
         for block in self.noise_refiner:
-            image = block(image, in_image, None, time)
+            x = block(x, vec, of_image, None)
         for block in self.context_refiner:
-            caption = block(caption, in_caption, mask, None)
-        both = torch.cat([image, caption], dim=1)  # (B, N+T, D)
+            context = block(context, None, of_text, text_mask)
+        x = torch.cat([x, context], dim=1)  # (B, N+T, D)
         for block in self.layers:
-            both = block(both, rotation, in_both, time)
-        out = self.final_layer(both[:, : h * w], time)
+            x = block(x, vec, rotation, mask)
+        out = self.final_layer(x[:, : h * w], vec)
         out = out.view(len(x), h, w, 2, 2, -1).permute(0, 5, 1, 3, 2, 4)  # (B, C, h/2, 2, w/2, 2)
         return out.flatten(4, 5).flatten(2, 3)
 
     def embed(self, x: Tensor, context: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of latents (B,C,h,w) and of captions (B,T,context_dim) of y (B,1) tokens, both padded."""
+        """Return the tokens of latents (B,C,h,w) and of texts (B,T,context_dim) of y (B,1) tokens, both padded."""
         patches = x.reshape(*x.shape[:2], x.shape[2] // 2, 2, x.shape[3] // 2, 2).permute(0, 2, 4, 3, 5, 1)
         image = self.x_embedder(patches.flatten(3).flatten(1, 2))  # channels as (row, column, C)
         padding = self.x_pad_token.expand(len(x), -image.shape[1] % MULTIPLE, -1)
         context = F.pad(context, (0, 0, 0, -context.shape[1] % MULTIPLE))
-        given = torch.arange(context.shape[1], device=x.device) < y  # (B, T)
-        caption = torch.where(given[:, :, None], self.cap_embedder(context), self.cap_pad_token)
-        return torch.cat([image, padding], dim=1), caption
+        inside = torch.arange(context.shape[1], device=x.device) < y  # (B, T)
+        context = torch.where(inside[:, :, None], self.cap_embedder(context), self.cap_pad_token)
+        return torch.cat([image, padding], dim=1), context
 
-    def rotation(self, lengths: Tensor, grid: tuple[int, int], num_image: int, caption: Tensor) -> Tensor:
-        """Return cosines and sines (2,B,1,N+T,D/H/2) of images of h by w tokens after captions of lengths (B,1)."""
-        (h, w), (batch, num_text, _), device = grid, caption.shape, caption.device
+    def rotation(self, lengths: Tensor, grid: tuple[int, int], num_image: int, context: Tensor) -> Tensor:
+        """Return cosines and sines (2,B,1,N+T,D/H/2) of images of h by w tokens after texts of lengths (B,1)."""
+        (h, w), (batch, num_text, _), device = grid, context.shape, context.device
         places = torch.cartesian_prod(torch.arange(h, device=device), torch.arange(w, device=device))  # (h*w, 2)
         after = (1 + lengths).expand(-1, h * w)
         image = torch.stack([after, *(side.expand(batch, -1) for side in places.unbind(1))])  # (3, B, h*w)
@@ -244,4 +221,4 @@ class ZImage(nn.Module):
         index = torch.arange(1, 1 + num_text, device=device).expand(1, batch, -1)
         text = F.pad(index, (0, 0, 0, 0, 0, 2))  # (3, B, T)
         ids = torch.cat([image, text], dim=2)
-        return axial_rotation(ids, self.spec.axes, THETA, caption.dtype)[:, :, None]
+        return axial_rotation(ids, self.spec.axes, THETA, context.dtype)[:, :, None]

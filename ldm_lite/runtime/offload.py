@@ -18,12 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.models.flux import DoubleStreamBlock
+from ldm_lite.models.mmdit import JointBlock
+from ldm_lite.models.t5 import Encoder as T5Stack
 from ldm_lite.runtime.memory import MappedPages, trim_heap
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
 
 OFFLOADS = ("model", "sequential")
 BLOCK = 2**26  # parameters: larger blocks are divided where that is safe
 AHEAD = 2**21  # parameters, about: smaller blocks compute too fast to hide the copy of the next
+WHOLE = (DoubleStreamBlock, JointBlock)  # they call layers of their parts
+DIVISIBLE = (T5Stack,)  # it calls each of its parts
 
 
 class Offloader:
@@ -279,8 +284,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def _blocks(network: nn.Module) -> list[nn.Module]:
     """Return the modules that a network calls one after the other, of up to about BLOCK parameters each.
 
-    A module that holds layers directly is not divided: it may read their weights without calling them.  Its attribute
-    `whole`, if it has one, says whether it does.
+    A module that holds layers directly is not divided: it may read their weights without calling them.
     """
     found = []
     for child in network.children():
@@ -290,6 +294,6 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
         called = type(child).forward is not nn.Module.forward
         layers = any(_tensors(part) and not list(part.children()) for part in child.children())
         own = next(child.parameters(recurse=False), None) is not None
-        whole = getattr(child, "whole", layers or own)
+        whole = isinstance(child, WHOLE) or ((layers or own) and not isinstance(child, DIVISIBLE))
         found += _blocks(child) if not called or (size > BLOCK and not whole) else [child]
     return found
