@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,7 +71,7 @@ class QuickGELU(nn.Module):
     """x sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
+        return x * (1.702 * x).sigmoid()
 
 
 class EncoderLayer(nn.Module):

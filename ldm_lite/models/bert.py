@@ -107,3 +107,8 @@ class BERTTextEncoder(nn.Module):
         """Token ids (B,T), T <= length, padding included -> context (B,T,D) in the weights' dtype."""
         x = self.token_emb(token_ids) + self.pos_emb(token_ids.shape[1])
         return self.norm(self.attn_layers(x))
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+BERT_LARGE = BERTSpec(vocab_size=30522, length=77, width=1280, layers=32)

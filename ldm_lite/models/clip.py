@@ -155,3 +155,9 @@ class CLIPTextEncoder(SkippingEncoder):
 
     def parts(self) -> tuple[nn.ModuleList, nn.Module]:
         return self.encoder.layers, self.final_layer_norm
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "embeddings.token_embedding.weight"  # a key that only these networks have
+CLIP_L = CLIPTextSpec(vocab_size=49408, length=77, width=768, mlp_width=3072, layers=12, heads=12)

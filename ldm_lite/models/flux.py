@@ -13,7 +13,7 @@ Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotat
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -244,3 +244,26 @@ class Flux(nn.Module):
         images = torch.cartesian_prod(*(torch.arange(side, device=like.device) for side in sides))  # (N, 3)
         ids = F.pad(images.T, (num_text, 0))  # (3, T+N), text at 0
         return axial_rotation(ids, self.spec.axes, THETA, like.dtype)
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "double_blocks.0.img_attn.norm.key_norm.scale"  # a key that only these networks have
+FLUX_DEV = FluxSpec(
+    in_channels=16,
+    out_channels=16,
+    context_dim=4096,
+    vector_dim=768,
+    width=3072,
+    heads=24,
+    mlp_width=12288,
+    depth=19,
+    single_depth=38,
+    guidance=True,
+)
+RELEASED = {
+    "flux_dev": FLUX_DEV,
+    "flux_schnell": replace(FLUX_DEV, guidance=False),
+    "flux_control": replace(FLUX_DEV, in_channels=32),  # depth and canny
+    "flux_fill": replace(FLUX_DEV, in_channels=96),
+}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -216,3 +216,25 @@ class MMDiT(nn.Module):
             raise ValueError(f"got latents of {2 * h} by {2 * w}, wanted at most {2 * side} by {2 * side}")
         top, left = (side - h) // 2, (side - w) // 2
         return self.pos_embed.view(1, side, side, -1)[:, top : top + h, left : left + w].flatten(1, 2)
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "joint_blocks.0.context_block.attn.qkv.weight"  # a key that only these networks have
+SD3_MEDIUM = MMDiTSpec(
+    in_channels=16,
+    out_channels=16,
+    context_dim=4096,
+    vector_dim=2048,
+    width=1536,
+    mlp_width=6144,
+    depth=24,
+    side=192,
+    qk_norm=False,
+    dual_depth=0,
+)
+RELEASED = {
+    "sd3_medium": SD3_MEDIUM,
+    "sd35_medium": replace(SD3_MEDIUM, side=384, qk_norm=True, dual_depth=13),
+    "sd35_large": replace(SD3_MEDIUM, width=2432, mlp_width=9728, depth=38, qk_norm=True),
+}

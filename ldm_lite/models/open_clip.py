@@ -127,3 +127,12 @@ class OpenCLIPTextEncoder(SkippingEncoder):
     def project(self, x: Tensor) -> Tensor:
         assert self.text_projection is not None, "this encoder has no text_projection"
         return x @ self.text_projection
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "ln_final.weight"  # a key that only these networks have
+OPEN_CLIP_H = OpenCLIPTextSpec(
+    vocab_size=49408, length=77, width=1024, mlp_width=4096, layers=24, heads=16, projection=True
+)
+OPEN_CLIP_G = replace(OPEN_CLIP_H, width=1280, mlp_width=5120, layers=32, heads=20, norm=False)

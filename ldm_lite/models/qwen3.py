@@ -133,3 +133,9 @@ class Qwen3(nn.Module):
         for layer in self.layers[:-1]:
             x = layer(x, rotation)
         return x.to(embedded.dtype)
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "layers.0.self_attn.q_norm.weight"  # a key that only these networks have
+QWEN3_4B = Qwen3Spec(vocab_size=151936, width=2560, mlp_width=9728, layers=36, heads=32, kv_heads=8, head_dim=128)

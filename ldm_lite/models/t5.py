@@ -194,3 +194,9 @@ class T5Encoder(nn.Module):
         mask (B,T) bool is False at padding, to which no token attends; a row must not be all padding.
         """
         return self.encoder(self.shared(token_ids).float(), mask)
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"  # a key that only these networks have
+T5_XXL = T5Spec(vocab_size=32128, width=4096, mlp_width=10240, layers=24, heads=64, head_dim=64, buckets=32)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, size
 
+PROBES = ("encoder.1.conv.0.weight", "decoder.1.weight")  # keys that only an encoder and a decoder of this kind have
+
 
 @dataclass(frozen=True)
 class TAESDSpec:
@@ -27,15 +29,11 @@ class TAESDSpec:
     decoder: bool  # has a decoder
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> "TAESDSpec | None":
-        """Return the spec of a tiny autoencoder whose weights have these shapes; None for any other network."""
-        sides = ("encoder", "decoder")
-        found = [side for side in sides if f"{side}.1.conv.0.weight" in shapes or f"{side}.1.weight" in shapes]
-        if not found:
-            return None
-        key, dimension = ("decoder.1.weight", 1) if "decoder" in found else ("encoder.14.weight", 0)
-        embed_dim = size(shapes, key, 4)[dimension]
-        return TAESDSpec(embed_dim, encoder="encoder" in found, decoder="decoder" in found)
+    def from_shapes(shapes: Shapes) -> "TAESDSpec":
+        """Return the spec of a tiny autoencoder with weights of these shapes.  Raises ValueError for nonsense."""
+        encoder, decoder = (probe in shapes for probe in PROBES)
+        key, dimension = ("decoder.1.weight", 1) if decoder else ("encoder.14.weight", 0)
+        return TAESDSpec(size(shapes, key, 4)[dimension], encoder, decoder)
 
     @property
     def factor(self) -> int:

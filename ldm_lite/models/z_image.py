@@ -222,3 +222,21 @@ class ZImage(nn.Module):
         text = F.pad(index, (0, 0, 0, 0, 0, 2))  # (3, B, T)
         ids = torch.cat([image, text], dim=2)
         return axial_rotation(ids, self.spec.axes, THETA, context.dtype)[:, :, None]
+
+
+# ---- released -------------------------------------------------------------------------------------------------------
+
+PROBE = "cap_pad_token"  # a key that only these networks have
+Z_IMAGE = ZImageSpec(
+    in_channels=16,
+    out_channels=16,
+    context_dim=2560,
+    width=3840,
+    heads=30,
+    mlp_width=10240,
+    time_width=1024,
+    modulation_dim=256,
+    depth=30,
+    refiner_depth=2,
+)
+RELEASED = {"z_image": Z_IMAGE}

@@ -9,14 +9,22 @@ from torch import nn
 
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.vae import AutoencoderKL, VAESpec
+from ldm_lite.models import flux, mmdit, taesd, vae_vq, z_image
+from ldm_lite.models.bert import BERT_LARGE as BERT_LARGE
 from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
+from ldm_lite.models.clip import CLIP_L as CLIP_L
 from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.embedders import ClassEmbedder, ClassSpec, LabelMapRescaler, LabelMapSpec
+from ldm_lite.models.flux import FLUX_DEV as FLUX_DEV
 from ldm_lite.models.flux import Flux, FluxSpec
 from ldm_lite.models.mmdit import MMDiT, MMDiTSpec
+from ldm_lite.models.open_clip import OPEN_CLIP_G as OPEN_CLIP_G
+from ldm_lite.models.open_clip import OPEN_CLIP_H as OPEN_CLIP_H
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
+from ldm_lite.models.qwen3 import QWEN3_4B as QWEN3_4B
 from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
+from ldm_lite.models.t5 import T5_XXL as T5_XXL
 from ldm_lite.models.t5 import T5Encoder, T5Spec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.models.unet import UNet, UNetSpec
@@ -58,8 +66,9 @@ def build(spec: Spec) -> nn.Module:
 
 def infer_vae(shapes: Shapes) -> VAESpec | VQSpec | TAESDSpec:
     """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
-    kind = VQSpec if "quantize.embedding.weight" in shapes else VAESpec
-    return TAESDSpec.from_shapes(shapes) or kind.from_shapes(shapes)
+    if any(probe in shapes for probe in taesd.PROBES):
+        return TAESDSpec.from_shapes(shapes)
+    return (VQSpec if vae_vq.PROBE in shapes else VAESpec).from_shapes(shapes)
 
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
@@ -244,65 +253,11 @@ IF_II_L = replace(
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
 
-FLUX_DEV = FluxSpec(
-    in_channels=16,
-    out_channels=16,
-    context_dim=4096,
-    vector_dim=768,
-    width=3072,
-    heads=24,
-    mlp_width=12288,
-    depth=19,
-    single_depth=38,
-    guidance=True,
-)
-SD3_MEDIUM = MMDiTSpec(
-    in_channels=16,
-    out_channels=16,
-    context_dim=4096,
-    vector_dim=2048,
-    width=1536,
-    mlp_width=6144,
-    depth=24,
-    side=192,
-    qk_norm=False,
-    dual_depth=0,
-)
-Z_IMAGE = ZImageSpec(
-    in_channels=16,
-    out_channels=16,
-    context_dim=2560,
-    width=3840,
-    heads=30,
-    mlp_width=10240,
-    time_width=1024,
-    modulation_dim=256,
-    depth=30,
-    refiner_depth=2,
-)
-TRANSFORMERS: dict[str, FluxSpec | MMDiTSpec | ZImageSpec] = {
-    "flux_dev": FLUX_DEV,
-    "flux_schnell": replace(FLUX_DEV, guidance=False),
-    "flux_control": replace(FLUX_DEV, in_channels=32),  # depth and canny
-    "flux_fill": replace(FLUX_DEV, in_channels=96),
-    "sd3_medium": SD3_MEDIUM,
-    "sd35_medium": replace(SD3_MEDIUM, side=384, qk_norm=True, dual_depth=13),
-    "sd35_large": replace(SD3_MEDIUM, width=2432, mlp_width=9728, depth=38, qk_norm=True),
-    "z_image": Z_IMAGE,
-}
+TRANSFORMERS: dict[str, FluxSpec | MMDiTSpec | ZImageSpec] = {**flux.RELEASED, **mmdit.RELEASED, **z_image.RELEASED}
 
 # ---- autoencoders ---------------------------------------------------------------------------------------------------
 
-KL_F8 = VAESpec(
-    channels=128,
-    channel_mult=(1, 2, 4, 4),
-    num_res_blocks=2,
-    z_channels=4,
-    embed_dim=4,
-    attn_levels=(),
-    mid_attn=True,
-    quant=True,
-)
+KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4)
 KL_F4 = replace(KL_F8, channel_mult=(1, 2, 4), z_channels=3, embed_dim=3)
 KL_F16 = replace(KL_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=16, embed_dim=16, attn_levels=(4,))
 VQ_F4 = VQSpec(**vars(KL_F4), num_codes=8192)
@@ -321,50 +276,3 @@ AUTOENCODERS = {
     "vq_f8_n256": replace(VQ_F8, num_codes=256),
     "vq_f16": replace(VQ_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=8, embed_dim=8, attn_levels=(4,)),
 }
-
-# ---- text encoders --------------------------------------------------------------------------------------------------
-
-CLIP_L = CLIPTextSpec(
-    vocab_size=49408,
-    length=77,
-    width=768,
-    mlp_width=3072,
-    layers=12,
-    heads=12,
-    activation="quick_gelu",
-    skip=0,
-    norm=True,
-)
-OPEN_CLIP_H = OpenCLIPTextSpec(
-    vocab_size=49408,
-    length=77,
-    width=1024,
-    mlp_width=4096,
-    layers=24,
-    heads=16,
-    skip=1,
-    norm=True,
-    end_id=49407,
-    projection=True,
-)
-OPEN_CLIP_G = replace(OPEN_CLIP_H, width=1280, mlp_width=5120, layers=32, heads=20, norm=False)
-T5_XXL = T5Spec(
-    vocab_size=32128,
-    width=4096,
-    mlp_width=10240,
-    layers=24,
-    heads=64,
-    head_dim=64,
-    buckets=32,
-    max_distance=128,
-)
-QWEN3_4B = Qwen3Spec(
-    vocab_size=151936,
-    width=2560,
-    mlp_width=9728,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-)
-BERT_LARGE = BERTSpec(vocab_size=30522, length=77, width=1280, layers=32)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ldm_lite.core.layers import Shapes
+from ldm_lite.models import clip, flux, mmdit, open_clip, qwen3, t5, z_image
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.flux import DoubleStreamBlock, FluxSpec, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
@@ -16,18 +17,17 @@ from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import EncoderSpec, TextSpec, infer_vae
 
 MASK = 64  # channels of FLUX fill's mask: the 8x8 pixels of a latent position
-# A key that only this kind of network has.
 TRANSFORMERS: dict[str, type[FluxSpec] | type[MMDiTSpec] | type[ZImageSpec]] = {
-    "double_blocks.0.img_attn.norm.key_norm.scale": FluxSpec,
-    "joint_blocks.0.context_block.attn.qkv.weight": MMDiTSpec,
-    "cap_pad_token": ZImageSpec,
+    flux.PROBE: FluxSpec,
+    mmdit.PROBE: MMDiTSpec,
+    z_image.PROBE: ZImageSpec,
 }
 BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, Block)  # what LoRAs change, and training may recompute
 TEXTS: dict[str, type[EncoderSpec]] = {
-    "embeddings.token_embedding.weight": CLIPTextSpec,
-    "ln_final.weight": OpenCLIPTextSpec,
-    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": T5Spec,
-    "layers.0.self_attn.q_norm.weight": Qwen3Spec,
+    clip.PROBE: CLIPTextSpec,
+    open_clip.PROBE: OpenCLIPTextSpec,
+    t5.PROBE: T5Spec,
+    qwen3.PROBE: Qwen3Spec,
 }
 
 
