@@ -79,7 +79,7 @@ class CLIPVisionEncoder(nn.Module):
 
     def forward(self, image: Tensor, skip: int = 0) -> Tensor:
         """The image (B,3,S,S) in [0,1] -> hidden states (B,N,D) of the last layer, or of the `skip`-th before it."""
-        mean, std = (torch.tensor(each).to(image)[:, None, None] for each in (MEAN, STD))
+        mean, std = (torch.tensor(values).to(image)[:, None, None] for values in (MEAN, STD))
         x: Tensor = self.pre_layrnorm(self.embeddings((image - mean) / std))
         for layer in self.encoder.layers[: self.spec.layers - skip]:
             x = layer(x)

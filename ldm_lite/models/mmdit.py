@@ -204,7 +204,8 @@ class MMDiT(nn.Module):
         for i, block in enumerate(self.joint_blocks):
             before, (context, x) = (context, x), block(context, x, vec)
             if skip is not None:
-                context, x = (torch.where(skip[:, i, None, None], *b) for b in zip(before, (context, x), strict=True))
+                pairs = zip(before, (context, x), strict=True)
+                context, x = (torch.where(skip[:, i, None, None], *pair) for pair in pairs)
         # Inside of a token the channels are last.
         patches = self.final_layer(x, vec).view(*x.shape[:2], 4, -1).transpose(2, 3)  # (B, N, C, 4)
         return F.pixel_shuffle(patches.flatten(2).transpose(1, 2).unflatten(2, (h, w)), 2)
