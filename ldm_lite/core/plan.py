@@ -76,19 +76,6 @@ def rows_of(plan: Plan, device: torch.device) -> list[Row]:
     return [Row(*row) for row in zip(*tensors, strict=True)]
 
 
-def to_kept(prediction: str, keep: str, level: Level) -> tuple[float, float]:
-    """Return (p, q) with kept = p x + q out, for a network that predicts eps, or v = a eps - s x0.
-
-    NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
-    """
-    _, a, s = level
-    if prediction == keep:
-        return 0.0, 1.0
-    if prediction == "v":
-        return (s, a) if keep == "eps" else (a, -s)
-    return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
-
-
 @dataclass
 class Rows:
     """Builds a plan: call add() once for each call of the network, then plan()."""
@@ -111,12 +98,12 @@ class Rows:
         if not self.rows or not self.rows[0][3]:
             raise ValueError("a plan needs rows, the first of which has `remember=True`")
         levels, mixes, steps, remembers = zip(*self.rows, strict=True)
-        prediction, mix = self.schedule.prediction, np.stack(mixes)
+        mix = np.stack(mixes)
         plan = Plan(
             t=np.array([level.t for level in levels]),
             level=np.array([[level.a, level.s] for level in levels]),
-            to_h=np.array([to_kept(prediction, self.keep, level) for level in levels]),
-            to_x0=np.array([to_kept(prediction, "x0", level) for level in levels]),
+            to_h=np.array([self.schedule.to_kept(self.keep, level) for level in levels]),
+            to_x0=np.array([self.schedule.to_kept("x0", level) for level in levels]),
             mix=mix,
             step=np.array(steps),
             adds_noise=np.any(mix[:, :, -1] != 0, axis=1),

@@ -76,7 +76,7 @@ class Schedule:
     def between(self, t: float) -> Level:
         """The level of a fractional timestep; log sigma is interpolated linearly, as in k-diffusion."""
         index = np.arange(len(self.alpha_bar))
-        return _from_sigma(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
+        return level_of(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
 
     def at_sigma(self, sigma: float) -> Level:
         """The level of a sigma, with its fractional timestep.
@@ -87,7 +87,7 @@ class Schedule:
         if not low * (1 - 1e-6) <= sigma <= high * (1 + 1e-6):
             log.warning("sigma %.4g is outside of the range that the network knows, %.4g to %.4g", sigma, low, high)
         index = np.arange(len(self.alpha_bar), dtype=np.float64)
-        return _from_sigma(float(np.interp(np.log(sigma), np.log(self.sigmas), index)), sigma)
+        return level_of(float(np.interp(np.log(sigma), np.log(self.sigmas), index)), sigma)
 
     def finite(self, levels: list[Level]) -> list[Level]:
         """Levels without an infinite sigma (zero terminal SNR), which becomes 4096, as in diffusers.
@@ -108,13 +108,26 @@ class Schedule:
         a, s = self._of(t, x0)
         return eps if self.prediction == "eps" else a * eps - s * x0
 
+    def to_kept(self, keep: str, level: Level) -> tuple[float, float]:
+        """Return (p, q) with kept = p x + q out, for the network's output; keep is "eps" or "x0".
+
+        NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
+        """
+        _, a, s = level
+        if self.prediction == keep:
+            return 0.0, 1.0
+        if self.prediction == "v":
+            return (s, a) if keep == "eps" else (a, -s)
+        return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
+
     def _of(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """a and s (B,1,1,1) of timesteps, in the dtype of other tensors."""
         alpha_bar = torch.from_numpy(self.alpha_bar)[t.cpu()][:, None, None, None]
         return alpha_bar.sqrt().to(like), (1 - alpha_bar).sqrt().to(like)
 
 
-def _from_sigma(t: float, sigma: float) -> Level:
+def level_of(t: float, sigma: float) -> Level:
+    """The variance-preserving level of a sigma, at which the network is told t."""
     a = 1.0 / np.sqrt(1.0 + sigma**2)
     return Level(t, float(a), float(sigma * a))
 
@@ -181,5 +194,5 @@ def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Le
 
 def ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
     """Return the sigma to step down to on the way from `now` to `after`, and that of the noise to add.  k-diffusion."""
-    up = min(after, eta * math.sqrt(after**2 * (now**2 - after**2) / now**2))
+    up = min(after, eta * math.sqrt(max(0.0, after**2 * (now**2 - after**2) / now**2)))
     return math.sqrt(after**2 - up**2), up

@@ -18,7 +18,7 @@ from ldm_lite.core.image import mask_latent, mask_weights, open_image, open_mask
 from ldm_lite.core.job import Item, Job
 from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
-from ldm_lite.core.plan import Plan, to_kept
+from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import Level
 
@@ -143,7 +143,7 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
     if options.plan is not None:
         if strength < 1:
             raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
-        wanted = [to_kept(model.schedule.prediction, "x0", Level(0, *level)) for level in options.plan.level]
+        wanted = [model.schedule.to_kept("x0", Level(0, *level)) for level in options.plan.level]
         if not np.allclose(options.plan.to_x0, wanted, equal_nan=True):
             raise ValueError(f"this plan is for another network: make one with the schedule of {model.name}")
         return options.plan
