@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
-from ldm_lite.diffusion.adaptive import each_image
+from ldm_lite.diffusion.adaptive import AdaptivePlan, each_image
 from ldm_lite.diffusion.guidance import Branches, Conditioning, Guidance
 from ldm_lite.diffusion.noise import Draw
-from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan, to_kept
+from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network, denoise_step, rows
@@ -141,7 +141,7 @@ def stream(
     not fit the model, and if the plan needs a draw.
     """
     _check_all(model, noise, branches, plan, draw, extras.refiner)
-    if plan.adaptive is not None:
+    if isinstance(plan, AdaptivePlan):
         x = noise.to(model.device, torch.float32)
         yield from each_image(lambda *parts: stream(model, *parts), x, branches, plan, (draw, extras))
         return
@@ -301,8 +301,7 @@ def _check_all(
                 f"{model.name} predicts {model.family.prediction}, but {refiner.model.name} "
                 f"{refiner.model.family.prediction}: the second cannot continue a run of the first"
             )
-    levels = (Level(t, *level) for t, level in zip(plan.t, plan.level, strict=True))
-    wanted = [to_kept(model.schedule.prediction, "x0", level) for level in levels]
+    wanted = [model.schedule.to_kept("x0", Level(0, *level)) for level in plan.level]
     if not np.allclose(plan.to_x0, wanted, equal_nan=True):
         raise ValueError(
             f"this plan is for another network: {model.name} predicts {model.schedule.prediction}; "

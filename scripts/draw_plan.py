@@ -14,7 +14,7 @@ from PIL import Image
 
 from ldm_lite.diffusion.names import label, make_plan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 
 COLUMNS = ["x", "aside", "H1", "H2", "H3", "H", "noise"]
 LIMIT = 1.5  # where the colours end
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", default="plan.png")
     options = parser.parse_args()
-    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")  # Stable Diffusion's
+    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")  # Stable Diffusion's
     figure = Figure(figsize=(4.3 * len(options.samplers), 4.2), layout="constrained")
     panels = figure.subplots(1, len(options.samplers), squeeze=False)[0]
     for axes, name in zip(panels, options.samplers, strict=True):

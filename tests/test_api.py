@@ -283,7 +283,7 @@ def test_an_unknown_argument_is_named_with_the_nearest(pipe: Pipeline) -> None:
 
 
 def test_samplers_are_registered_after_a_plain_import() -> None:
-    code = "import ldm_lite, sys; ldm_lite.diffusion.samplers.register; print('torch' in sys.modules)"
+    code = "import ldm_lite, sys; print('torch' in sys.modules); ldm_lite.diffusion.samplers.register"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"
 

@@ -11,7 +11,7 @@ import pytest
 
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -71,7 +71,7 @@ def test_the_sampler_of_the_docs() -> None:
     """The worked example runs, is of second order, and takes fewer than 20 lines."""
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "samplers.md").read_text(), re.DOTALL)
     assert len(code[code.index("@register") :].strip().splitlines()) < 20
-    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "x0")
+    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "x0")
     with mock.patch.dict(SAMPLERS):
         exec(code, {})
         plans = [make_plan("ralston", schedule, steps) for steps in (50, 100)]

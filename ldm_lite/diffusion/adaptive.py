@@ -7,17 +7,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from ldm_lite.core.plan import NOISE, Plan, Rows
+from ldm_lite.core.schedule import Level, Schedule, Spacing, ancestral
 from ldm_lite.diffusion.dpmpp import dpm_fast, solver_rows, solver_span
 from ldm_lite.diffusion.names import register
-from ldm_lite.diffusion.plan import NOISE, Plan, Rows
-from ldm_lite.diffusion.schedule import Level, Schedule, Spacing, ancestral
-
-if TYPE_CHECKING:  # `import ldm_lite.diffusion` does not load torch
-    from torch import Tensor
 
 RELATIVE, ABSOLUTE, FIRST, ACCEPTED = 0.05, 0.0078, 0.05, 0.81  # tolerances; first step; k-diffusion's defaults
 MOST_TRIES = 1000
@@ -34,7 +32,7 @@ class Adaptive:
     end: float
     eta: float
 
-    def solve(self, x: "Tensor", run: Run, draw: "Callable[[], Tensor]") -> "Iterator[tuple[Tensor, float]]":
+    def solve(self, x: Tensor, run: Run, draw: Callable[[], Tensor]) -> Iterator[tuple[Tensor, float]]:
         """Yield the latents (1,C,h,w) after each step that was accepted, and the share of the way that is done.
 
         Raises ValueError if the steps become too small.
@@ -67,11 +65,18 @@ class Adaptive:
         aim = min(self.end, -math.log(down)) if down > 0 else self.end
         up = math.sqrt(max(0.0, after.sigma**2 - math.exp(-2 * aim))) if self.eta else 0.0
         solver_rows(rows, 3, (s, aim), after, 0 * NOISE)
-        return rows.plan(end=after), aim, up
+        return rows.plan(end=after, initial=1.0), aim, up
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptivePlan(Plan):
+    """A plan whose steps are chosen while it runs, in place of the table."""
+
+    adaptive: Adaptive
 
 
 def each_image(
-    stream: Callable[..., Any], noise: "Tensor", branches: Any, plan: Plan, more: tuple[Any, Any]
+    stream: Callable[..., Any], noise: Tensor, branches: Any, plan: AdaptivePlan, more: tuple[Any, Any]
 ) -> Iterator[Any]:
     """Run each image (B,C,h,w) in steps of its own, one after the other, so that none depends on its batch.
 
@@ -122,4 +127,4 @@ def dpm_adaptive(schedule: Schedule, steps: int, spacing: str | Spacing = "linsp
     """
     plan = dpm_fast(schedule, steps, spacing, eta)
     high, low = solver_span(schedule, steps, spacing)
-    return replace(plan, adaptive=Adaptive(schedule, -float(np.log(high)), -float(np.log(low)), eta))
+    return AdaptivePlan(**vars(plan), adaptive=Adaptive(schedule, -float(np.log(high)), -float(np.log(low)), eta))

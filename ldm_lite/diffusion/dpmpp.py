@@ -6,54 +6,42 @@ from itertools import pairwise
 
 import numpy as np
 
+from ldm_lite.core.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
+from ldm_lite.core.samplers import dpmpp_2m
+from ldm_lite.core.schedule import Array, Level, Schedule, Spacing, ancestral
 from ldm_lite.diffusion.names import register
-from ldm_lite.diffusion.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
-from ldm_lite.diffusion.samplers import finite_levels, ode_levels, only_preserving
-from ldm_lite.diffusion.schedule import Array, Level, Schedule, Spacing, ancestral
+from ldm_lite.diffusion.samplers import finite_levels, level_below, only_preserving
+from ldm_lite.diffusion.schedule import levels_of, spacing_of, straightened
 
 # ---- DPM-Solver++: x0 -----------------------------------------------------------------------------------------------
 
-
-@register(label="DPM++ 2M", aliases=("dpmsolver++", "dpmsolvermultistep", "dpm_solver"))
-def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
-    """DPM-Solver++ (2M): x0 is extrapolated in lambda.  Lu et al. 2022b, alg. 2.
-
-    The first step is of first order, and so is one to sigma 0, where lambda is infinite.
-    """
-    return _two_multistep(schedule, finite_levels(schedule, steps, spacing))
+register(dpmpp_2m, label="DPM++ 2M", aliases=("dpmsolver++", "dpmsolvermultistep", "dpm_solver"), replace=True)
 
 
 @register(label="DPM++ 2M SD3")
 def dpmpp_2m_sd3(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """DPM-Solver++ (2M) of a rectified flow with lambda = -log s, as in Stable Diffusion 3's code and ComfyUI."""
-    return _two_multistep(schedule, ode_levels(schedule, steps, spacing))
-
-
-def _two_multistep(schedule: Schedule, levels: list[Level]) -> Plan:
-    rows = Rows(schedule, keep="x0")
-    for i, (now, after) in enumerate(pairwise(levels)):
-        x0 = H
-        if i > 0 and after.sigma > 0:
-            r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
-            x0 = H + (H - H1) / (2 * r)
-        ratio = after.sigma / now.sigma  # exp(-h)
-        rows.add(i, now, after.scale * (ratio * X / now.scale + (1 - ratio) * x0))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
+    return dpmpp_2m(straightened(schedule), steps, spacing_of(spacing))
 
 
 @register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
 def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, keep="x0"), ode_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, keep="x0"), straightened(schedule).finite(levels_of(spacing, schedule, steps))
     for i, (now, after) in enumerate(pairwise(levels)):
-        down, factor, noise = schedule.below(now, after, eta)
+        down, factor, noise = level_below(schedule, now, after, eta)
         if down.s == 0:
             rows.add(i, now, factor * down.a * H + noise * NOISE)
             continue
-        mid = schedule.at_sigma(float(np.sqrt(now.ratio * down.ratio)))
+        mid = schedule.at_sigma(math.sqrt(_noise_to_signal(now) * _noise_to_signal(down)))
         rows.add(i, now, _moved(now, mid, X), aside=X)
         rows.add(i, mid, factor * _moved(now, down, ASIDE) + noise * NOISE)
-    return rows.plan(end=levels[-1], initial=levels[0].s)
+    return rows.plan(end=levels[-1])
+
+
+def _noise_to_signal(level: Level) -> float:
+    """s / a, also of a rectified flow's first level, which is pure noise but for a rounding error of either sign."""
+    return level.s / level.a if level.a > 0 else math.inf
 
 
 def _moved(now: Level, after: Level, x: Array) -> Array:
@@ -85,7 +73,7 @@ def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
         down, up = ancestral(now.sigma, after.sigma, eta)
         ratio = down / now.sigma
         rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * noise))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
+    return rows.plan(end=levels[-1])
 
 
 @register(label="DPM++ 2M SDE")
@@ -130,7 +118,7 @@ def _multistep_sde(
             y = y + phi2 * (d0 + (d0 - d1) * r0 / (r0 + r1)) - (phi2 / h - 0.5) * (d0 - d1) / (r0 + r1)
         noise = after.sigma * np.sqrt(-np.expm1(-2 * eta * hs[i]))
         rows.add(i, now, after.a * (y + noise * NOISE))
-    return rows.plan(end=levels[-1], initial=levels[0].s)
+    return rows.plan(end=levels[-1])
 
 
 @register(label="UniPC", aliases=("uni_pc", "uni_pc_bh2", "unipc_multistep", "unipcmultistep"))
@@ -170,7 +158,7 @@ def _unipc(schedule: Schedule, levels: list[Level], order: int, exponential: boo
         past = [lambdas[i - k] for k in range(before)]
         change = _unipc_change(lambdas[i + 1], past, (None, H, H1, H2), exponential)
         rows.add(i, now, after.a * (after.sigma / now.sigma * y + change), aside=y)
-    return rows.plan(end=levels[-1], initial=levels[0].s)
+    return rows.plan(end=levels[-1])
 
 
 def _unipc_change(

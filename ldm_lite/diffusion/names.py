@@ -1,19 +1,23 @@
 """The registry of samplers with their names in other programs, and make_plan."""
 
+import dataclasses
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import SPACINGS, Level, Schedule, Spacing, levels_of
+import numpy as np
+
+from ldm_lite.core.plan import Plan
+from ldm_lite.core.samplers import SAMPLERS as SAMPLERS
+from ldm_lite.core.samplers import Sampler
+from ldm_lite.core.schedule import SPACINGS, Level, Schedule, Spacing
+from ldm_lite.diffusion.schedule import FlowSchedule, spacing_of
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, from_webui, to_webui
 
-Sampler = Callable[..., Plan]  # (schedule, steps, spacing="...") and, where it has them, eta=... and churn=...
 AnySampler = TypeVar("AnySampler", bound=Sampler)
-SAMPLERS: dict[str, Sampler] = {}  # filled by register(); an entry of your own works too
 LABELS: dict[str, str] = {}  # key of SAMPLERS -> AUTOMATIC1111's name, which PNG text uses
 ALIASES: dict[str, str] = {}  # another spelling, after _normal -> key of SAMPLERS
 OURS = " (ldm_lite)"  # marks a name in PNG text that A1111 would take for another trajectory
@@ -166,15 +170,12 @@ def make_plan(
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
-        general = schedule.is_flow or spacing in ("leading", "linspace")
-        if named_spacing is None and schedule.spacing is not None and general:
-            spacing = schedule.spacing
+        general = isinstance(schedule, FlowSchedule) or spacing in ("leading", "linspace")
+        if named_spacing is None and general:
+            spacing = getattr(schedule, "spacing", None) or spacing  # the core's schedules have none
     quantised = isinstance(spacing, str) and ":quantised" in spacing
-    if isinstance(spacing, str):
-        spacing = spacing.replace(":quantised", "")
-    arguments: dict[str, object] = {"spacing": spacing}
-    if last is not None:
-        arguments["spacing"] = functools.partial(_last_levels, spacing, last)
+    levels = spacing_of(spacing.replace(":quantised", "") if isinstance(spacing, str) else spacing)
+    arguments: dict[str, Any] = {"spacing": levels if last is None else functools.partial(_last_levels, levels, last)}
     for option, value, most in (("eta", eta, 1.0), ("churn", churn, float(steps))):
         if value is None:
             continue
@@ -186,12 +187,25 @@ def make_plan(
             able = ", ".join(each for each in SAMPLERS if has(each, option))
             raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or take one of {able}")
     plan = SAMPLERS[key](schedule, steps, **arguments)
-    return plan.at_whole_timesteps(schedule) if quantised else plan
+    return _at_whole_timesteps(plan, schedule) if quantised else plan
 
 
-def _last_levels(spacing: str | Spacing, last: int, schedule: Schedule, steps: int) -> list[Level]:
+def _last_levels(spacing: Spacing, last: int, schedule: Schedule, steps: int) -> list[Level]:
     """Return the levels of a spacing's last `last` steps."""
-    levels = levels_of(spacing, schedule, steps)
+    levels = spacing(schedule, steps)
     if not 1 <= last < len(levels):
         raise ValueError(f"got the last {last} of {len(levels) - 1} steps, wanted 1 to {len(levels) - 1}")
     return levels[-last - 1 :]
+
+
+def _at_whole_timesteps(plan: Plan, schedule: Schedule) -> Plan:
+    """Return the plan for a network that is told the trained timestep whose log sigma is nearest.
+
+    k-diffusion's `quantize`, A1111's "quantization in K samplers".  Raises ValueError for a rectified flow.
+    """
+    if isinstance(schedule, FlowSchedule) or hasattr(plan, "adaptive"):
+        raise ValueError("`:quantised` is for schedules with 1000 timesteps and samplers with fixed steps")
+    a, s = plan.level.T
+    log_sigmas = np.log(s / np.maximum(a, 2.0**-24))
+    nearest = abs(np.log(schedule.sigmas) - log_sigmas[:, None]).argmin(axis=1)
+    return dataclasses.replace(plan, t=nearest.astype(np.float64))

@@ -1,13 +1,13 @@
 """The samplers of the original scripts as they are there, for `compat`."""
 
 import dataclasses
-from itertools import pairwise
 
 import numpy as np
 
+from ldm_lite.core.plan import Plan
+from ldm_lite.core.samplers import dpmpp_2m
+from ldm_lite.core.schedule import Level, Schedule
 from ldm_lite.diffusion.names import make_plan, resolve
-from ldm_lite.diffusion.plan import H1, H, Plan, Rows, X
-from ldm_lite.diffusion.schedule import Level, Schedule
 
 
 def original_plan(
@@ -35,15 +35,12 @@ def _dpm_solver(schedule: Schedule, steps: int) -> Plan:
     num = len(schedule.alpha_bar)
     if not 2 <= steps <= num:
         raise ValueError(f"got {steps} steps, wanted 2 to {num}: the original's DPM-Solver has no fewer")
-    ts = np.linspace(num - 1, 0, steps + 1)
-    with np.errstate(divide="ignore", invalid="ignore"):  # at zero terminal SNR; Rows.plan reports it
-        alpha_bar = np.exp(np.interp(ts, np.arange(num), np.log(schedule.alpha_bar)))
-        levels = [Level(t, a, s) for t, a, s in zip(ts, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]
-        rows = Rows(schedule, keep="x0")
-        for i, (now, after) in enumerate(pairwise(levels)):
-            ratio, x0 = after.sigma / now.sigma, H
-            if i > 0 and (steps >= 15 or i < steps - 1):
-                r = np.log(levels[i - 1].sigma / now.sigma) / np.log(now.sigma / after.sigma)
-                x0 = H + (H - H1) / (2 * r)
-            rows.add(i, now, after.a * (ratio * X / now.a + (1 - ratio) * x0))
-        return rows.plan(end=levels[-1])
+    if schedule.alpha_bar[-1] == 0:
+        raise ValueError("the original's DPM-Solver is undefined at zero terminal SNR: take ddim")
+    timesteps = np.linspace(num - 1, 0, steps + 1)
+    alpha_bar = np.exp(np.interp(timesteps, np.arange(num), np.log(schedule.alpha_bar)))
+    levels = [Level(t, a, s) for t, a, s in zip(timesteps, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]
+    plan = dpmpp_2m(schedule, steps, lambda *_: levels)
+    if steps < 15:
+        plan.mix[-1] = dpmpp_2m(schedule, 1, lambda *_: levels[-2:]).mix[0]
+    return dataclasses.replace(plan, initial=1.0)

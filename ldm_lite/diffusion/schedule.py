@@ -1,96 +1,56 @@
-"""The noise schedule, in float64 on the CPU: alpha_bar, noise levels, and the spacings of a sampler's steps.
+"""Noise schedules that the core has not: zero terminal SNR, networks that predict x0, rectified flows.
 
-Latents are kept in the variance-preserving scale x = a x0 + s eps with a = sqrt(alpha_bar), s = sqrt(1 - alpha_bar).
-A spacing is the list of levels that a sampler visits, the noisiest first.
+And spacings with settings, "karras:rho=5".  A rectified flow is x = (1 - s) x0 + s eps with s from 1 to 0, for networks
+that predict its velocity, eps - x0.  Samplers in y = x / a and sigma = s / a read its levels as they are; solvers of
+its own ODE, dx/ds = (x - x0) / s, read those of `straight`.  Liu et al. 2023; Esser et al. 2024, sec. 2 and 5.3.2.
 """
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
+
+from ldm_lite.core import schedule as core
+from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Spacing, leading, linspace, scaled_linear_betas
+
+__all__ = ["CLEAN", "SPACINGS", "Array", "Level", "Spacing", "leading", "linspace", "scaled_linear_betas"]
 
 # The last two are the velocity of a rectified flow, eps - x0 or x0 - eps.
 Prediction = Literal["eps", "v", "x0", "flow", "reverse_flow"]
-Array = NDArray[np.float64]
+Clock = Literal["s", "1000 s", "1 - s"]  # what the network of a rectified flow is told of the level
 
-
-class Level(NamedTuple):
-    """A noise level, x = a x0 + s eps, and the timestep t passed to the network."""
-
-    t: float
-    a: float
-    s: float
-
-    @property
-    def scale(self) -> float:
-        """What x is divided by in the variance-exploding scale."""
-        return self.a
-
-    @property
-    def sigma(self) -> float:
-        """The noise's standard deviation in the variance-exploding scale, y = x / a = x0 + sigma eps."""
-        return self.s / self.scale if self.scale else math.inf
-
-    @property
-    def ratio(self) -> float:
-        """s / a: of noise to signal."""
-        return self.s / self.a if self.a else math.inf
-
-
-CLEAN = Level(0.0, 1.0, 0.0)
+NUM = 1000  # timesteps of a rectified flow
+NOISIEST = 1e-6  # the least 1 - s of samplers in y = x / a, as in diffusers
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
-    """The noise schedule a network was trained with: alpha_bar (1000,), descending in [0,1), and what it predicts.
+class Schedule(core.Schedule):
+    """The schedule of a network that predicts eps, v or x0; spacing is its samplers' default.
 
-    spacing, if given, takes the place of the general ones, `leading` and `linspace`, as the default of samplers.
-    Raises ValueError for an alpha_bar that is not of this kind.
+    It takes the place of the general ones, `leading` and `linspace`.
     """
 
-    alpha_bar: Array
-    prediction: Prediction
+    prediction: Prediction  # type: ignore[assignment]  # more than the core knows
     spacing: str | None = None
-
-    def __post_init__(self) -> None:
-        with np.errstate(invalid="ignore"):
-            falls = self.alpha_bar.ndim == 1 and self.alpha_bar[0] < 1 and (np.diff(self.alpha_bar) < 0).all()
-        if not falls or not self.alpha_bar[-1] >= 0:
-            raise ValueError("this is no noise schedule: alpha_bar must fall at every timestep, from below 1 to 0")
+    is_flow = False  # whether it is a rectified flow, a FlowSchedule
 
     @staticmethod
     def from_betas(betas: Array, prediction: Prediction) -> "Schedule":
         """The schedule of betas (1000,) in (0,1]: alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
-        return Schedule(np.cumprod(1.0 - betas, dtype=np.float64), prediction)
+        return Schedule(core.Schedule.from_betas(betas, "eps").alpha_bar, prediction)
 
     @property
     def betas(self) -> Array:
         """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): the inverse of from_betas."""
         return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
 
-    @cached_property
-    def sigmas(self) -> Array:
-        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (infinity at zero terminal SNR)."""
-        return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))
-
-    @property
-    def is_flow(self) -> bool:
-        """Whether it is a rectified flow: see flow.FlowSchedule."""
-        return False
-
     def sized(self, tokens: int) -> "Schedule":
         """The schedule of images of so many tokens: the same, but for some rectified flows."""
         return self
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """The least and the largest noise of the timesteps, that spacings by noise are made of: sigmas."""
-        return float(self.sigmas[0]), float(self.sigmas[-1])
 
     def zero_terminal_snr(self) -> "Schedule":
         """This schedule with sqrt(alpha_bar) shifted and scaled to end at exactly 0.  Lin et al. 2024, alg. 1.
@@ -102,71 +62,34 @@ class Schedule:
         a = np.sqrt(self.alpha_bar)
         return replace(self, alpha_bar=((a - a[-1]) * a[0] / (a[0] - a[-1])) ** 2)
 
-    def at(self, t: int) -> Level:
-        """The level of the integer timestep t in [0,1000)."""
-        return Level(float(t), float(np.sqrt(self.alpha_bar[t])), float(np.sqrt(1.0 - self.alpha_bar[t])))
-
-    def between(self, t: float) -> Level:
-        """The level of a fractional timestep; log sigma is interpolated linearly, as in k-diffusion."""
-        index = np.arange(len(self.alpha_bar))
-        return _from_sigma(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
-
     def at_sigma(self, sigma: float) -> Level:
-        """The level of a sigma within the schedule's range, with its fractional timestep."""
-        index = np.arange(len(self.alpha_bar), dtype=np.float64)
-        return _from_sigma(float(np.interp(np.log(sigma), np.log(self.sigmas), index)), sigma)
+        """The level of a sigma, with its fractional timestep: outside of the schedule's range the nearest.
 
-    def at_noise(self, noise: float) -> Level:
-        """The level of a noise within `span`."""
-        return self.at_sigma(noise)
-
-    def finite(self, levels: list[Level], least: float = 2.0**-12) -> list[Level]:
-        """Levels without an infinite sigma (zero terminal SNR), which becomes 4096, as in diffusers: an a of `least`.
-
-        Raises ValueError for eps prediction at zero terminal SNR, from which x0 cannot be computed.
+        Without the core's warning, since samplers with churn and other programs' spacings leave the range on purpose.
         """
-        if self.prediction == "eps" and self.alpha_bar[-1] == 0:
-            raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
-        return [level if level.a > 0 else level._replace(a=least) for level in levels]
+        nearest = min(max(sigma, float(self.sigmas[0])), float(self.sigmas[-1]))
+        return core.level_of(super().at_sigma(nearest).t, sigma)
 
-    def straight(self, levels: list[Level]) -> list[Level]:
-        """Levels for solvers of the ODE in sigma: the finite ones."""
-        return self.finite(levels)
+    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """What the network is to predict for noised(x0, eps, t)."""
+        if self.prediction == "x0":
+            return x0
+        if self.prediction in ("flow", "reverse_flow"):
+            return eps - x0 if self.prediction == "flow" else x0 - eps
+        return super().target(x0, eps, t)
 
-    def beside(self, level: Level, sigma: float) -> Level:
-        """The level of a sigma of the same kind as that of another level."""
-        return self.at_sigma(sigma)
+    def to_kept(self, keep: str, level: Level) -> tuple[float, float]:
+        """Return (p, q) with kept = p x + q out, for the network's output; keep is "eps", "x0" or a flow's "flow".
 
-    def below(self, now: Level, after: Level, eta: float) -> tuple[Level, float, float]:
-        """Return (level, factor, noise): step from `now` down to the level, times the factor, plus noise, is `after`.
-
-        k-diffusion get_ancestral_step.
+        NaN where it is undefined: eps from x0 at a level without noise, x0 from eps at one of noise alone.
         """
-        down, up = ancestral(now.sigma, after.sigma, eta)
-        return after._replace(s=after.a * down), 1.0, after.a * up
-
-    def time(self, level: Level) -> float:
-        """What the network is given at a level: its timestep."""
-        return level.t
-
-    def check(self, spacing: str) -> None:
-        """Raises ValueError for a spacing of the name that is made for another noise process."""
-
-
-def _from_sigma(t: float, sigma: float) -> Level:
-    a = 1.0 / np.sqrt(1.0 + sigma**2)
-    return Level(t, float(a), float(sigma * a))
-
-
-def ancestral(now: float, after: float, eta: float = 1.0) -> tuple[float, float]:
-    """Return the sigma to step down to on the way from `now` to `after`, and that of the noise to add.  k-diffusion."""
-    up = min(after, eta * np.sqrt(after**2 * (now**2 - after**2) / now**2))
-    return float(np.sqrt(after**2 - up**2)), float(up)
-
-
-def linear_betas(start: float, end: float, num: int = 1000) -> Array:
-    """The betas of all LDM families, linear in sqrt(beta): "linear" in LDM's configs, "scaled_linear" in diffusers."""
-    return np.linspace(start**0.5, end**0.5, num, dtype=np.float64) ** 2
+        _, a, s = level
+        if self.prediction == "x0" and keep == "eps":
+            return (1 / s, -a / s) if s > 0 else (np.nan, np.nan)
+        if self.prediction in ("flow", "reverse_flow"):
+            p, q = {"flow": (0.0, 1.0), "eps": (1.0, 1 - s), "x0": (1.0, -s)}[keep]
+            return p, q if self.prediction == "flow" else -q
+        return super().to_kept(keep, level)
 
 
 def cosine_betas(num: int = 1000) -> Array:
@@ -175,215 +98,174 @@ def cosine_betas(num: int = 1000) -> Array:
     return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], 0.999)
 
 
-# ---- spacings: (schedule, steps) -> steps + 1 descending levels; sampling ends at the last --------------------------
+# ---- rectified flow -------------------------------------------------------------------------------------------------
 
 
-def leading(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps 1 + floor(i * 1000 / steps), ending at timestep 0.
+class StraightLevel(Level):
+    """A level as a rectified flow's own ODE sees it: x is not scaled, and sigma is s."""
 
-    If steps divides 1000, these are the original scripts' timesteps; for other counts the scripts take another number
-    of steps or fail.  1000 steps visit 999 ... 0 and end clean, since timestep 1 + 999 does not exist.
+    @property
+    def scale(self) -> float:
+        """What x is divided by."""
+        return 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class FlowSchedule(Schedule):
+    """A rectified flow: timestep t in [-1,999] has s = shifted((t + 1) / 1000); its levels' t is what `clock` says.
+
+    alpha_bar is that of the variance-preserving levels with the same signal-to-noise ratios.
     """
-    num = len(schedule.alpha_bar)
-    offset = 1 if steps < num else 0
-    ts = [i * num // steps + offset for i in reversed(range(steps))]
-    return [*(schedule.at(t) for t in ts), schedule.at(0) if offset else CLEAN]
+
+    shift: float = 1.0  # above 1: more of the steps at high noise
+    by_size: tuple[float, float] | None = None  # log of the shift for 256 and for 4096 tokens; None: `shift` for all
+    clock: Clock = "s"
+    is_flow = True
+
+    @staticmethod
+    def of(
+        shift: float = 1.0,
+        by_size: tuple[float, float] | None = None,
+        clock: Clock = "s",
+        prediction: Prediction = "flow",
+        spacing: str = "flow",
+    ) -> "FlowSchedule":
+        """The schedule of a shift above 0.  Raises ValueError for any other."""
+        if not 0 < shift < math.inf:
+            raise ValueError(f"got shift {shift:g}, wanted a number above 0")
+        s = shifted(np.arange(1, NUM + 1) / NUM, shift)
+        alpha_bar = (1 - s) ** 2 / ((1 - s) ** 2 + s**2)
+        return FlowSchedule(alpha_bar, prediction, spacing, shift, by_size, clock)
+
+    def sized(self, tokens: int) -> "FlowSchedule":
+        """The schedule of images of so many tokens (patches of the latents): log of the shift is linear in them."""
+        if self.by_size is None:
+            return self
+        low, high = self.by_size
+        mu = low + (high - low) * (tokens - 256) / (4096 - 256)
+        return FlowSchedule.of(math.exp(mu), self.by_size, self.clock, self.prediction, self.spacing or "flow")
+
+    @cached_property
+    def straight(self) -> "StraightFlow":
+        """This flow as solvers of its own ODE see it."""
+        return StraightFlow(*(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
+    def sigmas(self) -> Array:
+        """s / (1 - s), (1000,), ascending, at most 1e6."""
+        s = np.minimum(self.straight.sigmas, 1 - NOISIEST)
+        return s / (1 - s)
+
+    def at(self, t: int) -> Level:
+        """The level of the integer timestep t in [0,1000)."""
+        return self.between(t)
+
+    def between(self, t: float) -> Level:
+        """The level of a fractional timestep."""
+        return self.at_noise(float(shifted(np.array((t + 1) / NUM), self.shift)))
+
+    def timestep(self, s: float) -> float:
+        """The fractional timestep of s in [0,1]: the inverse of `between`."""
+        return float(NUM * shifted(np.array(s), 1 / self.shift)) - 1
+
+    def at_noise(self, s: float) -> Level:
+        """The level of s in [0,1]."""
+        return Level({"s": s, "1000 s": 1000 * s, "1 - s": 1 - s}[self.clock], 1 - s, s)
+
+    def at_sigma(self, sigma: float) -> Level:
+        """The level of a sigma = s / (1 - s); s is 0.9999 for an infinite one, as in ComfyUI's DPM++ 2S a."""
+        sigma = 9999.0 if math.isinf(sigma) else sigma
+        return self.at_noise(sigma / (1 + sigma))
+
+    def finite(self, levels: list[Level], least: float = NOISIEST) -> list[Level]:
+        """Levels without an infinite sigma: the first has a 1 - s of `least`, or half of the second's."""
+        least = min(least, levels[1].a / 2)
+        return [self.at_noise(1 - least) if levels[0].a < least else levels[0], *levels[1:]]
+
+    def _of(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        s = np.array([self.between(step).s for step in t.tolist()])[:, None, None, None]
+        return like.new_tensor(1 - s), like.new_tensor(s)
 
 
-def leading_clean(schedule: Schedule, steps: int) -> list[Level]:
-    """The timesteps of `leading`, then clean: diffusers' DDIM with set_alpha_to_one."""
-    return [*leading(schedule, steps)[:-1], CLEAN]
+class StraightFlow(FlowSchedule):
+    """A rectified flow for solvers of its own ODE, dx/ds = (x - x0) / s: x is not scaled, and sigma is s."""
+
+    @cached_property
+    def sigmas(self) -> Array:
+        """The timesteps' s, (1000,), ascending, to 1."""
+        return np.append(shifted(np.arange(1, NUM) / NUM, self.shift), 1.0)
+
+    def at_noise(self, s: float) -> Level:
+        """The level of s in [0,1]."""
+        return StraightLevel(*super().at_noise(s))
+
+    def at_sigma(self, sigma: float) -> Level:
+        """The same, since sigma is s."""
+        return self.at_noise(sigma)
+
+    def finite(self, levels: list[Level], least: float = 0.0) -> list[Level]:
+        """Levels for the ODE, which is defined at pure noise too."""
+        return [StraightLevel(*level) for level in levels]
 
 
-def original(schedule: Schedule, steps: int) -> list[Level]:
-    """The original scripts' timesteps, range(0, 1000, 1000 // steps) + 1, which can be more than steps.
-
-    Raises ValueError if the original raises IndexError.  CompVis ldm/modules/diffusionmodules/util.py.
-    """
-    num = len(schedule.alpha_bar)
-    ts = [t + 1 for t in range(0, num, num // steps)]
-    if ts[-1] >= num:
-        raise ValueError(f"the original scripts fail with {steps} steps (timestep {ts[-1]}): take another number")
-    return [*(schedule.at(t) for t in reversed(ts)), schedule.at(0)]
+def straightened(schedule: core.Schedule) -> core.Schedule:
+    """The schedule that solvers of the ODE in sigma read: of a rectified flow `straight`, of others itself."""
+    return schedule.straight if isinstance(schedule, FlowSchedule) else schedule
 
 
-def trailing(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps from 999 down in strides of 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3.
-
-    Halves are rounded to even, as in diffusers.
-    """
-    num = len(schedule.alpha_bar)
-    ts = np.round(np.arange(num, 0, -num / steps)[:steps]).astype(int) - 1
-    return [*(schedule.at(int(t)) for t in ts), CLEAN]
+def shifted(s: Array, shift: float) -> Array:
+    """Return shift s / (1 + (shift - 1) s), in [0,1] as s; 1 / shift undoes it.  Esser et al. 2024, eq. 23."""
+    return shift * s / (1 + (shift - 1) * s)
 
 
-def trailing_to_0(schedule: Schedule, steps: int) -> list[Level]:
-    """The timesteps of `trailing`, ending at timestep 0: diffusers' DDIM without set_alpha_to_one."""
-    levels = trailing(schedule, steps)[:-1]
-    return [*levels, schedule.at(0) if levels[-1].t > 0 else CLEAN]
+# ---- spacings with settings -----------------------------------------------------------------------------------------
+
+# Spacings that only need a range of noise levels or of timesteps; the others are made for Stable Diffusion's betas.
+GENERAL = {"flow", "flow_sd3", "trailing", "linspace", "sgm_uniform", "normal", "simple", "beta", "beta_sigma", "turbo"}
+GENERAL |= {"karras", "exponential", "polyexponential"}
+MADE_FOR_BETAS: set[str] = set()  # spacings.py fills it; a spacing of your own is for any schedule
 
 
-def lcm(schedule: Schedule, steps: int) -> list[Level]:
-    """Some of the 50 timesteps 999, 979, ... that LCMs were distilled at; for more than 50 steps, trailing."""
-    if steps > 50:
-        return trailing(schedule, steps)
-    stride = len(schedule.alpha_bar) // 50
-    chosen = np.floor(np.linspace(0, 50, steps, endpoint=False)).astype(int)
-    return [*(schedule.at(int(t)) for t in (50 - chosen) * stride - 1), CLEAN]
+def levels_of(spacing: str | Spacing, schedule: core.Schedule, steps: int) -> list[Level]:
+    """The levels of a spacing, given by name, perhaps with settings as in spacing_of, or as a function."""
+    return spacing_of(spacing)(schedule, steps)
 
 
-def linspace(schedule: Schedule, steps: int) -> list[Level]:
-    """Fractional timesteps linspace(999, 0, steps), then clean: k-diffusion's default, and "Uniform" in A1111."""
-    return at_timesteps(schedule, np.linspace(len(schedule.alpha_bar) - 1, 0, steps))
+def spacing_of(spacing: str | Spacing) -> Spacing:
+    """The function of a spacing's name, which may have settings; or the function that was given.
 
-
-def sgm_uniform(
-    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
-) -> list[Level]:
-    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability AI's sgm."""
-    low, high = (schedule.at_noise(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
-    return at_timesteps(schedule, np.linspace(high, low, steps + 1)[:-1])
-
-
-def beta(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps dense at both ends: quantiles of the Beta(0.6, 0.6) distribution, then clean.  Lee et al. 2024.
-
-    Not rounded, unlike in ComfyUI, so that no two are equal.
-    """
-    quantiles = beta_quantiles(1 - np.linspace(0, 1, steps, endpoint=False), 0.6, 0.6)
-    return at_timesteps(schedule, quantiles * (len(schedule.alpha_bar) - 1))
-
-
-def beta_quantiles(shares: Array, alpha: float, beta: float) -> Array:
-    """The quantiles of the Beta(alpha, beta) distribution, for shares (N,) in [0,1].  Raises ValueError."""
-    if not 0 < min(alpha, beta) <= max(alpha, beta) <= 100:
-        raise ValueError(f"got alpha {alpha:g} and beta {beta:g}, wanted above 0 to 100")
-    total = math.gamma(alpha) * math.gamma(beta) / math.gamma(alpha + beta)
-
-    def below(u: Array, a: float, b: float) -> Array:
-        """The distribution function at x = u^(1/a), x up to 1/2: x^a times a hypergeometric series."""
-        x, term = u ** (1 / a), u / total
-        result = term / a
-        for n in range(60):
-            term = term * x * (n + 1 - b) / (n + 1)
-            result = result + term / (a + n + 1)
-        return result
-
-    def inverse(share: Array, a: float, b: float) -> Array:
-        """By Newton's method in u, in which the function is nearly linear."""
-        grid = np.linspace(0, 0.5**a, 513)
-        u = np.interp(share, below(grid, a, b), grid)
-        for _ in range(4):
-            u = u - (below(u, a, b) - share) * a * total / (1 - u ** (1 / a)) ** (b - 1)
-            u = np.clip(u, 0, 0.5**a)
-        return u ** (1 / a)
-
-    half = below(np.array(0.5**alpha), alpha, beta)
-    lower, upper = (
-        inverse(np.minimum(shares, half), alpha, beta),
-        inverse(np.minimum(1 - shares, 1 - half), beta, alpha),
-    )
-    return np.where(shares <= half, lower, 1 - upper)
-
-
-def karras(
-    schedule: Schedule,
-    steps: int,
-    sigma_min: float | None = None,
-    sigma_max: float | None = None,
-    rho: float = 7.0,
-) -> list[Level]:
-    """Sigmas evenly spaced in sigma^(1/rho) over the schedule's range, then clean.  Karras et al. 2022, eq. 5."""
-    low, high = (sigma ** (1 / rho) for sigma in sigma_range(schedule, sigma_min, sigma_max))
-    return at_sigmas(schedule, np.linspace(high, low, steps) ** rho)
-
-
-def exponential(
-    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
-) -> list[Level]:
-    """Sigmas evenly spaced in log sigma over the schedule's range, then clean.  k-diffusion."""
-    return polyexponential(schedule, steps, sigma_min, sigma_max)
-
-
-def polyexponential(
-    schedule: Schedule,
-    steps: int,
-    sigma_min: float | None = None,
-    sigma_max: float | None = None,
-    rho: float = 1.0,
-) -> list[Level]:
-    """Log sigmas fall like a power of the steps left; rho 1 is exponential.  k-diffusion."""
-    low, high = np.log(sigma_range(schedule, sigma_min, sigma_max))
-    return at_sigmas(schedule, np.exp(np.linspace(1, 0, steps) ** rho * (high - low) + low))
-
-
-def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | None) -> tuple[float, float]:
-    """The least and the largest sigma: the schedule's where none is given.  Raises ValueError if they are no range."""
-    least, most = schedule.span
-    low, high = least if sigma_min is None else sigma_min, most if sigma_max is None else sigma_max
-    if not 0 < low < high < 1e6:
-        raise ValueError(f"got sigmas from {low:g} to {high:g}, wanted a range above 0")
-    return low, high
-
-
-def at_timesteps(schedule: Schedule, ts: Array) -> list[Level]:
-    """The levels of fractional timesteps, then clean."""
-    return [*(schedule.between(float(t)) for t in ts), CLEAN]
-
-
-def at_sigmas(schedule: Schedule, sigmas: Array) -> list[Level]:
-    """The levels of sigmas, then clean."""
-    return [*(schedule.at_noise(float(sigma)) for sigma in sigmas), CLEAN]
-
-
-Spacing = Callable[[Schedule, int], list[Level]]
-# By name; spacings.py adds those of other programs, SPACINGS["mine"] = f your own, for every sampler and flag.
-SPACINGS: dict[str, Spacing] = {
-    each.__name__: each
-    for each in (
-        leading,
-        trailing,
-        linspace,
-        karras,
-        exponential,
-        polyexponential,
-        sgm_uniform,
-        beta,
-        lcm,
-        original,
-    )
-}
-SPACINGS |= {"leading_clean": leading_clean, "trailing_to_0": trailing_to_0}
-
-
-def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Level]:
-    """The levels of a spacing, given by name or as a function.
-
-    A name may have settings: "karras:discard" makes one level more and leaves out the last but one, as A1111 does for
-    some samplers; "karras:rho=5:sigma_min=0.1" passes numbers to the function.  Raises ValueError for an unknown name
-    or setting.
+    "karras:discard" makes one level more and leaves out the last but one, as A1111 does for some samplers;
+    "karras:rho=5:sigma_min=0.1" passes numbers to the function.  Raises ValueError for an unknown name or setting; the
+    function raises it for settings that give no levels, and for a rectified flow if the spacing is not for those.
     """
     if not isinstance(spacing, str):
-        return spacing(schedule, steps)
+        return spacing
     name, *settings = spacing.split(":")
     if name not in SPACINGS:
         raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
-    schedule.check(name)
     function, discard = SPACINGS[name], "discard" in settings
-    numbers = {key: number(text) for key, _, text in (each.partition("=") for each in settings if each != "discard")}
+    pairs = (setting.partition("=") for setting in settings if setting != "discard")
+    numbers = {key: number(text) for key, _, text in pairs}
     try:
-        inspect.signature(function).bind(schedule, steps, **numbers)
+        inspect.signature(function).bind("schedule", "steps", **numbers)
     except TypeError as error:
         raise ValueError(f"spacing {spacing!r}: {error}; settings are discard, rho=, sigma_min=, sigma_max=") from error
-    try:
-        with np.errstate(all="ignore"):
-            levels = function(schedule, steps + discard, **numbers)
-            sigmas = np.array([level.sigma for level in levels if level.a > 0])
-    except (ZeroDivisionError, OverflowError):
-        sigmas = np.array([np.nan])
-    if numbers and not (np.isfinite(sigmas).all() and (np.diff(sigmas) <= 0).all()):
-        raise ValueError(f"spacing {spacing!r}: these settings give no descending noise levels")
-    return [*levels[:-2], levels[-1]] if discard else levels
+
+    def levels(schedule: core.Schedule, steps: int) -> list[Level]:
+        if isinstance(schedule, FlowSchedule) and name in MADE_FOR_BETAS:
+            wanted = ", ".join(sorted(GENERAL))
+            raise ValueError(f"the spacing {name} is not for rectified flow: take one of {wanted}")
+        try:
+            with np.errstate(all="ignore"):
+                visited = function(schedule, steps + discard, **numbers)
+                sigmas = np.array([level.sigma for level in visited if level.a > 0])
+        except (ZeroDivisionError, OverflowError):
+            sigmas = np.array([np.nan])
+        if numbers and not (np.isfinite(sigmas).all() and (np.diff(sigmas) <= 0).all()):
+            raise ValueError(f"spacing {spacing!r}: these settings give no descending noise levels")
+        return [*visited[:-2], visited[-1]] if discard else visited
+
+    return levels
 
 
 def number(text: str) -> float:

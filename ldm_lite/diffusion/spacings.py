@@ -1,37 +1,45 @@
-"""Spacings of other programs: AUTOMATIC1111's web UI ("A1111"), ComfyUI and DeepFloyd IF.
+"""Further spacings: other programs', those over a range of sigmas, and rectified flow's.
 
-Each is in SPACINGS under its name.
+Other programs are diffusers, AUTOMATIC1111's web UI ("A1111"), ComfyUI and DeepFloyd IF.  Each spacing is in SPACINGS
+under its name.  Of a rectified flow, sigma_min and sigma_max are s.
 """
 
 import functools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from ldm_lite.diffusion.schedule import (
-    CLEAN,
-    SPACINGS,
-    Level,
-    Schedule,
-    at_sigmas,
-    at_timesteps,
-    beta_quantiles,
-    sigma_range,
-)
+from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Schedule, leading, trailing
+from ldm_lite.diffusion.schedule import GENERAL, MADE_FOR_BETAS, FlowSchedule, shifted, straightened
+
+# ---- whole timesteps ------------------------------------------------------------------------------------------------
 
 
-def normal(
-    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
-) -> list[Level]:
-    """Fractional timesteps evenly from that of sigma_max to that of sigma_min, then clean: ComfyUI's "normal"."""
-    low, high = (schedule.at_noise(sigma).t for sigma in sigma_range(schedule, sigma_min, sigma_max))
-    return at_timesteps(schedule, np.linspace(high, low, steps))
+def leading_clean(schedule: Schedule, steps: int) -> list[Level]:
+    """The timesteps of `leading`, then clean: diffusers' DDIM with set_alpha_to_one."""
+    return [*leading(schedule, steps)[:-1], CLEAN]
 
 
-def simple(schedule: Schedule, steps: int) -> list[Level]:
-    """Whole timesteps 999 - floor(i * 1000 / steps), then clean: "simple" in ComfyUI and A1111."""
+def trailing_to_0(schedule: Schedule, steps: int) -> list[Level]:
+    """The timesteps of `trailing`, ending at timestep 0: diffusers' DDIM without set_alpha_to_one."""
+    levels = trailing(schedule, steps)[:-1]
+    return [*levels, schedule.at(0) if levels[-1].t > 0 else CLEAN]
+
+
+def original(schedule: Schedule, steps: int) -> list[Level]:
+    """The original scripts' timesteps, range(0, 1000, 1000 // steps) + 1, which can be more than steps.
+
+    Raises ValueError if the original raises IndexError.  CompVis ldm/modules/diffusionmodules/util.py.
+    """
     num = len(schedule.alpha_bar)
-    return [*(schedule.at(max(0, num - 1 - int(i * (num / steps)))) for i in range(steps)), CLEAN]
+    timesteps = [t + 1 for t in range(0, num, num // steps)]
+    if timesteps[-1] >= num:
+        raise ValueError(
+            f"the original scripts fail with {steps} steps (timestep {timesteps[-1]}): take another number"
+        )
+    return [*(schedule.at(t) for t in reversed(timesteps)), schedule.at(0)]
 
 
 def ddim_uniform(schedule: Schedule, steps: int) -> list[Level]:
@@ -54,17 +62,209 @@ def webui_ddim(schedule: Schedule, steps: int) -> list[Level]:
     return [schedule.at(min(t + 1, num - 1)) for t in reversed(range(0, num, num // steps))]
 
 
+def simple(schedule: Schedule, steps: int) -> list[Level]:
+    """Whole timesteps 999 - floor(i * 1000 / steps), then clean: "simple" in ComfyUI and A1111."""
+    num = len(schedule.alpha_bar)
+    return [*(schedule.at(max(0, num - 1 - int(i * (num / steps)))) for i in range(steps)), CLEAN]
+
+
+def turbo(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps i * 1000 / steps - 1, then clean: trailing, but for how halves are rounded.  Forge."""
+    num = len(schedule.alpha_bar)
+    timesteps = np.clip(np.round(np.arange(steps, 0, -1) * (num / steps) - 1), 0, num - 1)
+    return [*(schedule.at(int(t)) for t in timesteps), CLEAN]
+
+
+def lcm(schedule: Schedule, steps: int) -> list[Level]:
+    """Some of the 50 timesteps 999, 979, ... that LCMs were distilled at; for more than 50 steps, trailing."""
+    if steps > 50:
+        return trailing(schedule, steps)
+    stride = len(schedule.alpha_bar) // 50
+    chosen = np.floor(np.linspace(0, 50, steps, endpoint=False)).astype(int)
+    return [*(schedule.at(int(t)) for t in (50 - chosen) * stride - 1), CLEAN]
+
+
+# DeepFloyd IF's tables: timesteps per section of the schedule, which is cut into equal parts, cleanest first.
+SECTIONS = {
+    "fast27": (10, 10, 3, 2, 2),
+    "smart27": (7, 4, 2, 1, 2, 4, 7),
+    "smart50": (10, 6, 4, 3, 2, 2, 3, 4, 6, 10),
+    "smart100": (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 10, 13),
+    "smart185": (1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20),
+    "super27": (1, 1, 1, 1, 1, 1, 1, 2, 5, 13),
+    "super40": (2, 2, 2, 2, 2, 2, 3, 4, 6, 15),
+    "super100": (4, 4, 6, 6, 8, 8, 10, 10, 14, 30),
+}
+
+
+def respaced(schedule: Schedule, steps: int) -> list[Level]:
+    """Even timesteps from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number of steps."""
+    return _in_sections(schedule, (steps,))
+
+
+def _from_table(name: str, schedule: Schedule, steps: int) -> list[Level]:
+    """The levels of one of SECTIONS, which has a fixed number of steps.  deepfloyd_if/model/respace.py."""
+    counts = SECTIONS[name]
+    if steps != sum(counts):
+        raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
+    levels = _in_sections(schedule, counts)
+    # An exception in the original too, against artefacts at the noisiest timestep.
+    return [schedule.at(len(schedule.alpha_bar) - 3), *levels[1:]] if name == "fast27" else levels
+
+
+def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
+    """Cut the schedule into equal parts (the first may be longer by one), and take `counts` even timesteps of each."""
+    size, longer = divmod(len(schedule.alpha_bar), len(counts))
+    timesteps, start = [], 0
+    for i, count in enumerate(counts):
+        part = size + (i < longer)
+        stride, offset = (part - 1) / max(1, count - 1), 0.0
+        for _ in range(count):
+            timesteps.append(start + round(offset))
+            offset += stride  # a running sum, as in the original, so that halves round the same way
+        start += part
+    return [*(schedule.at(t) for t in reversed(timesteps)), CLEAN]
+
+
+# ---- fractional timesteps -------------------------------------------------------------------------------------------
+
+
+def at_timesteps(schedule: Schedule, timesteps: Array) -> list[Level]:
+    """The levels of fractional timesteps, then clean."""
+    return [*(schedule.between(float(t)) for t in timesteps), CLEAN]
+
+
+def sgm_uniform(
+    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
+) -> list[Level]:
+    """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability AI's sgm."""
+    return at_timesteps(schedule, _timesteps(schedule, steps + 1, sigma_min, sigma_max)[:-1])
+
+
+def normal(
+    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
+) -> list[Level]:
+    """Fractional timesteps evenly from that of sigma_max to that of sigma_min, then clean: ComfyUI's "normal"."""
+    return at_timesteps(schedule, _timesteps(schedule, steps, sigma_min, sigma_max))
+
+
+def _timesteps(schedule: Schedule, count: int, sigma_min: float | None, sigma_max: float | None) -> Array:
+    """Even fractional timesteps (count,) from that of the largest sigma to that of the least."""
+    sigmas = sigma_range(schedule, sigma_min, sigma_max)
+    if isinstance(schedule, FlowSchedule):
+        low, high = map(schedule.timestep, sigmas)
+    else:
+        low, high = (schedule.at_sigma(sigma).t for sigma in sigmas)
+    return np.linspace(high, low, count)
+
+
+def beta(schedule: Schedule, steps: int) -> list[Level]:
+    """Timesteps dense at both ends: quantiles of the Beta(0.6, 0.6) distribution, then clean.  Lee et al. 2024.
+
+    Not rounded, unlike in ComfyUI, so that no two are equal.
+    """
+    quantiles = beta_quantiles(1 - np.linspace(0, 1, steps, endpoint=False), 0.6, 0.6)
+    return at_timesteps(schedule, quantiles * (len(schedule.alpha_bar) - 1))
+
+
+def beta_quantiles(fractions: Array, alpha: float, beta: float) -> Array:
+    """The quantiles of the Beta(alpha, beta) distribution, for fractions (N,) in [0,1].  Raises ValueError."""
+    if not 0 < min(alpha, beta) <= max(alpha, beta) <= 100:
+        raise ValueError(f"got alpha {alpha:g} and beta {beta:g}, wanted above 0 to 100")
+    total = math.gamma(alpha) * math.gamma(beta) / math.gamma(alpha + beta)
+
+    def distribution(u: Array, a: float, b: float) -> Array:
+        """The distribution function at x = u^(1/a), x up to 1/2: x^a times a hypergeometric series."""
+        x, term = u ** (1 / a), u / total
+        result = term / a
+        for n in range(60):
+            term = term * x * (n + 1 - b) / (n + 1)
+            result = result + term / (a + n + 1)
+        return result
+
+    def inverse(fraction: Array, a: float, b: float) -> Array:
+        """By Newton's method in u, in which the function is nearly linear."""
+        grid = np.linspace(0, 0.5**a, 513)
+        u = np.interp(fraction, distribution(grid, a, b), grid)
+        for _ in range(4):
+            u = u - (distribution(u, a, b) - fraction) * a * total / (1 - u ** (1 / a)) ** (b - 1)
+            u = np.clip(u, 0, 0.5**a)
+        return u ** (1 / a)
+
+    half = distribution(np.array(0.5**alpha), alpha, beta)
+    lower = inverse(np.minimum(fractions, half), alpha, beta)
+    upper = inverse(np.minimum(1 - fractions, 1 - half), beta, alpha)
+    return np.where(fractions <= half, lower, 1 - upper)
+
+
 def time_uniform(schedule: Schedule, steps: int) -> list[Level]:
     """Fractional timesteps linspace(999, 0, steps + 1), ending at the last; log alpha is interpolated linearly.
 
     UniPC's and DPM-Solver's own spacing.  Lu et al. 2022a, appendix D.
     """
     index, log_a = np.arange(len(schedule.alpha_bar)), np.log(np.maximum(schedule.alpha_bar, 2.0**-24)) / 2
-    ts = np.linspace(len(index) - 1, 0, steps + 1)
+    timesteps = np.linspace(len(index) - 1, 0, steps + 1)
     return [
         Level(float(t), float(np.exp(a)), float(np.sqrt(-np.expm1(2 * a))))
-        for t, a in zip(ts, np.interp(ts, index, log_a), strict=True)
+        for t, a in zip(timesteps, np.interp(timesteps, index, log_a), strict=True)
     ]
+
+
+def webui_unipc(schedule: Schedule, steps: int) -> list[Level]:
+    """time_uniform with as many steps as the original scripts have timesteps: A1111's UniPC."""
+    num = len(schedule.alpha_bar)
+    return time_uniform(schedule, len(range(0, num, num // steps)))
+
+
+# ---- sigmas ---------------------------------------------------------------------------------------------------------
+
+
+def at_sigmas(schedule: Schedule, sigmas: Array) -> list[Level]:
+    """The levels of sigmas, then clean."""
+    at = schedule.at_noise if isinstance(schedule, FlowSchedule) else schedule.at_sigma
+    return [*(at(float(sigma)) for sigma in sigmas), CLEAN]
+
+
+def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | None) -> tuple[float, float]:
+    """The least and the largest sigma: the schedule's where none is given.  Raises ValueError if they are no range."""
+    sigmas = straightened(schedule).sigmas
+    low = float(sigmas[0]) if sigma_min is None else sigma_min
+    high = float(sigmas[-1]) if sigma_max is None else sigma_max
+    most = 1.0 if isinstance(schedule, FlowSchedule) else 1e6
+    if not 0 < low < high <= most:
+        raise ValueError(f"got sigmas from {low:g} to {high:g}, wanted a range above 0, at most {most:g}")
+    return low, high
+
+
+def karras(
+    schedule: Schedule,
+    steps: int,
+    sigma_min: float | None = None,
+    sigma_max: float | None = None,
+    rho: float = 7.0,
+) -> list[Level]:
+    """The core's `karras` over a range of sigmas, of rectified flows too.  Karras et al. 2022, eq. 5."""
+    low, high = (sigma ** (1 / rho) for sigma in sigma_range(schedule, sigma_min, sigma_max))
+    return at_sigmas(schedule, np.linspace(high, low, steps) ** rho)
+
+
+def exponential(
+    schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
+) -> list[Level]:
+    """Sigmas evenly spaced in log sigma over the schedule's range, then clean.  k-diffusion."""
+    return polyexponential(schedule, steps, sigma_min, sigma_max)
+
+
+def polyexponential(
+    schedule: Schedule,
+    steps: int,
+    sigma_min: float | None = None,
+    sigma_max: float | None = None,
+    rho: float = 1.0,
+) -> list[Level]:
+    """Log sigmas fall like a power of the steps left; rho 1 is exponential.  k-diffusion."""
+    low, high = np.log(sigma_range(schedule, sigma_min, sigma_max))
+    return at_sigmas(schedule, np.exp(np.linspace(1, 0, steps) ** rho * (high - low) + low))
 
 
 def beta_sigma(
@@ -92,19 +292,6 @@ def kl_optimal(
     return [*levels, Level(end.t, 1.0, end.sigma)]
 
 
-def webui_unipc(schedule: Schedule, steps: int) -> list[Level]:
-    """time_uniform with as many steps as the original scripts have timesteps: A1111's UniPC."""
-    num = len(schedule.alpha_bar)
-    return time_uniform(schedule, len(range(0, num, num // steps)))
-
-
-def turbo(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps i * 1000 / steps - 1, then clean: trailing, but for how halves are rounded.  Forge."""
-    num = len(schedule.alpha_bar)
-    ts = np.clip(np.round(np.arange(steps, 0, -1) * (num / steps) - 1), 0, num - 1)
-    return [*(schedule.at(int(t)) for t in ts), CLEAN]
-
-
 # Optimised for 10 steps.  Sabour et al. 2024 (Align Your Steps), and the authors' page on how to use them.
 AYS = {
     "ays": (14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029),
@@ -120,63 +307,40 @@ def _ays(name: str, schedule: Schedule, steps: int) -> list[Level]:
     return at_sigmas(schedule, np.exp(logs))
 
 
-# DeepFloyd IF's tables: timesteps per section of the schedule, which is cut into equal parts, cleanest first.
-SECTIONS = {
-    "fast27": (10, 10, 3, 2, 2),
-    "smart27": (7, 4, 2, 1, 2, 4, 7),
-    "smart50": (10, 6, 4, 3, 2, 2, 3, 4, 6, 10),
-    "smart100": (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 10, 13),
-    "smart185": (1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20),
-    "super27": (1, 1, 1, 1, 1, 1, 1, 2, 5, 13),
-    "super40": (2, 2, 2, 2, 2, 2, 3, 4, 6, 15),
-    "super100": (4, 4, 6, 6, 8, 8, 10, 10, 14, 30),
-}
+# ---- rectified flow -------------------------------------------------------------------------------------------------
 
 
-def respaced(schedule: Schedule, steps: int) -> list[Level]:
-    """Even timesteps from 999 to 0 (only 0 for one step), rounded, then clean: DeepFloyd IF given a number of steps."""
-    return _in_sections(schedule, (steps,))
+def flow(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
+    """s even from 1 to 0, shifted: FLUX and Z-Image; "simple" in ComfyUI if steps divides 1000."""
+    flow = _with_shift(schedule, shift)
+    return [flow.at_noise(float(s)) for s in shifted(np.linspace(1, 0, steps + 1), flow.shift)]
 
 
-def _table(name: str, schedule: Schedule, steps: int) -> list[Level]:
-    """The levels of one of SECTIONS, which has a fixed number of steps.  deepfloyd_if/model/respace.py."""
-    counts = SECTIONS[name]
-    if steps != sum(counts):
-        raise ValueError(f"got {steps} steps, but the spacing {name} has {sum(counts)}: leave steps out")
-    levels = _in_sections(schedule, counts)
-    # An exception in the original too, against artefacts at the noisiest timestep.
-    return [schedule.at(len(schedule.alpha_bar) - 3), *levels[1:]] if name == "fast27" else levels
+def flow_sd3(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
+    """s even from 1 to the least of the shifted timesteps, shifted again, then 0: Stable Diffusion 3 and diffusers.
+
+    stabilityai sd3_infer.py, get_sigmas.
+    """
+    flow = _with_shift(schedule, shift)
+    least = float(flow.straight.sigmas[0])
+    return at_sigmas(flow, shifted(np.linspace(1, least, steps), flow.shift))
 
 
-def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
-    """Cut the schedule into equal parts (the first may be longer by one), and take `counts` even timesteps of each."""
-    size, longer = divmod(len(schedule.alpha_bar), len(counts))
-    ts, start = [], 0
-    for i, count in enumerate(counts):
-        part = size + (i < longer)
-        stride, at = (part - 1) / max(1, count - 1), 0.0
-        for _ in range(count):
-            ts.append(start + round(at))
-            at += stride  # a running sum, as in the original, so that halves round the same way
-        start += part
-    return [*(schedule.at(t) for t in reversed(ts)), CLEAN]
+def _with_shift(schedule: Schedule, shift: float | None) -> FlowSchedule:
+    """The schedule with another shift, if one is given.  Raises ValueError for another noise process."""
+    if not isinstance(schedule, FlowSchedule):
+        raise ValueError("this spacing is for rectified flow (FLUX, Stable Diffusion 3): leave it out")
+    return schedule if shift is None else replace(FlowSchedule.of(shift), clock=schedule.clock)
 
 
 SPACINGS |= {
-    each.__name__: each
-    for each in (
-        respaced,
-        normal,
-        simple,
-        turbo,
-        kl_optimal,
-        ddim_uniform,
-        beta_sigma,
-        time_uniform,
-        webui_ddim,
-        webui_unipc,
+    function.__name__: function
+    for function in (
+        *(karras, exponential, polyexponential, sgm_uniform, beta, lcm, original, leading_clean, trailing_to_0),
+        *(respaced, normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc),
+        *(flow, flow_sd3),
     )
 }
 SPACINGS |= {name: functools.partial(_ays, name) for name in AYS}
-SPACINGS |= {name: functools.partial(_table, name) for name in SECTIONS}
-SPACINGS["respaced"] = respaced
+SPACINGS |= {name: functools.partial(_from_table, name) for name in SECTIONS}
+MADE_FOR_BETAS |= SPACINGS.keys() - GENERAL

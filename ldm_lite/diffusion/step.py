@@ -6,11 +6,12 @@ The row enters as tensors, so one compiled step serves every sampler, step count
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, guide
-from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.plan import LearnedVariancePlan, Plan
 
 Network = Callable[..., Tensor]  # (x, t, context, y) -> its prediction; also control=, cache= and inputs if given
 
@@ -27,7 +28,8 @@ class Row(NamedTuple):
 
 def rows(plan: Plan, device: torch.device) -> list[Row]:
     """The rows of a plan on a device, copied there at once."""
-    columns = (plan.t, plan.to_h, plan.to_x0, plan.mix, plan.stretch)
+    stretch = plan.stretch if isinstance(plan, LearnedVariancePlan) else np.zeros(len(plan.t))
+    columns = (plan.t, plan.to_h, plan.to_x0, plan.mix, stretch)
     tensors = [torch.tensor(column, dtype=torch.float32, device=device) for column in columns]
     return [Row(*row) for row in zip(*tensors, strict=True)]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ldm_lite.core.layers import channels_last
 from ldm_lite.diffusion.guidance import Branches, Conditioning
-from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.plan import Plan, rises_before
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.transformer import Recorded, TextCache
 from ldm_lite.models.unet import UNet, plus
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     def of(plan: Plan, number: int, branches: Branches) -> "Call":
         """Return a call of a plan."""
         step = int(plan.step[number])
-        return Call(number, step, branches.at(number), branches.used_at(step), plan.rises_before(number))
+        return Call(number, step, branches.at(number), branches.used_at(step), rises_before(plan, number))
 
 
 @dataclass(frozen=True)

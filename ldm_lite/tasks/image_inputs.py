@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import ImageOptions
+from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import CLEAN, Level, original
+from ldm_lite.diffusion.schedule import CLEAN, Level
+from ldm_lite.diffusion.spacings import original
 from ldm_lite.image import SUFFIXES, list_images, pad, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.tasks.job import plan_of
 from ldm_lite.tasks.original import is_second
@@ -130,7 +132,7 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     if strength == 0:
         log.info("strength 0: no UNet call, only the autoencoder")
         return Start(None, CLEAN, 0)
-    calls = f"{len(plan.t)} UNet calls" if plan.adaptive is None else "as many UNet calls as it takes"
+    calls = "as many UNet calls as it takes" if isinstance(plan, AdaptivePlan) else f"{len(plan.t)} UNet calls"
     log.info("strength %g: the last %d of %d steps, %s", strength, last, whole, calls)
     if strength == 1:
         return Start(plan, None, 0)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import Extras, InpaintMask
@@ -51,7 +52,8 @@ def _can_join(batch: Ready) -> bool:
     branches, (mask, *others) = batch.branches, batch.extras
     plain = all(each is None for each in others) and branches.combine is None and not callable(branches.weights)
     plain = plain and not branches.later and branches.maps is None  # texts that change, or have regions
-    return plain and batch.plan is not None and batch.plan.adaptive is None and (mask is None or mask.noise is not None)
+    table = batch.plan is not None and not isinstance(batch.plan, AdaptivePlan)
+    return plain and table and (mask is None or mask.noise is not None)
 
 
 def _same(one: Plan | None, other: Plan | None) -> bool:

@@ -29,6 +29,7 @@ from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import Branches, Scheduled, cfg_plus_plus
 from ldm_lite.diffusion.names import SAMPLERS, make_plan
 from ldm_lite.diffusion.noise import Draw, SeededNoise
@@ -77,7 +78,7 @@ TRICKS = (
 
 def cases(model: Model) -> list[Case]:
     """Return the curves: samplers with a fixed number of calls, then tricks."""
-    fixed = [name for name in SAMPLERS if make_plan(name, model.schedule, 20).adaptive is None]
+    fixed = [name for name in SAMPLERS if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
     return [*(Case(name, name) for name in fixed), *TRICKS]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import Branches, Scheduled
 from ldm_lite.diffusion.guidance_steps import Interval, scheduled, within
 from ldm_lite.diffusion.plan import Plan
@@ -52,7 +53,7 @@ class Tricks:
             scale = scheduled(self.schedule, branches.weights[-1], plan.num_steps)
             branches = dataclasses.replace(branches, weights=Scheduled(scale))
         if self.projection is not None:
-            if plan.adaptive is not None:
+            if isinstance(plan, AdaptivePlan):
                 raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
             branches = dataclasses.replace(branches, combine=self.projection)
         if self.interval is not None:

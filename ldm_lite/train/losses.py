@@ -157,7 +157,7 @@ class DiffusionLoss:
         """Return time, 1 - s and s (B,) of a flow's levels, for the logits (B,) of their places on the schedule."""
         schedule = self.model.sized(shape).schedule
         levels = [schedule.between(1000 * float(share) - 1) for share in torch.sigmoid(logits)]
-        values = [[schedule.time(level), 1 - level.s, level.s] for level in levels]
+        values = [[level.t, 1 - level.s, level.s] for level in levels]
         t, a, s = torch.tensor(values, dtype=torch.float32).to(self._device).unbind(1)
         return t, a, s
 

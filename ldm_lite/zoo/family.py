@@ -7,8 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ldm_lite.diffusion.flow import Clock, FlowSchedule
-from ldm_lite.diffusion.schedule import Array, Prediction, Schedule, cosine_betas, linear_betas
+from ldm_lite.diffusion.schedule import (
+    Array,
+    Clock,
+    FlowSchedule,
+    Prediction,
+    Schedule,
+    cosine_betas,
+    scaled_linear_betas,
+)
 from ldm_lite.models.pixels import PixelSpec
 from ldm_lite.zoo.networks import AutoencoderSpec, EncoderSpec, Spec
 
@@ -38,7 +45,7 @@ class ScaledLinear(Preserving):
     @property
     def betas(self) -> Array:
         """The betas, (1000,)."""
-        return linear_betas(self.start, self.end)
+        return scaled_linear_betas(self.start, self.end)
 
 
 @dataclass(frozen=True)

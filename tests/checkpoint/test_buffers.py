@@ -16,11 +16,11 @@ import ldm_lite
 from ldm_lite.checkpoint.buffers import stored_schedule
 from ldm_lite.checkpoint.model import _scaled
 from ldm_lite.checkpoint.reader import Checkpoint
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.family import Preserving
 
-SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (*FP8, torch.bfloat16, torch.float16, torch.float32)
 ABOUT = random_checkpoint.metadata(SMALL)

@@ -26,7 +26,7 @@ from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import _tensors
@@ -42,7 +42,7 @@ def pipe(request: pytest.FixtureRequest) -> Any:
     spec = replace(
         SMALL.unet, transformer_depth=(0, 0)
     )  # a transformer in the middle; the fewest layers compile soonest
-    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
     return SimpleNamespace(family=SimpleNamespace(unet=spec), unet=toy.fill(UNet(spec)), schedule=schedule)
 
 
@@ -98,7 +98,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
         toy.normal(1, *toy.SHAPE),
         toy.normal(2, 4, 1, 1),
     )
-    schedule = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
     table = rows(make_plan("ddim", schedule, 10), CPU)
     kinds = [((None,), (None,)), ((7.5,), (2.0,)), ((7.5, 0.7), (3.0, 0.5)), ((7.5, 0.7, 0.9), (5.0, 0.1, 0.99))]
     if torch.__version__.startswith("2.6."):  # cannot compile a quantile whose place is a tensor

@@ -10,12 +10,21 @@ import torch
 import toy
 from plan_runner import run
 
-from ldm_lite.diffusion.flow import GENERAL, FlowSchedule, shifted
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Schedule, levels_of, linear_betas
+from ldm_lite.diffusion.schedule import (
+    GENERAL,
+    SPACINGS,
+    Array,
+    FlowSchedule,
+    Level,
+    Schedule,
+    levels_of,
+    scaled_linear_betas,
+    shifted,
+)
 from ldm_lite.diffusion.step import denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "flow.npz")
@@ -284,7 +293,7 @@ def test_spacings_of_betas_are_refused(spacing: str) -> None:
 @pytest.mark.parametrize("spacing", ["flow", "flow_sd3"])
 def test_spacings_of_flows_are_refused_elsewhere(spacing: str) -> None:
     with pytest.raises(ValueError, match="is for rectified flow"):
-        make_plan("euler", Schedule.from_betas(linear_betas(0.00085, 0.012), "eps"), 4, spacing=spacing)
+        make_plan("euler", Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps"), 4, spacing=spacing)
 
 
 def test_what_is_refused() -> None:
@@ -294,3 +303,15 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="`churn` is not defined for rectified flow"):
         make_plan("euler", SD3, 4, churn=1.0)
     assert shifted(shifted(np.array(0.3), 3.0), 1 / 3) == pytest.approx(0.3)
+
+
+def test_a_range_of_noise_levels_ends_at_1() -> None:
+    with pytest.raises(ValueError, match=r"got sigmas from 0\.1 to 10, wanted a range above 0, at most 1"):
+        make_plan("euler", SD3, 5, spacing="karras:sigma_min=0.1:sigma_max=10")
+
+
+def test_a_first_level_that_a_rounding_error_lifts_above_1() -> None:
+    """s of timestep 999 is 1 + 2e-16 for SD3's shift: sigma is minus infinity, nearly."""
+    plan = make_plan("dpmpp_2s_a", SD3, 5, spacing="normal")
+    assert plan.level[0, 0] < 0
+    assert plan.level[1] == pytest.approx(make_plan("dpmpp_2s_a", SD3, 5, spacing="simple").level[1], rel=1e-3)

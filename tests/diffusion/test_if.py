@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, dynamic_threshold
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.plan import NUM_REGISTERS
+from ldm_lite.diffusion.plan import NUM_REGISTERS, LearnedVariancePlan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import Schedule, cosine_betas, levels_of, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, cosine_betas, levels_of, scaled_linear_betas
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.step import Row, denoise_step, rows
 
@@ -89,13 +89,14 @@ def test_other_samplers_leave_the_variance_out() -> None:
 
 @pytest.mark.parametrize("sampler", sorted(set(SAMPLERS) - {"ddpm"}))
 def test_only_ddpm_stretches_its_noise(sampler: str) -> None:
-    sd = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
-    assert not make_plan(sampler, sd, 10).stretch.any()
+    sd = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+    assert not isinstance(make_plan(sampler, sd, 10), LearnedVariancePlan)
 
 
 def test_the_stretch_goes_from_the_posteriors_variance_to_beta() -> None:
     """Ho et al. 2020, sec. 3.2: sigma^2 = beta, and beta (1 - alpha_bar') / (1 - alpha_bar)."""
     plan = make_plan("ddpm", IF, 1000, spacing="respaced")
+    assert isinstance(plan, LearnedVariancePlan)
     sigma = plan.mix[:-1, 0, -1]
     betas, alpha_bar = IF.betas[:0:-1], IF.alpha_bar[::-1]
     np.testing.assert_allclose(sigma**2, betas * (1 - alpha_bar[1:]) / (1 - alpha_bar[:-1]), rtol=1e-6)

@@ -14,7 +14,7 @@ from ldm_lite.diffusion.brownian import BrownianTree
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import CudaNoise, Draw, NoiseSource, cuda_normal, slerp
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import at_sigmas
+from ldm_lite.diffusion.spacings import at_sigmas
 from ldm_lite.pipeline import Pipeline
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "noise.npz")

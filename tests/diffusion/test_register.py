@@ -1,6 +1,8 @@
 """User-defined samplers and spacings: registered as a user would, they work like the built-in ones."""
 
+import dataclasses
 import functools
+import itertools
 import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,15 +14,30 @@ import pytest
 import torch
 
 from ldm_lite import generate
+from ldm_lite.core import samplers as core_samplers
+from ldm_lite.core import schedule as core_schedule
+from ldm_lite.core.plan import rows_of
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
 from ldm_lite.diffusion.noise import SeededNoise
-from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X, to_kept
+from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X
 from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
-from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Level, Schedule, Spacing, levels_of, linear_betas, linspace
+from ldm_lite.diffusion.schedule import (
+    CLEAN,
+    SPACINGS,
+    Level,
+    Schedule,
+    Spacing,
+    levels_of,
+    linspace,
+    scaled_linear_betas,
+)
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.pipeline import Pipeline
 
-SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+CORE_SD = core_schedule.Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +198,43 @@ def test_parameters_of_its_own_keep_their_defaults() -> None:
     assert np.array_equal(make_plan("thresholded", SD, 5).mix, half_step(SD, 5, eta=0.5).mix)
 
 
+# ---- one table, of the core and of the package ----------------------------------------------------------------------
+
+
+def test_a_sampler_of_the_core_works_in_the_package() -> None:
+    core_samplers.sampler(half_step)
+    assert np.array_equal(make_plan("Half Step Karras", SD, 5).mix, half_step(SD, 5).mix)
+    assert make_plan("half step", SD, 5, eta=0.5, spacing="karras:rho=5:discard").adds_noise.sum() == 4
+    assert label("half_step") == "Half step"
+
+
+def test_a_sampler_and_a_spacing_of_the_package_work_in_the_core() -> None:
+    register(half_step)
+    SPACINGS["quadratic"] = quadratic
+    theirs = core_samplers.make_plan("half_step_quadratic", CORE_SD, 5, eta=0.5)
+    assert np.array_equal(theirs.mix, make_plan("half_step", SD, 5, spacing=quadratic, eta=0.5).mix)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_and_spacing_take_a_schedule_of_the_core(name: str) -> None:
+    for spacing in (None, *SPACINGS):
+        if spacing not in ("flow", "flow_sd3"):
+            steps = sum(SECTIONS.get(spacing or "", (10,)))
+            ours, theirs = (make_plan(name, schedule, steps, spacing=spacing) for schedule in (SD, CORE_SD))
+            for column in ("t", "level", "to_h", "to_x0", "mix", "step", "adds_noise", "remembers", "initial"):
+                assert np.array_equal(getattr(ours, column), getattr(theirs, column)), (spacing, column)
+
+
+@pytest.mark.parametrize("name", ["ddim", "plms", "euler", "euler_a", "dpmpp_2m"])
+def test_what_replaces_a_sampler_of_the_core_makes_its_rows(name: str) -> None:
+    """As the network reads them, in float32."""
+    for spacing, steps in itertools.product(("leading", "trailing", "linspace", "karras"), (1, 2, 7, 50)):
+        theirs = getattr(core_samplers, name)(CORE_SD, steps, spacing)
+        ours = make_plan(name, SD, steps, spacing=spacing)
+        for row, wanted in zip(rows_of(ours, CPU), rows_of(theirs, CPU), strict=True):
+            assert all(torch.equal(*pair) for pair in zip(row, wanted, strict=True))
+
+
 # ---- spacings -------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +314,7 @@ def test_the_plan_of_the_docstring(bundled: Pipeline) -> None:
     exec(textwrap.dedent(code), scope)
     levels = [*(schedule.at(t) for t in (999, 750, 500, 250)), CLEAN]
     wanted = make_plan("ddim", schedule, 4, spacing=lambda schedule, steps: levels)
+    wanted = dataclasses.replace(wanted, initial=levels[0].s)  # DDIM starts from unit noise
     assert np.array_equal(scope["plan"].t, wanted.t)
     assert torch.allclose(run(bundled, scope["plan"]), run(bundled, wanted), atol=1e-4)
 
@@ -267,7 +322,7 @@ def test_the_plan_of_the_docstring(bundled: Pipeline) -> None:
 def test_a_plan_without_rows(bundled: Pipeline) -> None:
     """Every field of the table filled in by hand, for DDIM's update: x' = s'/s x + (a' - a s'/s) x0."""
     levels = [*(bundled.schedule.at(t) for t in (999, 600, 200)), CLEAN]
-    to_x0 = np.array([to_kept(bundled.schedule.prediction, "x0", level) for level in levels[:-1]])
+    to_x0 = np.array([bundled.schedule.to_kept("x0", level) for level in levels[:-1]])
     mix = np.zeros((3, NUM_REGISTERS, NUM_REGISTERS + 2))
     for i, (now, after) in enumerate(pairwise(levels)):
         mix[i, 0, 0] = after.s / now.s
@@ -281,7 +336,6 @@ def test_a_plan_without_rows(bundled: Pipeline) -> None:
         step=np.arange(3),
         adds_noise=np.zeros(3, dtype=bool),
         remembers=np.zeros(3, dtype=bool),
-        stretch=np.zeros(3),
         initial=1.0,
         end=CLEAN,
     )

@@ -13,12 +13,12 @@ from plan_runner import Model, run, toy_model
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Prediction, Schedule, linear_betas, original
-from ldm_lite.diffusion.spacings import SECTIONS
+from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Prediction, Schedule, scaled_linear_betas
+from ldm_lite.diffusion.spacings import SECTIONS, original
 from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
-BETAS = linear_betas(0.00085, 0.012)
+BETAS = scaled_linear_betas(0.00085, 0.012)
 SD = Schedule.from_betas(BETAS, "eps")
 # By default; the slow tests take all others up to 1000.
 COUNTS = [1, 2, 3, 4, 5, 8, 10, 20, 27, 50]

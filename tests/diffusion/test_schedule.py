@@ -1,18 +1,29 @@
 """The noise schedule against values of arbitrary precision; the spacings against the original scripts and others."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import toy
 
-from ldm_lite.diffusion.schedule import CLEAN, SPACINGS, Schedule, leading, linear_betas, linspace, original
-from ldm_lite.diffusion.spacings import SECTIONS
+from ldm_lite.diffusion.schedule import (
+    CLEAN,
+    SPACINGS,
+    FlowSchedule,
+    Prediction,
+    Schedule,
+    leading,
+    linspace,
+    scaled_linear_betas,
+)
+from ldm_lite.diffusion.spacings import SECTIONS, original
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
-SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 COUNTS = range(1, 1001)
 # By 40-digit arithmetic: alpha_bar at 0, 500 and 999, and the least and greatest sigma.
 REFERENCE = {
@@ -27,7 +38,7 @@ REFERENCE = {
 
 @pytest.mark.parametrize("betas", REFERENCE)
 def test_alpha_bar_and_sigmas(betas: tuple[float, float]) -> None:
-    schedule = Schedule.from_betas(linear_betas(*betas), "eps")
+    schedule = Schedule.from_betas(scaled_linear_betas(*betas), "eps")
     found = [*schedule.alpha_bar[[0, 500, 999]], schedule.sigmas[0], schedule.sigmas[-1]]
     assert found == pytest.approx(REFERENCE[betas], rel=1e-11)
     assert schedule.alpha_bar.shape == (1000,)
@@ -61,7 +72,7 @@ def test_at_sigma_is_the_inverse_of_between(t: float) -> None:
 @pytest.mark.parametrize("betas", REFERENCE)
 def test_zero_terminal_snr(betas: tuple[float, float]) -> None:
     """sqrt(alpha_bar) is the old one, linearly mapped so that it keeps its start and ends at 0.  Lin et al. 2024."""
-    plain = Schedule.from_betas(linear_betas(*betas), "v")
+    plain = Schedule.from_betas(scaled_linear_betas(*betas), "v")
     schedule = plain.zero_terminal_snr()
     before, after = np.sqrt(plain.alpha_bar), np.sqrt(schedule.alpha_bar)
     assert after[-1] == 0
@@ -201,3 +212,17 @@ def test_levels_descend(spacing: str, steps: int) -> None:
     assert len(levels) == steps + 1
     assert all(before.sigma > after.sigma for before, after in pairwise(levels))
     assert all(-1e-9 <= level.t <= 999 + 1e-9 for level in levels)
+
+
+@pytest.mark.parametrize("prediction", ["eps", "v", "x0", "flow", "reverse_flow"])
+def test_the_target_of_training_gives_x0_and_eps_back(prediction: Prediction) -> None:
+    """to_kept undoes target, for every prediction, at the levels that `noised` adds noise of."""
+    flow = "flow" in prediction
+    schedule = FlowSchedule.of(3.0, prediction=prediction) if flow else replace(SD, prediction=prediction)
+    x0, eps = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    t = torch.tensor([0, 500, 999])
+    x, out = schedule.noised(x0, eps, t), schedule.target(x0, eps, t)
+    for i, level in enumerate(map(schedule.at, t.tolist())):
+        for keep, wanted in (("x0", x0), ("eps", eps)):
+            p, q = schedule.to_kept(keep, level)
+            torch.testing.assert_close(p * x[i] + q * out[i], wanted[i])

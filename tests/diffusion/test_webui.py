@@ -14,11 +14,11 @@ from ldm_lite.diffusion.guidance import cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, resolve, written
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, levels_of, linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, levels_of, scaled_linear_betas
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, SETTINGS, TYPES, from_webui, to_webui
 
-SD = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "webui.npz")
 ENDS = np.cumsum(GOLDEN["lengths"])
 RUNS = {str(key): i for i, key in enumerate(GOLDEN["keys"])}

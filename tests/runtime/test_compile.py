@@ -26,7 +26,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
-from ldm_lite.diffusion.schedule import Schedule, linear_betas
+from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.transformer import SpatialTransformer
@@ -45,7 +45,7 @@ PLAIN = replace(  # quick to compile
     middle_depth=0,
 )
 ATTENDING = replace(PLAIN, transformer_depth=(1,), middle_depth=1)  # four transformers of one kind
-SCHEDULE = Schedule.from_betas(linear_betas(0.00085, 0.012), "eps")
+SCHEDULE = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 
 
 @pytest.fixture(autouse=True)
