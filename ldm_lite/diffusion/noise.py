@@ -1,9 +1,11 @@
-"""Where noise comes from: our own generators, the original scripts', and those of other programs.
+"""Where noise comes from: our own generators, the original scripts', other programs', and Brownian motions.
 
 Shape letters: B images, C channels, h, w sides of the latents.  All noise is drawn on the CPU, as float32 of unit
 variance, so an image does not depend on the device.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ldm_lite.diffusion.brownian import BrownianNoise
-from ldm_lite.diffusion.plan import Plan
+from ldm_lite.core.denoise import Draw
+from ldm_lite.core.plan import Plan
 
-Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w) float32, on any device
 Shape = tuple[int, int, int]  # (C,h,w)
 
 # ---- generators -----------------------------------------------------------------------------------------------------
@@ -31,8 +32,8 @@ class SeededNoise:
 
     def __call__(self) -> Tensor:
         """Return the next noise, float32 on the CPU, whatever defaults the process has set."""
-        each = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
-        return torch.stack(each)
+        noise = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
+        return torch.stack(noise)
 
 
 class SharedNoise:
@@ -59,9 +60,9 @@ class CudaNoise:
     def __call__(self) -> Tensor:
         """Return the next noise, float32 on the CPU."""
         count = math.prod(self.shape)
-        each = [torch.from_numpy(cuda_normal(seed, self.calls, count)).view(self.shape) for seed in self.seeds]
+        noise = [torch.from_numpy(cuda_normal(seed, self.calls, count)).view(self.shape) for seed in self.seeds]
         self.calls += 1
-        return torch.stack(each)
+        return torch.stack(noise)
 
 
 def cuda_normal(seed: int, call: int, count: int) -> NDArray[np.float32]:
@@ -80,6 +81,87 @@ def cuda_normal(seed: int, call: int, count: int) -> NDArray[np.float32]:
         key = key + np.array([0x9E3779B9, 0xBB67AE85], np.uint64) & low
     radius, angle = (counter[:2].astype(np.float64) + 0.5) * 2.0**-32
     return (np.sqrt(-2 * np.log(radius)) * np.sin(2 * np.pi * angle)).astype(np.float32)
+
+
+# ---- a Brownian motion over sigma -----------------------------------------------------------------------------------
+# Noise that does not depend on the steps, so more steps come nearer to the same image.  The motion is torchsde's
+# BrownianTree of the same seed, from which k-diffusion, AUTOMATIC1111's web UI and ComfyUI draw the noise of stochastic
+# DPM-Solver++.
+
+DIGITS, POOL = 6, 24  # times are rounded to 1e-6; size of numpy's entropy pool: torchsde's BrownianTree
+REMEMBERED = 64  # normal tensors kept for the next query, which shares most of its way down the tree
+
+Normal = Callable[[int], Tensor]  # seed -> unit noise of one motion
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of the tree: a time interval, its place, and by how much the motion changes in it."""
+
+    start: float
+    end: float
+    key: int  # numbers the nodes of a depth from the left
+    depth: int
+    change: Tensor
+
+
+class BrownianTree:
+    """A Brownian motion from time `start` to `end`, found by halving the interval; its values follow from a seed."""
+
+    def __init__(self, start: float, end: float, seed: int, normal: Normal) -> None:
+        self.seed, self._normal = seed, functools.lru_cache(REMEMBERED)(normal)
+        first = int(np.random.SeedSequence(seed, pool_size=POOL).generate_state(3)[0])
+        change = normal(first) * math.sqrt(end - start)
+        self._root = Node(round(start, DIGITS), round(end, DIGITS), 0, 0, change)
+
+    def __call__(self, start: float, end: float) -> Tensor:
+        """Return the change of the motion from `start` to `end` > start, times outside it being its ends."""
+        low, high = (min(max(round(t, DIGITS), self._root.start), self._root.end) for t in (start, end))
+        if low >= high:
+            return torch.zeros_like(self._root.change)
+        return functools.reduce(torch.add, self._within(self._root, low, high))
+
+    def _within(self, node: Node, start: float, end: float) -> list[Tensor]:
+        """The changes of the largest nodes that make up a part of a node, in order."""
+        if (start, end) == (node.start, node.end):
+            return [node.change]
+        left, right = self._halves(node)
+        parts = [] if start >= left.end else self._within(left, start, min(end, left.end))
+        return parts if end <= left.end else [*parts, *self._within(right, max(start, left.end), end)]
+
+    def _halves(self, node: Node) -> tuple[Node, Node]:
+        """Split a node: the left half's change is normal, given the whole one's."""
+        middle = round(0.5 * (node.end + node.start), DIGITS)
+        place = np.random.SeedSequence(self.seed, spawn_key=(node.key, node.depth), pool_size=POOL)
+        before, after, per_time = middle - node.start, node.end - middle, 1 / (node.end - node.start)
+        noise = self._normal(int(place.generate_state(4)[0]))
+        left = before * node.change * per_time + math.sqrt(before * after * per_time) * noise
+        depth = node.depth + 1
+        return (
+            Node(node.start, middle, 2 * node.key, depth, left),
+            Node(middle, node.end, 2 * node.key + 1, depth, node.change - left),
+        )
+
+
+class BrownianNoise:
+    """The noise (B,C,h,w) of a plan's rows that draw some, in order: between their sigma and the next one's.
+
+    Every motion has its own seed, and starts at the plan's least sigma above 0.  k-diffusion, BrownianTreeNoiseSampler.
+    """
+
+    def __init__(self, seeds: Sequence[int], normal: Normal, plan: Plan) -> None:
+        a, s = np.vstack([plan.level, [plan.end.a, plan.end.s]]).T
+        sigmas = np.divide(s, a, out=np.full_like(s, np.inf), where=a > 0).astype(np.float32)  # theirs are float32
+        self._spans = [(float(sigmas[i + 1]), float(sigmas[i])) for i in range(len(plan.t)) if plan.adds_noise[i]]
+        used = [float(sigma) for sigma in sigmas if 0 < sigma < np.inf]
+        self._trees = [BrownianTree(min(used), max(used), seed, normal) for seed in seeds]
+        self._calls = 0
+
+    def __call__(self) -> Tensor:
+        """Return the next noise, float32 on the CPU, of unit variance."""
+        low, high = self._spans[self._calls]
+        self._calls += 1
+        return -torch.stack([tree(low, high) for tree in self._trees]) / math.sqrt(high - low)
 
 
 # ---- whose noise ----------------------------------------------------------------------------------------------------
@@ -117,7 +199,7 @@ class NoiseSource:
         if self.program == "comfy":  # the same, and another on the GPU for the steps
             first = SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
             on_gpu = CudaNoise([seeds[0]], (len(seeds), *shape))
-            return _Sequence(first, lambda: on_gpu()[0])
+            return _first_then(first, lambda: on_gpu()[0])
         kind = CudaNoise if self.program == "a1111" else SeededNoise
         source = kind(seeds, shape)
         if not self.delta and not self.strength:
@@ -126,7 +208,7 @@ class NoiseSource:
         if self.strength:
             initial = lambda: slerp(source(), kind(variations, shape)(), self.strength)  # noqa: E731
         later = kind([seed + self.delta for seed in seeds], shape) if self.delta else source
-        return _Sequence(initial, later)
+        return _first_then(initial, later)
 
     def later(self, draw: Draw, seeds: Sequence[int], shape: Shape, plan: Plan | None) -> Draw:
         """Return the function that draws the noise of a plan's calls: `draw`, unless it is a Brownian motion's."""
@@ -144,29 +226,26 @@ def _normal(seed: int, size: tuple[int, ...]) -> Tensor:
     return torch.randn(size, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float, device="cpu")
 
 
-class _Sequence:
-    """Draws once from one source, then from another."""
-
-    def __init__(self, first: Draw, later: Draw) -> None:
-        self._next, self._later = first, later
-
-    def __call__(self) -> Tensor:
-        draw, self._next = self._next, self._later
-        return draw()
+def _first_then(first: Draw, later: Draw) -> Draw:
+    """Return what draws once from one source, then from another."""
+    sources = itertools.chain([first], itertools.repeat(later))
+    return lambda: next(sources)()
 
 
-def slerp(a: Tensor, b: Tensor, share: float) -> Tensor:
-    """Return noise on the great circle from a (share 0) to b (share 1), both (B,C,h,w).
+def slerp(a: Tensor, b: Tensor, fraction: float) -> Tensor:
+    """Return noise on the great circle from a (fraction 0) to b (fraction 1), both (B,C,h,w).
 
     As in AUTOMATIC1111's web UI it is the columns, of h numbers, that are turned.  Noise that is nearly the same is
     mixed linearly.
     """
     mixed = []
-    for one, other in zip(a, b, strict=True):
-        lengths = one.norm(dim=1, keepdim=True) * other.norm(dim=1, keepdim=True)
-        cosine = (one * other).sum(1, keepdim=True) / lengths
+    for start, end in zip(a, b, strict=True):
+        lengths = start.norm(dim=1, keepdim=True) * end.norm(dim=1, keepdim=True)
+        cosine = (start * end).sum(1, keepdim=True) / lengths
         angle = cosine.clamp(-1, 1).acos()
-        near = cosine.mean() > 0.9995
-        shares = (1 - share, share) if near else (torch.sin((1 - share) * angle), torch.sin(share * angle))
-        mixed.append((shares[0] * one + shares[1] * other) / (1 if near else angle.sin()))
+        if cosine.mean() > 0.9995:
+            mixed.append((1 - fraction) * start + fraction * end)
+        else:
+            of_start, of_end = torch.sin((1 - fraction) * angle), torch.sin(fraction * angle)
+            mixed.append((of_start * start + of_end * end) / angle.sin())
     return torch.stack(mixed)

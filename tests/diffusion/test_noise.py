@@ -10,9 +10,8 @@ import torch
 import toy
 
 import ldm_lite
-from ldm_lite.diffusion.brownian import BrownianTree
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import CudaNoise, Draw, NoiseSource, cuda_normal, slerp
+from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, NoiseSource, cuda_normal, slerp
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.spacings import at_sigmas
 from ldm_lite.pipeline import Pipeline
