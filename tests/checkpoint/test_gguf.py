@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from toy_flow import all_in_one, save, weights
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.checkpoint.gguf import open_gguf
-from ldm_lite.checkpoint.lora import merge_lora, open_lora
+from ldm_lite.checkpoint.lora import merge_lora
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import aot
 from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks, num_parameters
 from ldm_lite.zoo.describe import describe
@@ -187,7 +187,7 @@ def test_a_lora_beside_blocks(name: str, tmp_path: Path) -> None:
     network, before, x = nn.ModuleDict({"layer": layer}), data.clone(), toy.normal(1, 2, values.shape[1])
     up, down = toy.normal(2, len(values), 2).half(), toy.normal(3, 2, values.shape[1]).half()
     path = save(tmp_path / "a.safetensors", {"layer.lora_A.weight": down, "layer.lora_B.weight": up})
-    first, second = (merge_lora({"unet": network}, [(open_lora(path), weight)]) for weight in (0.7, -3.0))
+    first, second = (merge_lora({"unet": network}, [(ldm_lite.open_lora(path), weight)]) for weight in (0.7, -3.0))
     wanted = values + (0.7 - 3.0) * (up.float() @ down.float())
     torch.testing.assert_close(layer(x), x @ wanted.T, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     beside = [value for each in layer.changes for value in vars(each.change).values() if isinstance(value, Tensor)]

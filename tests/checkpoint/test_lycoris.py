@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.checkpoint import adapters
-from ldm_lite.checkpoint.lora import file_names, open_lora, targets
-from ldm_lite.pipeline import Pipeline
+from ldm_lite.checkpoint.lora import file_names, targets
 from ldm_lite.train.kinds import KINDS, LoKr
 
 DATA = Path(__file__).parents[1] / "data" / "lycoris.npz"
@@ -46,7 +47,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], module: str = "lora_unet_la
 def test_a_layer_computes_what_lycoris_computes(case: str, tmp_path: Path) -> None:
     where = case.partition("/")[0]
     weight, x = (goldens()[where][name] for name in ("weight", "x"))
-    file = open_lora(write(tmp_path / "a.safetensors", goldens()[case]))
+    file = ldm_lite.open_lora(write(tmp_path / "a.safetensors", goldens()[case]))
     change = file.modules["lora_unet_layer"]["weight"]
     assert adapters.fits(change.shape, weight.shape)
     assert not adapters.fits(change.shape, (weight.shape[0] + 1, weight.shape[1] + 1, *weight.shape[2:]))
@@ -90,7 +91,7 @@ def test_dora_as_peft_writes_it(tmp_path: Path) -> None:
         },
         tmp_path / "a.safetensors",
     )
-    change = open_lora(tmp_path / "a.safetensors").modules["layer"]["weight"]
+    change = ldm_lite.open_lora(tmp_path / "a.safetensors").modules["layer"]["weight"]
     total = weight + up @ down
     wanted = lengths[:, None] * total / total.norm(dim=1, keepdim=True)
     torch.testing.assert_close(weight + change.change(weight), wanted, rtol=1e-5, atol=1e-5)
@@ -127,7 +128,7 @@ LOHA = {f"hada_w{i}_{side}": torch.ones(*shape) for i in (1, 2) for side, shape 
 )
 def test_damaged_files_are_refused_in_one_line(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        open_lora(write(tmp_path / "a.safetensors", tensors))
+        ldm_lite.open_lora(write(tmp_path / "a.safetensors", tensors))
     assert "\n" not in str(error.value)
     assert str(tmp_path / "a.safetensors") in str(error.value)
 
@@ -142,4 +143,4 @@ def test_damaged_files_are_refused_in_one_line(tensors: dict[str, Tensor], messa
 def test_layouts_of_peft_are_named(key: str, what: str, tmp_path: Path) -> None:
     save_file({key: torch.ones(3, 3)}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=what):
-        open_lora(tmp_path / "a.safetensors")
+        ldm_lite.open_lora(tmp_path / "a.safetensors")

@@ -15,10 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite import txt2img
+from ldm_lite import Pipeline, txt2img
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.lora import merge_lora, open_lora
-from ldm_lite.pipeline import Pipeline
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "peft.npz"))
 FC1 = "text_model.encoder.layers.0.mlp.fc1"
@@ -156,20 +154,20 @@ def test_on_the_hub(tmp_path: Path, small: Pipeline, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub, "files", lambda repository: names)
     monkeypatch.setattr(hub, "download", lambda repository, file: tmp_path / file)
     for source in ("o/r", "o/r/sub", "o/r/adapter_model.safetensors", "o/r/sub/adapter_model.safetensors"):
-        [changes] = open_lora(source).modules.values()
+        [changes] = ldm_lite.open_lora(source).modules.values()
         assert changes["weight"].alpha == 6
 
 
 def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(tmp_path / "adapter", keyed(FC1), {})
     (path / "adapter_config.json").unlink()
-    [changes] = open_lora(path).modules.values()
+    [changes] = ldm_lite.open_lora(path).modules.values()
     assert changes["weight"].alpha == 2
     assert "adapter_config.json is missing beside it: alpha is taken to be the rank" in caplog.text
     save_file(PAIR, path / "b.safetensors")
     (path / "adapter_model.safetensors").rename(path / "a.safetensors")
     with pytest.raises(ValueError, match=r"take one of its files: a\.safetensors, b\.safetensors"):
-        open_lora(path)
+        ldm_lite.open_lora(path)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -212,7 +210,7 @@ def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCa
 def test_configurations_that_are_refused(tmp_path: Path, config: object, message: str) -> None:
     """By name, and whether they lie in a folder or in the metadata of diffusers."""
     with pytest.raises(ValueError, match=message):
-        open_lora(folder(tmp_path / "adapter", keyed(FC1), config))
+        ldm_lite.open_lora(folder(tmp_path / "adapter", keyed(FC1), config))
     text = config if isinstance(config, str) else json.dumps(config)
     if isinstance(config, dict):
         text = json.dumps({f"text_encoder.{name}": value for name, value in config.items()})
@@ -223,7 +221,7 @@ def test_configurations_that_are_refused(tmp_path: Path, config: object, message
     with pytest.raises(
         ValueError, match=message.split(", wanted an object with")[0].replace(r"adapter_config\.json", "")
     ):
-        open_lora(tmp_path / "a.safetensors")
+        ldm_lite.open_lora(tmp_path / "a.safetensors")
 
 
 NAME = "lora_te_text_model_encoder_layers_0_mlp_fc1"
@@ -259,7 +257,7 @@ KOHYA = {f"{NAME}.lora_down.weight": DOWN, f"{NAME}.lora_up.weight": UP}
 def test_files_that_are_refused(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=message):
-        open_lora(tmp_path / "a.safetensors")
+        ldm_lite.open_lora(tmp_path / "a.safetensors")
 
 
 def test_a_module_by_two_names(tmp_path: Path, small: Pipeline) -> None:
@@ -353,7 +351,7 @@ def test_a_bias_that_the_model_lacks_is_named(
 ) -> None:
     name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
     save_file({f"{name}.diff_b": torch.ones(32), f"{name}.diff": torch.ones(32, 32)}, tmp_path / "a.safetensors")
-    merge_lora(small.networks, [(open_lora(tmp_path / "a.safetensors"), 1.0)])
+    small.lora(ldm_lite.open_lora(tmp_path / "a.safetensors"), 1.0)
     assert f"1 weights or biases are not in this model and have no effect: the bias of {name}" in caplog.text
 
 

@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite import txt2img
-from ldm_lite.checkpoint.lora import open_lora
+from ldm_lite import Pipeline, txt2img
 from ldm_lite.checkpoint.peft_kinds import ColumnBOFT
-from ldm_lite.pipeline import Pipeline
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "peft_kinds.npz"))
 NAMES = [name.removesuffix(".about") for name in GOLDEN if name.endswith(".about")]
@@ -111,6 +109,6 @@ def test_what_makes_no_sense_is_one_line(
     before = pipe.text_encoder.state_dict()
     before = {key: value.clone() for key, value in before.items()}
     with pytest.raises(ValueError, match=message) as caught:
-        pipe.lora(open_lora(path))
+        pipe.lora(ldm_lite.open_lora(path))
     assert "\n" not in str(caught.value)
     assert all(torch.equal(value, before[key]) for key, value in pipe.text_encoder.state_dict().items())

@@ -8,11 +8,11 @@ from random_checkpoint import random_tensor
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite.checkpoint.lora import file_names, merge_lora, open_lora, targets
+from ldm_lite import Pipeline
+from ldm_lite.checkpoint.lora import file_names, merge_lora, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.checkpoint.strength import LISTED, PRESETS, Strength, _blocks, parse, strength_of
 from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.txt2img import main
 from ldm_lite.zoo.networks import SD1_UNET, SDXL_UNET
 
@@ -112,7 +112,7 @@ def extensions_ratio(key: str, ratios: dict[str, float]) -> float:
 def test_each_block_changes_by_its_weight(pipe: Pipeline, file: Path, text: str) -> None:
     """The small UNet has 10 blocks with BASE, of which attention is in IN01, M00, OUT02 and OUT03."""
     before = {role: {k: v.clone() for k, v in pipe.networks[role].state_dict().items()} for role in pipe.networks}
-    merge_lora(pipe.networks, [(open_lora(file), 1.0)]).remove()
+    pipe.lora(ldm_lite.open_lora(file), 1.0).remove()
     every = ["BASE", *(f"IN{i:02}" for i in range(4)), "M00", *(f"OUT{i:02}" for i in range(4))]
     strength = strength_of(text.split(":"))
     if isinstance(strength.blocks, str):
@@ -157,4 +157,4 @@ def test_another_number_of_blocks_is_one_line(
 
 def test_networks_without_such_blocks_are_named(file: Path) -> None:
     with pytest.raises(ValueError, match=r"weights of blocks \(lbw\) are for the UNets of Stable"):
-        merge_lora({"unet": torch.nn.Linear(1, 1)}, [(open_lora(file), Strength(blocks="ALL"))])
+        merge_lora({"unet": torch.nn.Linear(1, 1)}, [(ldm_lite.open_lora(file), Strength(blocks="ALL"))])

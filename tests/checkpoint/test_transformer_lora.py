@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from toy_flow import all_in_one, save, under, weights
 
 import ldm_lite
-from ldm_lite.checkpoint.lora import merge_lora, open_lora
+from ldm_lite.checkpoint.lora import merge_lora
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.t5 import T5Encoder
@@ -50,7 +50,7 @@ def test_a_lora_on_every_linear_of_diffusers_network(name: str, tmp_path: Path) 
     lora = values(shapes) | {
         key.replace("lora_A.weight", "alpha"): torch.tensor(6.0) for key in shapes if "lora_A" in key
     }
-    merged = merge_lora({"unet": network}, [(open_lora(save(tmp_path / "l.safetensors", lora)), 1.0)])
+    merged = merge_lora({"unet": network}, [(ldm_lite.open_lora(save(tmp_path / "l.safetensors", lora)), 1.0)])
     assert toy.relative_error(output(network, name), GOLDEN[f"lora.{name}"]) < 1e-5
     merged.remove()
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
@@ -124,7 +124,7 @@ def test_other_prefixes(name: str, tmp_path: Path) -> None:
         network = toy.fill(build(spec))
         path = tmp_path / "l.safetensors"
         save_file(lora, path)
-        merge_lora({"unet": network}, [(open_lora(path), 1.0)])
+        merge_lora({"unet": network}, [(ldm_lite.open_lora(path), 1.0)])
         results.append(network.state_dict())
     for other in results[1:]:
         assert all(torch.equal(value, results[0][key]) for key, value in other.items())
@@ -136,4 +136,4 @@ def test_one_for_another_model_is_refused(tmp_path: Path) -> None:
     wide |= {"double_blocks.0.img_attn.proj.lora_B.weight": torch.ones(64, 2)}
     for lora, match in ((wide, "is for another model"), (under("lora_unet_a_", pairs(network, "")), "none of its")):
         with pytest.raises(ValueError, match=match):
-            merge_lora({"unet": network}, [(open_lora(save(tmp_path / "l.safetensors", lora)), 1.0)])
+            merge_lora({"unet": network}, [(ldm_lite.open_lora(save(tmp_path / "l.safetensors", lora)), 1.0)])

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.checkpoint.lora import Lora, open_lora
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline
+from ldm_lite.checkpoint.lora import Lora
 from ldm_lite.runtime import aot, attention
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import CompiledStep
@@ -114,7 +114,7 @@ def lora(truth: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Lora:
             tensors |= {f"{module}.lora_up.weight": toy.normal(1, out, 2)}
             tensors |= {f"{module}.lora_down.weight": toy.normal(2, 2, into)}
     save_file(tensors, path)
-    return open_lora(path)
+    return ldm_lite.open_lora(path)
 
 
 # ---- precision and attention ----------------------------------------------------------------------------------------
