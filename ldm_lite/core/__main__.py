@@ -5,11 +5,11 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
-from ldm_lite.core.features import FEATURES
+from ldm_lite.core import FEATURES, load
 from ldm_lite.core.files import imported
 from ldm_lite.core.options import Options
-from ldm_lite.core.pipeline import load
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,10 +24,10 @@ def parser() -> argparse.ArgumentParser:
     for kind in (Options, *dict.fromkeys(map(imported, FEATURES.values()))):
         for field in dataclasses.fields(kind):
             if field.name not in ("prompt", "plan"):
-                name = str(getattr(field.type, "__name__", field.type)).split(" ")[0]
-                parse = {"int": int, "float": float}.get(name, str)
-                about = field.metadata.get("help")
-                result.add_argument(f"--{field.name}", type=parse, default=argparse.SUPPRESS, help=about)
+                name, about = str(getattr(field.type, "__name__", field.type)).split(" ")[0], field.metadata.get("help")
+                how: dict[str, Any] = {"type": {"int": int, "float": float}.get(name, str)}
+                how = {"action": argparse.BooleanOptionalAction} if name == "bool" else how
+                result.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=about, **how)
     return result
 
 
@@ -40,8 +40,8 @@ def main() -> int:
         for result in load(*options.pop("ckpt"), **place).results(**options):
             number = f"-{result.item.number}" if options.get("batch_size", 1) > 1 else ""
             result.image.save(out.with_stem(out.stem + number))
-    except (ValueError, TypeError, OSError) as error:
-        print(f"{__package__}: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, RuntimeError, AssertionError) as error:  # PyTorch's for devices too
+        print(f"{__package__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
