@@ -1,7 +1,7 @@
 """The seam for what changes a run from outside: a Feature, and the table of its options."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 from ldm_lite.core.tasks import prepare
 
-# The order in which features are applied, whatever the order of the call or of imports.
+# The order in which features are applied, whatever the order of the call or of imports; in a stage, that of FEATURES.
 STAGES = (
     "model",  # another model, other options
     "text",  # what the prompts become
@@ -51,7 +51,8 @@ FEATURES: dict[str, Any] = {}
 
 
 def register_feature(kind: type[Feature]) -> type[Feature]:
-    """Add the options of a Feature to FEATURES: a decorator, above @dataclass(frozen=True)."""
+    """Add the options of a Feature to FEATURES: a decorator, which also makes it a frozen dataclass."""
+    kind = kind if "__dataclass_fields__" in vars(kind) else dataclass(frozen=True)(kind)
     FEATURES.update(dict.fromkeys((field.name for field in fields(kind)), kind))
     return kind
 
@@ -79,9 +80,8 @@ def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
     return options, sorted(features, key=lambda feature: STAGES.index(feature.stage))
 
 
-def begin(model: Model, options: Options, features: Iterable[Feature] = ()) -> Events:
+def begin(model: Model, options: Options, features: Sequence[Feature] = ()) -> Events:
     """Run options with features, and yield the events.  Raises ValueError for options that do not fit."""
-    features = list(features)
     for feature in features:
         model, options = feature.change_options(model, options)
     job = prepare(model, options)
