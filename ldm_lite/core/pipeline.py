@@ -167,7 +167,7 @@ def load(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"got dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
-    dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+    dtype = dtype or ("fp16" if device.type == "cuda" else "fp32")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
     files = [open_file(Path(source)) for source in sources or (bundled(),)]
     parts: dict[str, Tensors] = {}
@@ -175,6 +175,7 @@ def load(
         parts |= split(file, ema)
     try:
         family = recognise(parts, files[0].metadata, metadata or {})
+        schedule = _schedule(files[0], family)
     except ValueError as error:
         raise ValueError(f"{files[0].path}: {error}") from error
     networks: dict[str, Any] = {
@@ -186,7 +187,7 @@ def load(
             network.to(memory_format=torch.channels_last)
     log.info("%s: %s, loaded in %.1f s", files[0].path, family.title, time.perf_counter() - began)
     step = torch.compile(denoise_step) if compile else denoise_step
-    return Pipeline(files[0].path.stem, family, _schedule(files[0], family), networks, step)
+    return Pipeline(files[0].path.stem, family, schedule, networks, step)
 
 
 def _schedule(file: Tensors, family: Family) -> Schedule:
@@ -194,8 +195,7 @@ def _schedule(file: Tensors, family: Family) -> Schedule:
     schedule = Schedule.from_betas(scaled_linear_betas(family.beta_start, family.beta_end), family.prediction)
     if "alphas_cumprod" in file:
         stored = file["alphas_cumprod"].double().numpy()
-        same = stored.shape == schedule.alpha_bar.shape
-        if not same or not np.allclose(stored, schedule.alpha_bar, rtol=2e-3, atol=1e-4):
+        if stored.shape != schedule.alpha_bar.shape or not np.allclose(stored, schedule.alpha_bar, 2e-3, 1e-4):
             log.warning("%s: using the noise schedule in the file, which is not %s's", file.path.name, family.title)
             return Schedule(stored, family.prediction)
     return schedule
