@@ -1,0 +1,343 @@
+"""Features: options of one's own, the order in which they change a run, and what guidance is told."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ldm_lite.core import FEATURES, Feature, Pipeline, register_feature
+from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, Outputs, State, denoise_step, weighted
+from ldm_lite.core.features import STAGES
+from ldm_lite.core.job import Item, Job, Latents
+from ldm_lite.core.model import Model
+from ldm_lite.core.options import Options
+
+pytestmark = pytest.mark.usefixtures("tables")
+FAST: dict[str, Any] = {"prompt": "a cat", "steps": 3, "sampler": "euler", "width": 32, "height": 32}
+
+
+def latents(pipe: Pipeline, **options: Any) -> Tensor:
+    *_, state = pipe.stream(**{**FAST, **options})
+    return state.latents
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_read_by_name(small: Pipeline) -> None:
+    seen: list[Any] = []
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Noisy(Feature):
+        amount: float = 0.5
+        kind: str = "white"
+
+        def change_options(self, model: Model, options: Options) -> tuple[Model, Options]:
+            seen.append((self.amount, self.kind, options.steps))
+            return model, replace(options, steps=2)
+
+    assert (FEATURES["amount"], FEATURES["kind"]) == (Noisy, Noisy)
+    plain = latents(small, steps=2)
+    assert torch.equal(latents(small, kind="pink"), plain)
+    assert seen == [(0.5, "pink", 3)]
+    latents(small)
+    assert len(seen) == 1  # a feature takes part if one of its options is given
+
+
+def test_a_feature_is_imported_when_it_is_needed(small: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    FEATURES["absent"] = "no_such_module:Absent"
+    assert latents(small).shape == (1, 4, 4, 4)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        latents(small, absent=1)
+
+
+def test_an_unknown_option_is_an_error_with_the_nearest_name(small: Pipeline) -> None:
+    with pytest.raises(
+        TypeError, match="no argument 'sampeler': did you mean sampler\\? wanted some of prompt, negati"
+    ):
+        small.txt2img("a cat", sampeler="ddim")
+    with pytest.raises(TypeError, match="no argument 'x': wanted some of"):
+        small.txt2img("a cat", x=1)
+
+
+def test_options_that_do_not_go_together(small: Pipeline) -> None:
+    @register_feature
+    @dataclass(frozen=True)
+    class One(Feature):
+        excludes = ("mask", "two")
+        one: int = 0
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Two(Feature):
+        two: int = 0
+
+    with pytest.raises(ValueError, match="`one` does not go with `two`: leave one of them out"):
+        latents(small, two=1, one=1)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_features_are_applied_in_the_order_of_their_stages(small: Pipeline, turned: bool) -> None:
+    order: list[str] = []
+
+    def feature(name: str) -> Any:
+        def change_job(self: Feature, job: Job) -> Job:
+            order.append(name)
+            return job
+
+        members = {"stage": name, "__annotations__": {f"at_{name}": int}, f"at_{name}": 0, "change_job": change_job}
+        return register_feature(dataclass(frozen=True)(type(name, (Feature,), members)))
+
+    for name in reversed(STAGES) if turned else STAGES:
+        feature(name)
+    latents(small, **{f"at_{name}": 1 for name in sorted(STAGES)})
+    assert order == list(STAGES)
+
+
+# ---- what features change -------------------------------------------------------------------------------------------
+
+
+def change_inputs(small: Pipeline, change: Any, **options: Any) -> Tensor:
+    """The latents of a run whose calls read what `change` makes of their inputs."""
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Changed(Feature):
+        stage = "guidance"
+        changed: bool = True
+
+        def change_job(self, job: Job) -> Job:
+            return job.changing_inputs(change)
+
+    return latents(small, changed=True, **options)
+
+
+def test_calls_are_told_their_number_and_step(small: Pipeline) -> None:
+    calls: list[Call] = []
+
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        calls.append(call)
+        assert job.options.steps == 3
+        return inputs
+
+    assert torch.equal(change_inputs(small, change, sampler="plms"), latents(small, sampler="plms"))
+    assert calls == [Call(0, 0, 3), Call(1, 0, 3), Call(2, 1, 3), Call(3, 2, 3)]
+
+
+def test_guidance_is_told_units_weights_and_which_branches_are_positive(small: Pipeline) -> None:
+    seen: list[Outputs] = []
+
+    def combine(outputs: Outputs) -> Tensor:
+        seen.append(outputs)
+        return weighted(outputs)
+
+    out = change_inputs(small, lambda inputs, call, job: inputs.combined_by(combine), scale=3.0)
+    assert torch.equal(out, latents(small, scale=3.0))
+    outputs = seen[0]
+    assert outputs.positive == (False, True)
+    assert torch.equal(outputs.cond, outputs.outs[1])
+    assert outputs.weights.flatten().tolist()[1] == 3.0
+    a, s = outputs.row.level
+    torch.testing.assert_close(outputs.to_x0(outputs.cond), (outputs.x - s * outputs.cond) / a)  # eps prediction
+    torch.testing.assert_close(outputs.from_x0(outputs.to_x0(outputs.cond)), outputs.cond, rtol=1e-3, atol=1e-4)
+
+
+def test_guidance_is_called_without_guidance_too(small: Pipeline) -> None:
+    def zero(out: Tensor, outputs: Outputs) -> Tensor:
+        assert outputs.positive == (True,)
+        return 0 * out
+
+    changed = change_inputs(small, lambda inputs, call, job: inputs._replace(adjust=(*inputs.adjust, zero)), scale=1)
+    assert not torch.allclose(changed, latents(small, scale=1), atol=1e-3)
+
+
+def test_two_features_cannot_both_replace_the_guidance(small: Pipeline) -> None:
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        return inputs.combined_by(lambda outputs: outputs.cond).combined_by(lambda outputs: outputs.outs[0])
+
+    with pytest.raises(ValueError, match="two options replace the guidance: leave one of them out"):
+        change_inputs(small, change)
+
+
+def test_adjustments_follow_whatever_replaces_the_guidance(small: Pipeline) -> None:
+    """In the order of a call's inputs, and after `combine`, whichever was set first."""
+
+    def double(out: Tensor, outputs: Outputs) -> Tensor:
+        return 2 * out
+
+    def plus(out: Tensor, outputs: Outputs) -> Tensor:
+        return out + 1
+
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        inputs = inputs._replace(adjust=(double, plus))
+        return inputs.combined_by(lambda outputs: outputs.cond)
+
+    def at_once(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        return inputs.combined_by(lambda outputs: 2 * outputs.cond + 1)
+
+    assert torch.equal(change_inputs(small, change), change_inputs(small, at_once))
+
+
+def test_maps_of_weights_place_prompts_in_the_image(small: Pipeline) -> None:
+    """With a whole map it is the prompt alone; two maps are each prompt's guidance in its place."""
+    left = torch.zeros(1, 4, 4)
+    left[:, :, :2] = 1
+    dog, cat = ({"context": small.encode_prompt(text)["context"]} for text in ("a dog", "a cat"))
+    nothing = Branch(small.encode_prompt(""), positive=False)
+    maps: list[tuple[Branch, ...]] = [
+        (nothing, Branch(dog, left), Branch(cat, 1 - left)),
+        (nothing, Branch(dog)),
+        (nothing, Branch(cat)),
+        (nothing, Branch(dog, torch.ones(1, 4, 4))),
+    ]
+    seen: list[Tensor] = []
+    for branches in maps:
+        inputs = Inputs(small.unet, branches, 3.0)
+        seen.append(change_inputs(small, lambda old, call, job, inputs=inputs: inputs, steps=1))
+    torch.testing.assert_close(seen[3], seen[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen[0][..., :2], seen[1][..., :2], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(seen[0][..., 2:], seen[2][..., 2:], rtol=1e-3, atol=1e-4)
+
+
+def test_a_scale_of_1_leaves_all_positive_branches(small: Pipeline) -> None:
+    """So a guidance interval is a scale of 1 outside of it, whatever the prompt is made of."""
+    positive = [Branch(small.encode_prompt(text), weight=0.5) for text in ("a dog", "a cat")]
+    nothing = Branch(small.encode_prompt(""), positive=False)
+    seen: list[tuple[bool, ...]] = []
+
+    def combine(outputs: Outputs) -> Tensor:
+        seen.append(outputs.positive)
+        return weighted(outputs)
+
+    with_nothing = Inputs(small.unet, (nothing, *positive), 1.0, combine)
+    mean = Inputs(small.unet, (nothing, *positive), 1.0, lambda outputs: outputs.outs.mean(dim=0))
+    ours = change_inputs(small, lambda inputs, call, job: with_nothing, steps=1)
+    assert seen == [(True, True)]
+    torch.testing.assert_close(ours, change_inputs(small, lambda inputs, call, job: mean, steps=1))
+
+
+def test_conditionings_of_different_shapes_are_an_error(small: Pipeline) -> None:
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        shorter = {"context": inputs.branches[1].conditioning["context"][:, :5]}
+        return inputs._replace(branches=(inputs.branches[0], Branch(shorter)))
+
+    with pytest.raises(ValueError, match=r"got context of shapes \(1, 77, 64\) and \(1, 5, 64\), wanted the same"):
+        change_inputs(small, change)
+
+
+def test_a_wrapper_is_made_for_each_batch(small: Pipeline) -> None:
+    """Where something is remembered during a run: here the first call's inputs are all calls' inputs."""
+    made: list[int] = []
+
+    def once(inputs_of: InputSource, job: Job) -> InputSource:
+        made.append(len(made))
+        remembered: list[Inputs] = []
+
+        def source(call: Call) -> Inputs:
+            if not remembered:
+                remembered.append(inputs_of(call))
+            return remembered[0]
+
+        return source
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Once(Feature):
+        once: bool = True
+
+        def change_job(self, job: Job) -> Job:
+            return replace(job, wrappers=(*job.wrappers, once))
+
+    results = list(small.results(**{**FAST, "prompt": ["a", "b", "c"], "once": True}))
+    assert [result.item.prompt for result in results] == ["a", "b", "c"]
+    assert made == [0, 1, 2]
+
+
+def test_slots_follow_a_job_whose_model_is_replaced_later(small: Pipeline) -> None:
+    other = small.with_attention(lambda q, k, v: 0 * q)
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Second(Feature):
+        second: bool = True
+
+        def change_job(self, job: Job) -> Job:
+            return replace(job, model=other, plan=other.plan("euler", 2))
+
+    assert torch.equal(latents(small, second=True), latents(other, steps=2))
+
+
+def test_noise_first_latents_and_pixels_can_be_replaced(small: Pipeline) -> None:
+    def begin(job: Job, items: Sequence[Item], draw: Any) -> Any:
+        x = torch.full((len(items), *job.shape), 0.25)
+        return x, lambda number, latents: latents.clamp(-0.5, 0.5)
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Flat(Feature):
+        flat: bool = True
+
+        def change_job(self, job: Job) -> Job:
+            return replace(job, begin=begin, finish=lambda item, pixels: -pixels)
+
+    states = list(small.stream(**FAST, flat=True))
+    assert states[0].before.eq(0.25).all()
+    assert all(state.latents.abs().max() <= 0.5 for state in states[-1:])
+    assert states[-1].x0.abs().max() <= 0.5
+    result = next(iter(small.results(**FAST, flat=True)))
+    plain = next(iter(small.decode_pixels(states[-1].latents)))
+    assert torch.equal(result.pixels, -plain)
+
+
+def test_events_can_be_watched_and_made(small: Pipeline) -> None:
+    """A second pass: the latents of the first are turned around before they are decoded."""
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Turned(Feature):
+        turned: bool = True
+
+        def change_events(self, events: Iterator[State | Latents]) -> Iterator[State | Latents]:
+            for event in events:
+                yield event._replace(latents=event.latents.flip(-1)) if isinstance(event, Latents) else event
+
+    result = next(iter(small.results(**FAST, turned=True)))
+    assert torch.equal(result.pixels, next(iter(small.decode_pixels(latents(small).flip(-1)))))
+
+
+def test_items_of_unlike_keys_do_not_share_a_batch(small: Pipeline) -> None:
+    sizes: list[int] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        sizes.append(arguments[1].shape[1])
+        return denoise_step(*arguments)
+
+    @register_feature
+    @dataclass(frozen=True)
+    class Keyed(Feature):
+        keyed: bool = True
+
+        def change_job(self, job: Job) -> Job:
+            return replace(job, key=lambda item: len(item.prompt))
+
+    options = {**FAST, "prompt": ["a", "b", "cc", "d"], "steps": 1, "batch_size": 3}
+    list(replace(small, step=counted).results(**options))
+    list(replace(small, step=counted).results(**options, keyed=True))
+    assert sizes == [3, 1, 2, 1, 1]
+
+
+def test_a_class_without_the_decorator_of_dataclasses_is_made_one(small: Pipeline) -> None:
+    @register_feature
+    class Plain(Feature):
+        plain: int = 1
+
+        def change_job(self, job: Job) -> Job:
+            return replace(job, plan=job.model.plan("euler", self.plain))
+
+    assert torch.equal(latents(small, plain=2), latents(small, steps=2))
+    with pytest.raises(AttributeError):
+        Plain(plain=3).plain = 4  # type: ignore[call-arg]
