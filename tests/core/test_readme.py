@@ -1,0 +1,149 @@
+"""The README is true: its commands run, its files exist, and its changes of a few lines do what they say."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_float64 import order
+from PIL import Image
+from references import error
+
+import ldm_lite.core
+from ldm_lite.core import SAMPLERS, Pipeline, load
+from ldm_lite.core.features import FEATURES, STAGES
+from ldm_lite.core.samplers import make_plan
+from ldm_lite.core.schedule import Schedule, scaled_linear_betas
+
+PACKAGE = Path(ldm_lite.core.__file__).parent
+README = next(
+    path for path in (Path(__file__).parents[1] / "README.md", PACKAGE / "README.md") if path.exists()
+).read_text(encoding="utf-8")
+START, SAMPLER, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING = re.findall(
+    r"```python\n(.*?)```", README, re.DOTALL
+)
+
+
+@pytest.fixture
+def block(tables: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs a block in an empty folder and returns its names."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code: str) -> dict[str, Any]:
+        names: dict[str, Any] = {}
+        exec(code, names)
+        return names
+
+    return run
+
+
+def test_a_block_has_at_most_15_lines() -> None:
+    for code in (START, SAMPLER, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING):
+        assert len(code.splitlines()) <= 15
+        assert max(map(len, code.splitlines())) <= 120
+    assert len([line for line in START.splitlines() if line]) <= 6
+
+
+def test_every_file_and_name_exists() -> None:
+    table = README[README.index("## Files") : README.index("## To change")]
+    named = set(re.findall(r"`(\w+\.py)`", table))
+    assert named == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    rows = README[README.index("## To change") : README.index("## Six changes")]
+    for module, name in re.findall(r"`(\w+)\.([A-Za-z_]\w*)", rows):
+        if (PACKAGE / f"{module}.py").exists():
+            assert f"{name}" in (PACKAGE / f"{module}.py").read_text()
+    for name in re.findall(r"`pipe\.(\w+)\(", README):
+        assert hasattr(Pipeline, name)
+    assert all(f'stage = "{stage}"' in README for stage in {"guidance"} & set(STAGES))
+
+
+def test_the_first_lines(block: Callable[[str], dict[str, Any]]) -> None:
+    block(START.replace("steps=20", "steps=2"))
+    assert Image.open("apple.png").size == (64, 64)
+
+
+def test_a_sampler(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    block(SAMPLER)
+    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+    assert order(lambda steps: SAMPLERS["midpoint"](schedule, steps), schedule) > 1.7
+    assert make_plan("Midpoint trailing", pipe.schedule, 4).num_steps == 4
+    like = pipe.txt2img("a red apple on a blue background", sampler="dpmpp_2m_karras", steps=10)[0]
+    assert 0 < error(np.asarray(Image.open("apple.png")), np.asarray(like)) < 0.1
+
+
+def test_attention(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    names = block(ATTENTION)
+    noise, context, t = pipe.noise(), pipe.encode_prompt("a red apple")["context"], torch.tensor([500])
+    out = names["pipe"].unet(noise, t, context)
+    assert error(out, pipe.unet(noise, t, context)) > 1e-3
+    with torch.no_grad():  # the same by hand: queries of the cross-attention layers times 1.5
+        other = load(device="cpu")
+        for name, layer in other.unet.named_modules():
+            if name.endswith("attn2"):
+                layer.to_q.weight *= 1.5
+    assert error(out, other.unet(noise, t, context)) < 1e-5
+
+
+def test_guidance(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    """A step of DDIM from v, written out."""
+    block(GUIDANCE)
+    noise, t = pipe.noise(), torch.tensor([1.0])
+    with torch.no_grad():
+        uncond, cond = (pipe.unet(noise, t, pipe.encode_prompt(text)["context"]) for text in ("", "a cat"))
+    st = (cond * uncond).sum() / (uncond * uncond).sum()
+    guided = st * uncond + 4 * (cond - st * uncond)
+    [(a, s), (end_a, end_s)] = [(level.a, level.s) for level in (pipe.schedule.at(1), pipe.schedule.at(0))]
+    wanted = end_a * (a * noise - s * guided) + end_s * (s * noise + a * guided)
+    arguments: dict[str, Any] = {"prompt": "a cat", "steps": 1, "scale": 4}
+    [state] = pipe.stream(**arguments, zero_steps=0)
+    assert error(state.latents, wanted) < 1e-5
+    [state] = pipe.stream(**arguments, zero_steps=1)
+    assert error(state.latents, (end_a * a + end_s * s) * noise) < 1e-5
+    arguments["scale"] = 1  # a single branch, which it leaves as it is
+    [plain], [state] = pipe.stream(**arguments), pipe.stream(**arguments, zero_steps=0)
+    assert error(state.latents, plain.latents) < 1e-6
+
+
+def test_dynamic_thresholding(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    block(THRESHOLD)
+    plain, states = (
+        list(pipe.stream("a cat", steps=3, scale=8, **options)) for options in ({}, {"limit": 1.5, "percentile": 0.9})
+    )
+    x0 = plain[0].x0
+    s = x0.abs().quantile(0.9).clamp(min=1.5)
+    assert s > 1.5
+    assert error(states[0].x0, x0.clamp(-s, s) * 1.5 / s) < 1e-4
+    assert all(state.x0.abs().max() <= 1.5 + 1e-4 for state in states)
+    assert {"limit", "percentile"} <= FEATURES.keys()
+
+
+def test_previews_and_maps(block: Callable[[str], dict[str, Any]]) -> None:
+    names = block(PREVIEWS)
+    assert len(names["maps"]) == 8
+    torch.testing.assert_close(names["maps"][0].sum(dim=-1), torch.ones(1, 64))
+    places = np.asarray(Image.open("attention.png").resize((8, 8)), dtype=float)
+    border = np.concatenate([places[0], places[-1], places[:, 0], places[:, -1]])
+    assert places[3:5, 3:5].mean() > 5 * border.mean()  # the apple is in the middle
+    first, late, last = (np.asarray(Image.open(f"step-{step}.png"), dtype=float) for step in (1, 6, 8))
+    assert error(late, last) < 0.5 * error(first, last)
+
+
+def test_training(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    torch.manual_seed(0)
+    names = block(TRAINING)
+    saved, trained = load("mine.safetensors", device="cpu"), names["pipe"]
+    for key, value in trained.unet.state_dict().items():
+        assert torch.equal(saved.unet.state_dict()[key], value.cpu())
+    x0, cond = names["x0"].cpu(), pipe.encode_prompt("my apple")
+    eps = torch.randn(4, *x0.shape[1:], generator=torch.manual_seed(1))
+    t = torch.tensor([900, 700, 500, 300])
+    noised, target = (f(x0.expand(4, -1, -1, -1), eps, t) for f in (pipe.schedule.noised, pipe.schedule.target))
+    with torch.no_grad():
+        before, after = (
+            float((model.unet(noised, t, cond["context"].expand(4, -1, -1)) - target).square().mean())
+            for model in (pipe, saved)
+        )
+    assert after < 0.9 * before
