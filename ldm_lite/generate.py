@@ -308,7 +308,9 @@ def _check_all(
             "make one with its own schedule"
         )
     if draw is None and plan.adds_noise.any():
-        raise ValueError("this sampler adds noise at every step: pass `draw`, for instance generate.SeededNoise(...)")
+        raise ValueError(
+            "this sampler adds noise at every step: pass `draw`, for instance that of pipe.noise_source(seed)"
+        )
 
 
 def check(model: Model, noise: Tensor, conditioning: Conditioning) -> None:

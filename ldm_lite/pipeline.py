@@ -28,9 +28,10 @@ from ldm_lite.cli.task_options import (
     UpscaleOptions,
 )
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
+from ldm_lite.core.denoise import Draw
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import Draw, SeededNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import pad, to_array, to_pil, to_pixels
@@ -153,16 +154,14 @@ class Pipeline(Model):
         """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it, for one seed or B seeds."""
         return self.noise_source(seed, height, width)()
 
-    def noise_source(
-        self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None
-    ) -> SeededNoise:
+    def noise_source(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Draw:
         """Return a function that draws noise(...) first, then at each call the next noise of a stochastic sampler."""
         side = self.family.resolution
         shape = self.latent_shape(side if height is None else height, side if width is None else width)
         seeds = Txt2imgOptions(seed=seed).seed
         if not seeds and seeds != 0:
             raise ValueError("no seed: give a whole number, or a list of one or more")
-        return SeededNoise([seeds] if isinstance(seeds, int) else seeds, shape)
+        return noise_of([seeds] if isinstance(seeds, int) else seeds, shape)
 
     def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
         """Return a sampler's plan (default: the family's sampler); options are spacing=, eta=, churn= and last=."""

@@ -63,9 +63,9 @@ import ldm_lite
 from ldm_lite import generate
 from ldm_lite.cli import options
 from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
 from ldm_lite.pipeline import Pipeline
@@ -540,7 +540,7 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
     shape = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution)
     for first in range(0, len(prompts), settings.batch):
         part = prompts[first : first + settings.batch]
-        draw = SeededNoise([prompt.seed for prompt in part], shape)
+        draw = noise_of([prompt.seed for prompt in part], shape)
         cond, uncond = (encode_prompts(pipe, texts) for texts in ([prompt.text for prompt in part], [""] * len(part)))
         branches = classifier_free(cond, uncond, settings.scale)
         latents = generate.denoise(pipe, draw(), branches, plan, draw=draw)
@@ -636,7 +636,7 @@ def compare(
             continue
         case = cases[point["name"]]
         plan = quality.plan_for(pipe, case, point["steps"], kept["spacing"])
-        made = quality.latents(pipe, case, plan, branches, SeededNoise([each.seed for each in prompts], shape))
+        made = quality.latents(pipe, case, plan, branches, noise_of([each.seed for each in prompts], shape))
         images = torch.stack([(pixels + 1) / 2 for pixels in generate.decode(pipe, made)])
         verdicts = judge(images, prompts, classify)
         shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}

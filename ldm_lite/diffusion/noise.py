@@ -15,25 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ldm_lite.core.denoise import Draw
+from ldm_lite.core.denoise import Draw as Draw
 from ldm_lite.core.plan import Plan
+from ldm_lite.core.tasks import noise_of
 
 Shape = tuple[int, int, int]  # (C,h,w)
 
 # ---- generators -----------------------------------------------------------------------------------------------------
-
-
-class SeededNoise:
-    """A source of noise (B,C,h,w) with one CPU generator per image, B = len(seeds)."""
-
-    def __init__(self, seeds: Sequence[int], shape: Shape) -> None:
-        self.shape = shape
-        self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-
-    def __call__(self) -> Tensor:
-        """Return the next noise, float32 on the CPU, whatever defaults the process has set."""
-        noise = [torch.randn(self.shape, generator=g, dtype=torch.float, device="cpu") for g in self.generators]
-        return torch.stack(noise)
 
 
 class SharedNoise:
@@ -200,7 +188,7 @@ class NoiseSource:
             first = SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
             on_gpu = CudaNoise([seeds[0]], (len(seeds), *shape))
             return _first_then(first, lambda: on_gpu()[0])
-        kind = CudaNoise if self.program == "a1111" else SeededNoise
+        kind = CudaNoise if self.program == "a1111" else noise_of
         source = kind(seeds, shape)
         if not self.delta and not self.strength:
             return source
@@ -215,15 +203,14 @@ class NoiseSource:
         if not self.brownian or plan is None:
             return draw
         if self.program == "comfy":  # one motion for the batch
-            whole = BrownianNoise([seeds[0]], lambda seed: _normal(seed, (len(seeds), *shape)), plan)
+            generator = torch.Generator("cpu")
+            whole = BrownianNoise(
+                [seeds[0]], lambda seed: SharedNoise(generator.manual_seed(seed), len(seeds), shape)(), plan
+            )
             return lambda: whole()[0]
         if self.program == "a1111":
             return BrownianNoise(seeds, lambda seed: CudaNoise([seed], shape)()[0], plan)
-        return BrownianNoise(seeds, lambda seed: _normal(seed, shape), plan)
-
-
-def _normal(seed: int, size: tuple[int, ...]) -> Tensor:
-    return torch.randn(size, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float, device="cpu")
+        return BrownianNoise(seeds, lambda seed: noise_of([seed], shape)()[0], plan)
 
 
 def _first_then(first: Draw, later: Draw) -> Draw:

@@ -25,9 +25,10 @@ from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
+from ldm_lite.core.denoise import Draw
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps
-from ldm_lite.diffusion.noise import Draw, SeededNoise
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.diffusion.step import Network
 from ldm_lite.generate import DenoisingState, Extras
@@ -152,7 +153,7 @@ class _Stage:
         assert cond.context is not None
         for first in range(0, len(seeds), options.batch_size):
             some = slice(first, first + options.batch_size)
-            draw, extras = SeededNoise(seeds[some], shape), Extras()
+            draw, extras = noise_of(seeds[some], shape), Extras()
             one, other = Conditioning(cond.context[some]), Conditioning(uncond.expand(len(seeds[some]), -1, -1))
             noise = draw()
             if number > 0:

@@ -19,9 +19,9 @@ from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Branches
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
-from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.schedule import SPACINGS
 from ldm_lite.tasks import quality
 
@@ -44,7 +44,7 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
     """Run every sampler at every number of steps; on_run is called after each.  Raises ValueError for unknown names."""
     names = list(SAMPLERS) if options.samplers is None else [resolve(name)[0] for name in options.samplers.split(",")]
     side = model.family.resolution
-    noise = SeededNoise([options.seed], model.latent_shape(side, side))()
+    noise = noise_of([options.seed], model.latent_shape(side, side))()
     scale = model.family.scale if options.scale is None else options.scale
     branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
     truth, rows = _last_latents(model, branches, noise, "heun", options.reference, options.spacing), []

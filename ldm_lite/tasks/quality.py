@@ -29,10 +29,11 @@ from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
+from ldm_lite.core.denoise import Draw
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import Branches, Scheduled, cfg_plus_plus
 from ldm_lite.diffusion.names import SAMPLERS, make_plan
-from ldm_lite.diffusion.noise import Draw, SeededNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.shortened import Call, Shortcuts, ShortenedUNet
@@ -170,10 +171,8 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
             if not plan.adds_noise.any():
                 if truth is None:
                     long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
-                    truth = latents(
-                        model, Case("", "heun"), long, branches, SeededNoise([options.seed], shape)
-                    ).double()
-                made = latents(model, case, plan, branches, SeededNoise([options.seed], shape)).double()
+                    truth = latents(model, Case("", "heun"), long, branches, noise_of([options.seed], shape)).double()
+                made = latents(model, case, plan, branches, noise_of([options.seed], shape)).double()
                 point["error"] = float((made - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
             write(path, kept)

@@ -17,9 +17,9 @@ from ldm_lite import generate
 from ldm_lite.core import samplers as core_samplers
 from ldm_lite.core import schedule as core_schedule
 from ldm_lite.core.plan import rows_of
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
-from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X
 from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
 from ldm_lite.diffusion.schedule import (
@@ -300,7 +300,7 @@ def test_images_with_a_sampler_of_your_own(bundled: Pipeline) -> None:
 
 def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
     """The last latents of a plan, without a prompt."""
-    noise = SeededNoise([3], pipe.latent_shape(64, 64))()
+    noise = noise_of([3], pipe.latent_shape(64, 64))()
     nothing = classifier_free(Conditioning(torch.zeros(1, 77, pipe.family.unet.context_dim or 0)), None, 1.0)
     latents = generate.denoise(pipe, noise, nothing, plan)
     return latents

@@ -17,9 +17,9 @@ import ldm_lite
 from ldm_lite import generate
 from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.image import grid, to_pil
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.patching import runs_as_written
@@ -130,7 +130,7 @@ def test_the_file_is_kohyas_and_gives_the_same_images(
     before = pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"].clone()
     merge_lora({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
     assert not torch.equal(before, pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
-    noise = SeededNoise(range(4), pipe.latent_shape(64, 64))()
+    noise = noise_of(range(4), pipe.latent_shape(64, 64))()
     cond, uncond = (encode_prompts(pipe, [prompt] * 4) for prompt in ("picture 1", ""))
     plan = make_plan("dpmpp_2m", pipe.schedule, 20)
     latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, pipe.family.scale), plan)
