@@ -172,8 +172,8 @@ def _unipc_change(
     ahead, latest, *earlier = known
     h = to - past[0]
     phi1 = -np.expm1(-h)  # 1 - e^-h
-    ratios = [(each - past[0]) / h for each in past[1:]]
-    differences = [(each - latest) / r for each, r in zip(earlier, ratios, strict=False)]
+    ratios = [(lambda_ - past[0]) / h for lambda_ in past[1:]]
+    differences = [(x0 - latest) / r for x0, r in zip(earlier, ratios, strict=False)]
     if ahead is not None:
         ratios, differences = [*ratios, 1.0], [*differences, ahead - latest]
     if not differences:
@@ -206,15 +206,15 @@ def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
     high, low = solver_span(schedule, steps, spacing)
     calls = min(steps, len(levels) - 1)
     orders = [3] * (calls // 3 - (calls % 3 == 0)) + ([2, 1] if calls % 3 == 0 else [calls % 3])
-    ts = np.linspace(-np.log(high), -np.log(low), len(orders) + 1)
-    end = schedule.at_sigma(low)
-    for i, (order, t) in enumerate(zip(orders, ts, strict=False)):
-        after = schedule.at_sigma(float(np.exp(-ts[i + 1])))
-        after = after if i + 1 < len(orders) else Level(end.t, 1.0, after.sigma)
-        down, _ = ancestral(float(np.exp(-t)), after.sigma, eta)
-        t_down = min(ts[-1], -np.log(down))
-        up = np.sqrt(max(0.0, after.sigma**2 - np.exp(-2 * t_down)))
-        solver_rows(rows, order, (float(t), float(t_down)), after, up * NOISE)
+    lambdas = np.linspace(-np.log(high), -np.log(low), len(orders) + 1)
+    for i, (order, start) in enumerate(zip(orders, lambdas, strict=False)):
+        after = schedule.at_sigma(float(np.exp(-lambdas[i + 1])))
+        if i + 1 == len(orders):
+            after = Level(schedule.at_sigma(low).t, 1.0, after.sigma)
+        down, _ = ancestral(float(np.exp(-start)), after.sigma, eta)
+        aim = min(lambdas[-1], -np.log(down))
+        up = np.sqrt(max(0.0, after.sigma**2 - np.exp(-2 * aim)))
+        solver_rows(rows, order, (float(start), float(aim)), after, up * NOISE)
     return rows.plan(end=after, initial=levels[0].sigma * schedule.at_sigma(high).a)
 
 
@@ -232,20 +232,19 @@ def solver_rows(rows: Rows, order: int, span: tuple[float, float], after: Level,
 
     Every call counts as a step.  Lu et al. 2022a, algs. 1 and 2; H, H1 and H2 are eps.
     """
-    t, h = span[0], span[1] - span[0]
-    nodes = [rows.schedule.at_sigma(float(np.exp(-t - k * h / order))) for k in range(order)]
-    end = np.exp(-span[1])
+    start, h = span[0], span[1] - span[0]
+    nodes = [rows.schedule.at_sigma(float(np.exp(-start - k * h / order))) for k in range(order)]
     y = X / nodes[0].a
     for k, node in enumerate(nodes):
         step, then = len(rows.rows), nodes[k + 1] if k + 1 < order else None
-        share = (k + 1) / order
-        sigma, grown = (end if then is None else then.sigma), np.expm1(share * h)
+        part = (k + 1) / order * h
+        sigma, grown = (np.exp(-span[1]) if then is None else then.sigma), np.expm1(part)
         first = (H, H1, H2)[k]
         new = y - sigma * grown * first
         if k == 1 and order == 2:
             new = new - sigma * grown * (H - first)
         elif k == 1:
-            new = new - sigma * 2 * (grown / (share * h) - 1) * (H - first)
+            new = new - sigma * 2 * (grown / part - 1) * (H - first)
         elif k == 2:
             new = new - sigma * 1.5 * (grown / h - 1) * (H - first)
         rows.add(step, node, after.a * (new + noise) if then is None else then.a * new, aside=X if k == 0 else ASIDE)

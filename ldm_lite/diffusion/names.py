@@ -1,4 +1,4 @@
-"""The registry of samplers with their names in other programs, and make_plan."""
+"""register, which adds a sampler with its names in other programs, and make_plan, which takes any of them."""
 
 import dataclasses
 import difflib
@@ -46,15 +46,15 @@ def register(
     if not key.isidentifier():
         raise ValueError('this sampler has no name: write it with def, or set SAMPLERS["name"] to it')
     _parameters(key, function)
-    own, taken = _normal(key), _spellings()
-    others = {_normal(each) for each in (label or key, *aliases)} - {own}
-    for each in (own, *others):
-        holder = taken.get(each)
-        if holder is not None and not (replace and (each == own or holder == key)):
-            advice = "replace=True replaces it" if each == own else "choose another"
-            raise ValueError(f"cannot register {key}: the name {each!r} is taken by {holder}; {advice}")
-    ALIASES.pop(own, None)
-    ALIASES.update(dict.fromkeys(others, key))
+    name, taken = _normal(key), _spellings()
+    further = {_normal(spelling) for spelling in (label or key, *aliases)} - {name}
+    for spelling in (name, *further):
+        holder = taken.get(spelling)
+        if holder is not None and not (replace and (spelling == name or holder == key)):
+            advice = "replace=True replaces it" if spelling == name else "choose another"
+            raise ValueError(f"cannot register {key}: the name {spelling!r} is taken by {holder}; {advice}")
+    ALIASES.pop(name, None)
+    ALIASES.update(dict.fromkeys(further, key))
     if label is not None:
         LABELS[key] = label
     SAMPLERS[key] = function
@@ -94,12 +94,12 @@ def resolve(name: str) -> tuple[str, str | None]:
     whole, _, settings = name.removesuffix(OURS).partition(":")
     words, spacing, known = _normal(whole), None, _spellings()
     if words not in known:
-        for each in sorted(SPACINGS, key=len, reverse=True):
-            if words.endswith("_" + _normal(each)):
-                words, spacing = words.removesuffix("_" + _normal(each)), each + (f":{settings}" if settings else "")
+        for key in sorted(SPACINGS, key=len, reverse=True):
+            if words.endswith("_" + _normal(key)):
+                words, spacing = words.removesuffix("_" + _normal(key)), key + (f":{settings}" if settings else "")
                 break
     if words not in known:
-        near = [known[each] for each in difflib.get_close_matches(words, known, n=3, cutoff=0.4)]
+        near = [known[spelling] for spelling in difflib.get_close_matches(words, known, n=3, cutoff=0.4)]
         hint = f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
         raise ValueError(f"unknown sampler {name!r}: {hint}wanted one of {', '.join(SAMPLERS)}")
     return known[words], spacing
@@ -135,7 +135,7 @@ def written(name: str, spacing: str | Spacing | None, theirs_too: bool = True) -
     if theirs_too and isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
         return {"Sampler": theirs[0], **theirs[1]}
     used = used if isinstance(used, str) else getattr(used, "__name__", "a function")
-    if LABELS.get(key, "").lower() in {each.lower() for each in OFFERED}:
+    if LABELS.get(key, "").lower() in {offered.lower() for offered in OFFERED}:
         return {"Sampler": LABELS[key] + OURS, "Schedule type": used}
     return {"Sampler": label(name)} | ({} if spacing is None else {"Schedule type": used})
 
@@ -184,7 +184,7 @@ def make_plan(
         if option in parameters:
             arguments[option] = value
         elif value != 0:
-            able = ", ".join(each for each in SAMPLERS if has(each, option))
+            able = ", ".join(sampler for sampler in SAMPLERS if has(sampler, option))
             raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or take one of {able}")
     plan = SAMPLERS[key](schedule, steps, **arguments)
     return _at_whole_timesteps(plan, schedule) if quantised else plan

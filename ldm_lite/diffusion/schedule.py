@@ -23,7 +23,7 @@ __all__ = ["CLEAN", "SPACINGS", "Array", "Level", "Spacing", "leading", "linspac
 Prediction = Literal["eps", "v", "x0", "flow", "reverse_flow"]
 Clock = Literal["s", "1000 s", "1 - s"]  # what the network of a rectified flow is told of the level
 
-NUM = 1000  # timesteps of a rectified flow
+NUM_TIMESTEPS = 1000  # of a rectified flow
 NOISIEST = 1e-6  # the least 1 - s of samplers in y = x / a, as in diffusers
 
 
@@ -133,7 +133,7 @@ class FlowSchedule(Schedule):
         """The schedule of a shift above 0.  Raises ValueError for any other."""
         if not 0 < shift < math.inf:
             raise ValueError(f"got shift {shift:g}, wanted a number above 0")
-        s = shifted(np.arange(1, NUM + 1) / NUM, shift)
+        s = shifted(np.arange(1, NUM_TIMESTEPS + 1) / NUM_TIMESTEPS, shift)
         alpha_bar = (1 - s) ** 2 / ((1 - s) ** 2 + s**2)
         return FlowSchedule(alpha_bar, prediction, spacing, shift, by_size, clock)
 
@@ -162,11 +162,11 @@ class FlowSchedule(Schedule):
 
     def between(self, t: float) -> Level:
         """The level of a fractional timestep."""
-        return self.at_noise(float(shifted(np.array((t + 1) / NUM), self.shift)))
+        return self.at_noise(float(shifted(np.array((t + 1) / NUM_TIMESTEPS), self.shift)))
 
     def timestep(self, s: float) -> float:
         """The fractional timestep of s in [0,1]: the inverse of `between`."""
-        return float(NUM * shifted(np.array(s), 1 / self.shift)) - 1
+        return float(NUM_TIMESTEPS * shifted(np.array(s), 1 / self.shift)) - 1
 
     def at_noise(self, s: float) -> Level:
         """The level of s in [0,1]."""
@@ -193,7 +193,7 @@ class StraightFlow(FlowSchedule):
     @cached_property
     def sigmas(self) -> Array:
         """The timesteps' s, (1000,), ascending, to 1."""
-        return np.append(shifted(np.arange(1, NUM) / NUM, self.shift), 1.0)
+        return np.append(shifted(np.arange(1, NUM_TIMESTEPS) / NUM_TIMESTEPS, self.shift), 1.0)
 
     def at_noise(self, s: float) -> Level:
         """The level of s in [0,1]."""

@@ -81,9 +81,9 @@ def from_webui(sampler: str, settings: Mapping[str, str]) -> tuple[str, str]:
     types = {name.lower(): name for name in (*TYPES, "Automatic")} | {"sgmuniform": "SGM Uniform"}
     words, schedule = sampler.strip().lower(), settings.get("Schedule type", "").strip().lower()
     if words not in names:
-        for each in sorted(types, key=len, reverse=True):
-            if words.endswith(" " + each):
-                words, schedule = words.removesuffix(" " + each), each
+        for ending in sorted(types, key=len, reverse=True):
+            if words.endswith(" " + ending):
+                words, schedule = words.removesuffix(" " + ending), ending
                 break
     schedule = schedule.replace("_", " ")
     if words not in names or (schedule and schedule not in types):
@@ -114,19 +114,19 @@ def _version(settings: Mapping[str, str]) -> tuple[int, int]:
 
 def to_webui(key: str, spacing: str) -> tuple[str, dict[str, str]] | None:
     """Return A1111's name and settings for a sampler and a spacing, or None if it cannot make this trajectory."""
-    base, *given = spacing.split(":")
-    discard, numbers = "discard" in given, dict(each.split("=", 1) for each in given if "=" in each)
+    base, *settings = spacing.split(":")
+    discard, numbers = "discard" in settings, dict(text.split("=", 1) for text in settings if "=" in text)
     keys = {setting: name for name, (setting, _) in SETTINGS.items()}
-    if "quantised" in given:  # which its texts do not tell
+    if "quantised" in settings:  # which its texts do not tell
         return None
     for name, offered in OFFERED.items():
         if offered.key != key or (offered.discards and not discard):
             continue
         if offered.spacing is not None:
             return (name, {"Schedule type": "Automatic"}) if offered.spacing == spacing else None
-        kind = next((kind for kind, each in TYPES.items() if each == base and kind != "Turbo"), None)
-        if kind is None or any(base not in SETTINGS[keys[each]][1] for each in numbers):
+        kind = next((kind for kind, name_here in TYPES.items() if name_here == base and kind != "Turbo"), None)
+        if kind is None or any(base not in SETTINGS[keys[setting]][1] for setting in numbers):
             return None
         extra = {DISCARD: "True"} if discard and not offered.discards else {}
-        return name, {"Schedule type": kind} | {keys[each]: value for each, value in numbers.items()} | extra
+        return name, {"Schedule type": kind} | {keys[setting]: text for setting, text in numbers.items()} | extra
     return None
