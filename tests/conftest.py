@@ -1,11 +1,12 @@
 """Fixtures that several tests share.  Everything runs offline: a test that opens a connection fails."""
 
+import functools
 import os
 import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: miniature networks compute faster on one thread,
@@ -19,7 +20,7 @@ import toy_flow
 import toy_z_image
 
 import ldm_lite
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline
 
 # A process in the background ignores SIGINT, under nohup SIGHUP too, and so do the processes that it starts: tests send
 # these signals.
@@ -75,6 +76,18 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "small.safetensors"
     random_checkpoint.write(path, random_checkpoint.SMALL)
     return path
+
+
+@pytest.fixture(scope="session")
+def predicting(small_path: Path) -> Callable[..., Pipeline]:
+    """-> a function: "eps", "v" or "x0" -> small_path's pipeline with this prediction, whose schedule is SD 1's."""
+    return functools.cache(lambda kind, **options: ldm_lite.load(small_path, device="cpu", prediction=kind, **options))
+
+
+@pytest.fixture(scope="session")
+def sd(predicting: Callable[..., Pipeline]) -> Pipeline:
+    """A miniature of Stable Diffusion 1 with its noise schedule, which predicts eps."""
+    return predicting("eps")
 
 
 @pytest.fixture(scope="session", params=["flux_dev", "sd35_medium", "z_image_turbo"])

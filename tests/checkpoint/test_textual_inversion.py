@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,12 @@ import torch
 import toy
 from PIL import Image
 from random_checkpoint import small, write
+from runs import Call, unet_calls
 from safetensors.torch import save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite import txt2img
-from ldm_lite.checkpoint.model import with_embeddings
-from ldm_lite.checkpoint.reader import open_checkpoint, split
-from ldm_lite.checkpoint.textual_inversion import open_embeddings
-from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline, txt2img
 from ldm_lite.text.prompt import chunks
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer
 
@@ -65,14 +62,25 @@ def diffusers(path: Path, vectors: Tensor) -> Path:
     return path
 
 
+def read(pipe: Pipeline, prompt: str, *files: Path | str, **options: Any) -> Call:
+    """What the UNet reads of a prompt with names of embeddings."""
+    with unet_calls(pipe) as calls:
+        pipe.txt2img(prompt, embedding=files, steps=1, scale=1.0, **options)
+    return calls[0]
+
+
+def refuse(pipe: Pipeline, message: str, *files: Path | str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipe.txt2img("a", embedding=files, steps=1)
+
+
 # ---- against diffusers ----------------------------------------------------------------------------------------------
 
 
 def test_prompts_of_sd2_with_a_name_are_read_as_by_diffusers(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
-    pipe = with_embeddings(load("sd2"), [f"{toy.NAME}={a1111(tmp_path / 'learned.pt', toy.embedding(64))}"])
-    context = encode_prompts(pipe, [toy.NAMING]).context
+    context = read(load("sd2"), toy.NAMING, f"{toy.NAME}={a1111(tmp_path / 'learned.pt', toy.embedding(64))}").context
     assert toy.relative_error(context[:, ::5], GOLDEN["learned.sd2.context"]) < 1e-5
-    plain = encode_prompts(load("sd2"), [toy.NAMING]).context
+    plain = load("sd2").encode_prompt(toy.NAMING).context
     assert toy.relative_error(plain[:, ::5], GOLDEN["learned.sd2.context"]) > 0.1
 
 
@@ -80,14 +88,13 @@ def test_prompts_of_sdxl_with_a_name_are_read_as_by_diffusers(load: Callable[[st
     """By both encoders, each with vectors of its own width; and by the refiner, which has the second alone."""
     save_file({"clip_l": toy.embedding(64), "clip_g": toy.embedding(96)}, tmp_path / "apple.safetensors")
     prompt = toy.NAMING.replace(toy.NAME, "Apple")
-    pipe = with_embeddings(load("sdxl_base"), [tmp_path / "apple.safetensors"])
-    both = encode_prompts(pipe, [prompt])
+    both = read(load("sdxl_base"), prompt, tmp_path / "apple.safetensors")
     assert toy.relative_error(both.context[:, ::7], GOLDEN["learned.sdxl.context"]) < 1e-5
-    assert toy.relative_error(both.y[:, :96], GOLDEN["learned.sdxl.pooled"]) < 1e-5
-    refiner = with_embeddings(load("sdxl_refiner"), [tmp_path / "apple.safetensors"])
-    ids = refiner.tokenizer([prompt])
+    assert toy.relative_error(both.inputs["y"][:, :96], GOLDEN["learned.sdxl.pooled"]) < 1e-5
+    refiner = load("sdxl_refiner")
+    ids = replace(refiner.tokenizer, added=(("apple", (FIRST, FIRST + 1, FIRST + 2)),))([prompt])
     wanted = refiner.text_encoder(ids, learned=toy.embedding(96))
-    assert torch.equal(encode_prompts(refiner, [prompt]).context, wanted)
+    assert torch.equal(read(refiner, prompt, tmp_path / "apple.safetensors").context, wanted)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -103,18 +110,29 @@ def test_prompts_of_sdxl_with_a_name_are_read_as_by_diffusers(load: Callable[[st
     ],
 )
 def test_files_of_every_kind(
-    tmp_path: Path, make: Callable[[Path, Tensor], Path], file: str, name: str, stored: str | None
+    load: Callable[[str], Pipeline],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path, Tensor], Path],
+    file: str,
+    name: str,
+    stored: str | None,
 ) -> None:
+    caplog.set_level("INFO", "ldm_lite")
     vectors = toy.embedding(64).half().float()
-    [embedding] = open_embeddings(make(tmp_path / file, vectors.clone()))
-    assert (embedding.name, embedding.stored) == (name, stored)
-    assert list(embedding.vectors) == [64]
-    assert torch.equal(embedding.vectors[64], vectors)
+    context = read(load("sd2"), f"a {name}, b", make(tmp_path / file, vectors.clone())).context
+    said = [message for message in caplog.messages if f"in a prompt, '{name}' stands for 3 vectors" in message]
+    assert len(said) == 1
+    assert (f"the name stored in it, '{stored}', is not used" in said[0]) == (stored is not None)
+    save_file({"emb_params": vectors}, tmp_path / "same.safetensors")
+    assert torch.equal(context, read(load("sd2"), "a same, b", tmp_path / "same.safetensors").context)
+    assert not torch.equal(context, read(load("sd2"), f"a {name}, b").context)
 
 
-def test_one_vector_may_have_one_dimension(tmp_path: Path) -> None:
-    [embedding] = open_embeddings(diffusers(tmp_path / "a.bin", torch.ones(64)))
-    assert embedding.vectors[64].shape == (1, 64)
+def test_one_vector_may_have_one_dimension(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+    one, two = (diffusers(tmp_path / f"{i}.bin", torch.ones(*[1] * (i - 1), 64)) for i in (1, 2))
+    contexts = [read(load("sd2"), "a cat", f"cat={file}").context for file in (one, two)]
+    assert torch.equal(*contexts)
 
 
 # ---- whose name counts ----------------------------------------------------------------------------------------------
@@ -126,32 +144,34 @@ def test_the_name_stored_in_a_file_is_not_active(
     """Two files with one stored name do not collide, and the message names what to write."""
     caplog.set_level("INFO", "ldm_lite")
     files = [a1111(tmp_path / f"{name}.pt", toy.normal(i, 2, 64), "<s>") for i, name in enumerate(("one", "Two cats"))]
-    pipe = with_embeddings(load("sd2"), files)
-    assert [name for name, _ in pipe.tokenizer.added] == ["one", "Two cats"]
-    plain = encode_prompts(load("sd2"), ["a <s>"]).context
-    assert torch.equal(encode_prompts(pipe, ["a <s>"]).context, plain)
-    assert not torch.equal(encode_prompts(pipe, ["a two CATS"]).context, encode_prompts(pipe, ["a one"]).context)
+    pipe = load("sd2")
+    assert torch.equal(read(pipe, "a <s>", *files).context, pipe.encode_prompt("a <s>").context)
+    assert not torch.equal(read(pipe, "a two CATS", *files).context, read(pipe, "a one", *files).context)
     stored = "; the name stored in it, '<s>', is not used"
     assert f"one.pt: in a prompt, 'one' stands for 2 vectors, no longer for the word{stored}" in caplog.text
     assert f"Two cats.pt: in a prompt, 'Two cats' stands for 2 vectors{stored}" in caplog.text
-    easy = open_embeddings(a1111(tmp_path / "Easy.pt", toy.embedding(64), "easy"))
-    assert (easy[0].name, easy[0].stored) == ("Easy", None)
+    caplog.clear()
+    read(pipe, "a", a1111(tmp_path / "Easy.pt", toy.embedding(64), "easy"))
+    assert "'Easy' stands for 3 vectors" in caplog.text
+    assert "the name stored in it" not in caplog.text
 
 
-def test_a_name_of_the_users(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
+def test_a_name_of_the_users(load: Callable[[str], Pipeline], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """For files of one name, and names as diffusers has them; a file whose name has the sign is a file."""
     (tmp_path / "other").mkdir()
     files = [kohya(tmp_path / part / "a.safetensors", toy.normal(i, 1, 64)) for i, part in enumerate(("", "other"))]
-    pipe = with_embeddings(load("sd2"), [files[0], f"<cat toy>={files[1]}", files[0]])
-    assert [name for name, _ in pipe.tokenizer.added] == ["a", "<cat toy>"], "a file twice is there once"
-    alone = with_embeddings(load("sd2"), [files[1]])
-    assert torch.equal(encode_prompts(pipe, ["my <Cat toy>"]).context, encode_prompts(alone, ["my a"]).context)
+    caplog.set_level("INFO", "ldm_lite")
+    named = read(load("sd2"), "my <Cat toy>", files[0], f"<cat toy>={files[1]}", files[0]).context
+    said = [message.split(" stands")[0] for message in caplog.messages if " stands for" in message]
+    assert [message.split("in a prompt, ")[1] for message in said] == ["'a'", "'<cat toy>'"], (
+        "a file twice is there once"
+    )
+    assert torch.equal(named, read(load("sd2"), "my a", files[1]).context)
     sign = kohya(tmp_path / "x=y.safetensors", toy.normal(2, 1, 64))
-    assert open_embeddings(sign)[0].name == "x=y"
     accent = kohya(tmp_path / "cafe\u0301.safetensors", toy.normal(2, 1, 64))  # as macOS stores names
-    assert open_embeddings(accent)[0].name == "caf\u00e9"
-    with pytest.raises(ValueError, match="got ' ' as the name of an embedding"):
-        open_embeddings(f" ={sign}")
+    for file, name in ((sign, "x=y"), (accent, "caf\u00e9")):
+        assert torch.equal(read(load("sd2"), f"a {name}", file).context, read(load("sd2"), "a b", f"b={file}").context)
+    refuse(load("sd2"), "got ' ' as the name of an embedding", f" ={sign}")
 
 
 @pytest.mark.parametrize(
@@ -165,18 +185,17 @@ def test_a_name_of_the_users(load: Callable[[str], Pipeline], tmp_path: Path) ->
         ({"clip_l": torch.ones(2, 64), "clip_g": torch.ones(2, 64)}, "two of its tensors are 64 wide"),
     ],
 )
-def test_damaged_files(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
+def test_damaged_files(
+    load: Callable[[str], Pipeline], tmp_path: Path, tensors: dict[str, Tensor], message: str
+) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=message):
-        open_embeddings(tmp_path / "a.safetensors")
+    refuse(load("sd2"), message, tmp_path / "a.safetensors")
 
 
-def test_pictures_and_folders(tmp_path: Path) -> None:
+def test_pictures_and_folders(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=r"a\.png: is a picture: .* take its \.pt"):
-        open_embeddings(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="is a folder, wanted a textual inversion: name its files"):
-        open_embeddings(tmp_path)
+    refuse(load("sd2"), r"a\.png: is a picture: .* take its \.pt", tmp_path / "a.png")
+    refuse(load("sd2"), "is a folder, wanted a textual inversion: name its files", tmp_path)
 
 
 class Evil:
@@ -184,10 +203,9 @@ class Evil:
         return eval, ("1 / 0",)
 
 
-def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
+def test_nothing_of_a_file_is_run(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     torch.save({"string_to_param": {"*": torch.ones(1, 64)}, "name": Evil()}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"refused, nothing in it was run: its pickle names .*eval"):
-        open_embeddings(tmp_path / "a.pt")
+    refuse(load("sd2"), r"refused, nothing in it was run: its pickle names .*eval", tmp_path / "a.pt")
 
 
 def test_what_does_not_fit_is_one_line(
@@ -215,18 +233,14 @@ def test_what_does_not_fit_is_one_line(
             "A.pt: another embedding has the name 'A': give one of them another, `embedding=",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
-            with_embeddings(load("sd2"), sources)
-    with pytest.raises(ValueError, match="its vectors are 64 wide, wanted 96 for its text encoder"):
-        with_embeddings(load("sdxl_base"), [kohya(tmp_path / "a.safetensors", torch.ones(1, 64))])
+        refuse(load("sd2"), message, *sources)
+    narrow = kohya(tmp_path / "a.safetensors", torch.ones(1, 64))
+    refuse(load("sdxl_base"), "its vectors are 64 wide, wanted 96 for its text encoder", narrow)
     unread = replace(load("sd2"), tokenizer=None)
-    with pytest.raises(
-        ValueError, match="reads no text with CLIP, which embeddings are made for: leave out `embedding`"
-    ):
-        with_embeddings(unread, [tmp_path / "xl.safetensors"])
+    refuse(unread, "reads no text with CLIP, which embeddings are made for: leave out `embedding`", narrow)
     with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for `embedding`\), wanted a latent diff"):
-        split(open_checkpoint(a1111(tmp_path / "w.pt", torch.ones(2, 96))))
-    assert with_embeddings(load("sd2"), [tmp_path / "xl.safetensors"]).learned.keys() == {64}
+        ldm_lite.load(a1111(tmp_path / "w.pt", torch.ones(2, 96)), device="cpu")
+    read(load("sd2"), "an xl", tmp_path / "xl.safetensors")
     assert "xl.safetensors: this model does not use its vectors of width 96" in caplog.text
 
 
@@ -280,18 +294,19 @@ def test_other_tokenizers_have_names_too() -> None:
 
 def test_several_files_have_vectors_of_their_own(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     files = [kohya(tmp_path / f"{name}.safetensors", toy.normal(i, i + 1, 64)) for i, name in enumerate("xyz")]
-    pipe = with_embeddings(with_embeddings(load("sd2"), files[:2]), files[2:])
-    alone = [with_embeddings(load("sd2"), [file]) for file in files]
-    for name, one in zip("xyz", alone, strict=True):
-        wanted = encode_prompts(one, [f"a {name}, b"]).context
-        assert torch.equal(encode_prompts(pipe, [f"a {name}, b"]).context, wanted)
-    assert load("sd2").learned == {}, "a pipeline does not change"
+    pipe = load("sd2")
+    plain = pipe.encode_prompt("a x, b").context
+    for name, file in zip("xyz", files, strict=True):
+        alone = read(pipe, f"a {name}, b", file).context
+        assert torch.equal(read(pipe, f"a {name}, b", *files).context, alone)
+    assert torch.equal(pipe.encode_prompt("a x, b").context, plain), "a pipeline does not change"
 
 
 def test_long_prompts_with_names_and_weights(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
-    pipe = with_embeddings(load("sdxl_base"), [_both(tmp_path)])
-    options = PromptOptions("a1111")
-    long, short = (encode_prompts(pipe, [f"{'a ' * count}(both:1.2)"], options) for count in (74, 0))
+    long, short = (
+        read(load("sdxl_base"), f"{'a ' * count}(both:1.2)", _both(tmp_path), prompt_syntax="a1111")
+        for count in (74, 0)
+    )
     assert long.context.shape == (1, 2 * 77, 160)
     assert torch.allclose(long.context[:, 77:], short.context, atol=1e-4)
 

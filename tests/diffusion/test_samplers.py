@@ -1,25 +1,26 @@
 """Plans, run in float64: against trajectories of the originals, k-diffusion and diffusers, and closed forms."""
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import toy
-from plan_runner import Model, run, toy_model
+from plan_runner import NUM_REGISTERS, Array, Model, run, toy_model
 
-from ldm_lite.diffusion.names import has, make_plan
-from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
+from ldm_lite import Pipeline
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Level, Prediction, Schedule, scaled_linear_betas
-from ldm_lite.diffusion.spacings import SECTIONS, original
+from ldm_lite.diffusion.schedule import SPACINGS, levels_of
 from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
-BETAS = scaled_linear_betas(0.00085, 0.012)
-SD = Schedule.from_betas(BETAS, "eps")
 # By default; the slow tests take all others up to 1000.
 COUNTS = [1, 2, 3, 4, 5, 8, 10, 20, 27, 50]
 DETERMINISTIC = {  # and the order that it converges with, as measured
@@ -44,15 +45,10 @@ STOCHASTIC = {  # and the order that its variance converges with
     "dpmpp_2m_sde_heun": 2,
     "dpmpp_3m_sde": 2,
 }
-ANY_COUNT = {name: make for name, make in SPACINGS.items() if name not in SECTIONS}  # spacings of any number of steps
-for other in (
-    "flow",
-    "flow_sd3",
-    "webui_ddim",
-    "webui_unipc",
-    "ddim_uniform",
-):  # for flows; of A1111's number, and not all strictly descending
-    del ANY_COUNT[other]
+# Spacings that are not of any number of steps: for flows; of A1111's number, and not all strictly descending; sections.
+SPECIAL = ("flow", "flow_sd3", "webui_ddim", "webui_unipc", "ddim_uniform")
+SPECIAL += tuple(name for name in SPACINGS if re.fullmatch(r"(fast|smart|super)\d+", name))
+ANY_COUNT = [name for name in SPACINGS if name not in SPECIAL]
 OWN_ENDS = ("restart", "dpm_fast", "dpm_adaptive", "tcd")  # and sometimes levels of their own
 OWN_STEPS = ("restart", "dpm_fast", "dpm_adaptive")
 TWO_CALLS = ["heun", "dpm2", "dpm2_a", "dpmpp_2s_a", "dpmpp_sde"]
@@ -62,19 +58,18 @@ def own_spacing(sampler: str) -> str:
     return str(inspect.signature(SAMPLERS[sampler]).parameters["spacing"].default)
 
 
-def schedule_of(case: toy.Run) -> Schedule:
-    schedule = Schedule.from_betas(BETAS, case.prediction)  # type: ignore[arg-type]
-    return schedule.zero_terminal_snr() if case.zero_snr else schedule
+def has(sampler: str, option: str) -> bool:
+    return option in inspect.signature(SAMPLERS[sampler]).parameters
 
 
 # ---- goldens --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", toy.RUNS)
-def test_trajectories_are_those_of_the_originals(name: str) -> None:
+def test_trajectories_are_those_of_the_originals(name: str, predicting: Callable[..., Pipeline]) -> None:
     case = toy.RUNS[name]
-    schedule = schedule_of(case)
-    plan = make_plan(case.sampler, schedule, case.steps, eta=case.eta, churn=case.churn, spacing=case.spacing)
+    pipe = predicting(case.prediction, **{"zero_snr": True} if case.zero_snr else {})
+    plan = pipe.plan(case.sampler, case.steps, eta=case.eta, churn=case.churn, spacing=case.spacing)
     noises = iter(toy.noises(40))
     ours = run(plan, toy_model(case.scale), next(noises) * plan.initial, noises)
     if f"{name}.x" in GOLDEN:
@@ -109,13 +104,13 @@ def test_the_goldens_tell_samplers_apart() -> None:
 MEAN, DEVIATION = 0.7, 0.5  # of the Gaussian data, for which the best denoiser is linear in x
 
 
-def gaussian_eps(level: Level, deviation: float) -> tuple[float, float]:
+def gaussian_eps(level: Any, deviation: float) -> tuple[float, float]:
     """(k, b): the noise to expect in x at a level is k x + b."""
     k = level.s / (level.a**2 * deviation**2 + level.s**2)
     return k, -k * level.a * MEAN
 
 
-def order_errors(sampler: str, counts: list[int], without: float = 0.0) -> list[float]:
+def order_errors(sd: Pipeline, sampler: str, counts: list[int], without: float = 0.0) -> list[float]:
     """Errors against the exact solution of the ODE at the last level before clean (where the step is first order).
 
     A share of the steps, the first ones, may be left out.
@@ -123,11 +118,11 @@ def order_errors(sampler: str, counts: list[int], without: float = 0.0) -> list[
     errors = []
     for steps in counts:
         skip = round(without * (steps - 1))
-        levels = SPACINGS["karras"](SD, steps)[skip:]
-        plan = make_plan(sampler, SD, steps, spacing="karras", last=steps - skip)
+        levels = levels_of("karras", sd.schedule, steps)[skip:]
+        plan = sd.plan(sampler, steps, spacing="karras", last=steps - skip)
 
         def model(x: Array, t: float) -> Array:
-            k, b = gaussian_eps(SD.between(t), DEVIATION)
+            k, b = gaussian_eps(sd.schedule.between(t), DEVIATION)
             return k * x + b
 
         start, end = levels[0], levels[-2]
@@ -139,22 +134,22 @@ def order_errors(sampler: str, counts: list[int], without: float = 0.0) -> list[
 
 
 @pytest.mark.parametrize("sampler", DETERMINISTIC)
-def test_order_of_convergence(sampler: str) -> None:
+def test_order_of_convergence(sd: Pipeline, sampler: str) -> None:
     """Halving the step divides the error by 2^order."""
-    errors = order_errors(sampler, [26, 51, 101, 201])
+    errors = order_errors(sd, sampler, [26, 51, 101, 201])
     measured = [np.log2(before / after) for before, after in pairwise(errors)]
     assert measured == pytest.approx([DETERMINISTIC[sampler]] * 3, abs=0.25)
     assert errors[-1] < (1e-2 if DETERMINISTIC[sampler] == 1 else 1e-4)
 
 
-def moments(plan: Plan, start: Level, deviation: float, steps: int) -> tuple[float, float]:
+def moments(plan: Plan, start: Any, deviation: float, steps: int) -> tuple[float, float]:
     """Mean and variance after so many steps, exactly: every row is linear in the registers and the noise."""
     mean, covariance = np.zeros(NUM_REGISTERS), np.zeros((NUM_REGISTERS, NUM_REGISTERS))
     mean[0], covariance[0, 0] = start.a * MEAN, start.a**2 * deviation**2 + start.s**2
-    for t, level, (p, q), mix, step in zip(plan.t, plan.level, plan.to_h, plan.mix, plan.step, strict=True):
+    for level, (p, q), mix, step in zip(plan.level, plan.to_h, plan.mix, plan.step, strict=True):
         if step >= steps:
             break
-        k, b = gaussian_eps(Level(t, *level), deviation)
+        k, b = gaussian_eps(SimpleNamespace(a=level[0], s=level[1]), deviation)
         inputs = np.eye(NUM_REGISTERS + 2, NUM_REGISTERS)  # registers -> [registers, H, noise]
         inputs[NUM_REGISTERS, 0] = p + q * k
         row = mix @ inputs
@@ -163,17 +158,19 @@ def moments(plan: Plan, start: Level, deviation: float, steps: int) -> tuple[flo
     return float(mean[0]), float(covariance[0, 0])
 
 
-def variance_errors(sampler: str, spacing: str, counts: list[int], **options: float) -> list[float]:
+def variance_errors(
+    sd: Pipeline, sampler: str, spacing: str, counts: list[int], **options: float | None
+) -> list[float]:
     """Relative errors of the variance; the mean is exact.
 
     The jump from the least sigma to clean does not become smaller with the step, so that it is left out.
     """
     errors = []
     for steps in counts:
-        levels = SPACINGS[spacing](SD, steps)
+        levels = levels_of(spacing, sd.schedule, steps)
         kept = steps - (levels[-1].s == 0)
         end = levels[kept]
-        plan = make_plan(sampler, SD, steps, spacing=spacing, **options)
+        plan = sd.plan(sampler, steps, spacing=spacing, **options)
         mean, variance = moments(plan, levels[0], DEVIATION, kept)
         assert mean == pytest.approx(end.a * MEAN, abs=1e-9)
         errors.append(abs(variance / (end.a**2 * DEVIATION**2 + end.s**2) - 1))
@@ -183,25 +180,30 @@ def variance_errors(sampler: str, spacing: str, counts: list[int], **options: fl
 @pytest.mark.parametrize(
     ("sampler", "eta"), [(name, eta) for name in STOCHASTIC for eta in (None, 0.5) if eta is None or has(name, "eta")]
 )
-def test_stochastic_samplers_make_the_mean_and_the_variance_of_the_data(sampler: str, eta: float | None) -> None:
+def test_stochastic_samplers_make_the_mean_and_the_variance_of_the_data(
+    sd: Pipeline, sampler: str, eta: float | None
+) -> None:
     """In the limit of many steps, with the sampler's order."""
     order = STOCHASTIC[sampler]
     options = {"eta": 1.0 if sampler == "ddim" else None} if eta is None else {"eta": eta}
-    errors = variance_errors(sampler, "karras", [63, 125, 250], **options)  # type: ignore[arg-type]
+    errors = variance_errors(sd, sampler, "karras", [63, 125, 250], **options)
     assert [np.log2(before / after) for before, after in pairwise(errors)] == pytest.approx([order] * 2, abs=0.2)
     assert errors[-1] < (0.05 if order == 1 else 1e-3)
-    coarse, fine = variance_errors(sampler, own_spacing(sampler), [250, 500], **options)  # type: ignore[arg-type]
+    coarse, fine = variance_errors(sd, sampler, own_spacing(sampler), [250, 500], **options)
     assert fine < 0.6 * coarse < 0.1
 
 
 # ---- every count ----------------------------------------------------------------------------------------------------
 
 
-def moments_of_one_image(plans: Sequence[Plan], starts: Sequence[Level]) -> tuple[Array, Array]:
-    """Mean and variance (P,) at the end of P plans, if the data is the one value MEAN and the network knows it."""
+def moments_of_one_image(plans: Sequence[Plan], starts: Sequence[Sequence[float]]) -> tuple[Array, Array]:
+    """Mean and variance (P,) at the end of P plans, if the data is the one value MEAN and the network knows it.
+
+    starts are their first levels (a, s).
+    """
     num, size, eye = max(len(plan.t) for plan in plans), NUM_REGISTERS, np.eye(NUM_REGISTERS, NUM_REGISTERS + 2)
     means, covariances = np.zeros((len(plans), size, 2)), np.zeros((len(plans), size, size))
-    means[:, 0] = [(level.a * MEAN, level.s) for level in starts]  # the mean, and the share of the first noise
+    means[:, 0] = [(a * MEAN, s) for a, s in starts]  # the mean, and the share of the first noise
     mixes, biases = np.tile(eye, (num, len(plans), 1, 1)), np.zeros((num, len(plans), size))
     for i, plan in enumerate(plans):
         (a, s), (p, q), rows = plan.level.T, plan.to_h.T, len(plan.t)
@@ -221,7 +223,7 @@ SLOW = [pytest.param(steps, marks=pytest.mark.slow) for steps in range(1, 1001) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [*COUNTS, *SLOW])
-def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) -> None:
+def test_every_sampler_makes_every_number_of_steps_in_every_spacing(sd: Pipeline, steps: int) -> None:
     """Exactly as many as asked for, and if the data is one image, the result is it, exactly.
 
     For such data every step from level to level is exact, in mean and in variance, but LCM's: its boundary condition
@@ -229,9 +231,9 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
     twentieth, others for each count.
     """
     cases, plans, starts = [], [], []
-    for i, (spacing, make) in enumerate(ANY_COUNT.items()):
+    for i, spacing in enumerate(ANY_COUNT):
         try:
-            levels = make(SD, steps)
+            levels = levels_of(spacing, sd.schedule, steps)
         except ValueError:
             assert spacing == "original"
             continue
@@ -241,7 +243,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
                 continue
             if sampler.startswith("dpm_") and spacing == "original":  # makes the number of calls that it is asked for
                 continue
-            plan = make_plan(sampler, SD, steps, spacing=lambda schedule, steps, levels=levels: levels)
+            plan = sd.plan(sampler, steps, spacing=lambda schedule, steps, levels=levels: levels)
             case = f"{sampler} {spacing}"
             assert plan.num_steps == count == len(levels) - 1, case
             assert plan.end == levels[-1] or sampler in OWN_ENDS or spacing == "kl_optimal", case
@@ -260,17 +262,17 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(steps: int) 
             if sampler not in ("lcm", "lcm_webui"):
                 cases.append(case)
                 plans.append(plan)
-                starts.append(Level(plan.t[0], *plan.level[0]))
+                starts.append(plan.level[0])
     means, variances = moments_of_one_image(plans, starts)
     for case, plan, mean, variance in zip(cases, plans, means, variances, strict=True):
         assert mean == pytest.approx(plan.end.a * MEAN, abs=1e-9), case
         assert variance == pytest.approx(plan.end.s**2, rel=1e-8, abs=1e-11), case
 
 
-def test_lcm_ends_close_to_a_single_image() -> None:
+def test_lcm_ends_close_to_a_single_image(sd: Pipeline) -> None:
     for steps in (1, 4, 8, 50):
-        plan = make_plan("lcm", SD, steps)
-        (mean,), (variance,) = moments_of_one_image([plan], [SD.at(999)])
+        plan = sd.plan("lcm", steps)
+        (mean,), (variance,) = moments_of_one_image([plan], [plan.level[0]])
         assert mean == pytest.approx(MEAN, abs=1e-5)
         assert variance < 1e-8
 
@@ -279,11 +281,11 @@ def test_lcm_ends_close_to_a_single_image() -> None:
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "karras", "beta"])
 @pytest.mark.parametrize("sampler", DETERMINISTIC)
 def test_deterministic_samplers_keep_the_image_and_the_noise_if_both_are_constant(
-    sampler: str, spacing: str, steps: int
+    sd: Pipeline, sampler: str, spacing: str, steps: int
 ) -> None:
     """If the network always sees the same noise, x = a x0 + s eps holds after every step, with the same x0."""
-    levels = SPACINGS[spacing](SD, steps)
-    plan = make_plan(sampler, SD, steps, spacing=spacing)
+    levels = levels_of(spacing, sd.schedule, steps)
+    plan = sd.plan(sampler, steps, spacing=spacing)
     assert not plan.adds_noise.any()
     x0, eps = np.array([0.7, -1.1]), np.array([-0.4, 1.9])
     trajectory = run(plan, lambda x, t: eps, levels[0].a * x0 + levels[0].s * eps, iter(()))
@@ -291,19 +293,19 @@ def test_deterministic_samplers_keep_the_image_and_the_noise_if_both_are_constan
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_where_sampling_starts(sampler: str) -> None:
+def test_where_sampling_starts(sd: Pipeline, sampler: str) -> None:
     """k-diffusion's samplers take y = sigma noise, so x = s noise; others unit noise for x."""
-    initial = make_plan(sampler, SD, 10).initial
+    initial = sd.plan(sampler, 10).initial
     unit = sampler in ("ddim", "ddim_cfgpp", "ddpm", "plms", "lcm", "tcd", "unipc_bh1")
-    assert initial == (1 if unit else pytest.approx(np.sqrt(1 - SD.alpha_bar[-1]), rel=1e-12))
+    assert initial == (1 if unit else pytest.approx(np.sqrt(1 - sd.schedule.alpha_bar[-1]), rel=1e-12))
 
 
-def test_original_spacing_takes_the_originals_number_of_steps() -> None:
+def test_original_spacing_takes_the_originals_number_of_steps(sd: Pipeline) -> None:
     for sampler in ("ddim", "plms"):
-        assert make_plan(sampler, SD, 30, spacing="original").num_steps == 31
-        assert make_plan(sampler, SD, 60, spacing="original").num_steps == 63
+        assert sd.plan(sampler, 30, spacing="original").num_steps == 31
+        assert sd.plan(sampler, 60, spacing="original").num_steps == 63
     with pytest.raises(ValueError, match="fail with 27 steps"):
-        original(SD, 27)
+        sd.plan("ddim", 27, spacing="original")
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------
@@ -316,22 +318,22 @@ def test_original_spacing_takes_the_originals_number_of_steps() -> None:
     "name", [*sorted(set(SAMPLERS) - {"unipc_bh1", "lcm_webui"}), "dpmpp_2m karras", "unipc_bh1 karras"]
 )
 def test_the_same_denoiser_gives_the_same_trajectory_whatever_it_predicts(
-    name: str, prediction: Prediction, steps: int
+    predicting: Callable[..., Pipeline], name: str, prediction: str, steps: int
 ) -> None:
-    eps_model = toy_model(None)
+    eps_model, sd = toy_model(None), predicting("eps")
 
     def model(x: Array, t: float) -> Array:
-        level = SD.between(t)
+        level = sd.schedule.between(t)
         eps = eps_model(x, t)
         x0 = (x - level.s * eps) / level.a
         return level.a * eps - level.s * x0 if prediction == "v" else x0
 
-    def trajectory(schedule: Schedule, used: Model) -> list[Array]:
+    def trajectory(pipe: Pipeline, used: Model) -> list[Array]:
         noises = iter(toy.noises(120))
-        return run(make_plan(name, schedule, steps), used, next(noises), noises)
+        return run(pipe.plan(name, steps), used, next(noises), noises)
 
-    wanted = trajectory(SD, eps_model)
-    got = trajectory(Schedule.from_betas(BETAS, prediction), model)
+    wanted = trajectory(sd, eps_model)
+    got = trajectory(predicting(prediction), model)
     assert max(toy.relative_error(a, b) for a, b in zip(got, wanted, strict=True)) < 1e-10
 
 
@@ -339,33 +341,34 @@ def test_the_same_denoiser_gives_the_same_trajectory_whatever_it_predicts(
 
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpm2"])
-def test_churn_raises_each_level_with_fresh_noise(sampler: str) -> None:
-    levels = SPACINGS["karras"](SD, 10)
-    plain, churned = (make_plan(sampler, SD, 10, spacing="karras", churn=churn) for churn in (None, 2.0))
+def test_churn_raises_each_level_with_fresh_noise(sd: Pipeline, sampler: str) -> None:
+    levels = levels_of("karras", sd.schedule, 10)
+    plain, churned = (sd.plan(sampler, 10, spacing="karras", churn=churn) for churn in (None, 2.0))
     first = np.diff(churned.step, prepend=-1) > 0
     a, s = churned.level[first].T
     assert s / a == pytest.approx([1.2 * level.sigma for level in levels[:-1]], rel=1e-12)
     assert churned.adds_noise.sum() == 9
     assert churned.initial == pytest.approx(s[0], rel=1e-12)
-    start = Level(999, a[0], s[0])
-    (mean,), (variance,) = moments_of_one_image([churned], [start])
+    (mean,), (variance,) = moments_of_one_image([churned], [(a[0], s[0])])
     assert (mean, variance) == pytest.approx((MEAN, 0), abs=1e-9)
-    most = make_plan(sampler, SD, 10, spacing="karras", churn=10.0).level[0]
+    most = sd.plan(sampler, 10, spacing="karras", churn=10.0).level[0]
     assert most[1] / most[0] == pytest.approx(np.sqrt(2) * levels[0].sigma, rel=1e-12)  # at most
-    assert np.array_equal(make_plan(sampler, SD, 10, spacing="karras", churn=0.0).mix, plain.mix)
+    assert np.array_equal(sd.plan(sampler, 10, spacing="karras", churn=0.0).mix, plain.mix)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prediction", ["v", "x0"])
-def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefined(prediction: Prediction) -> None:
+def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefined(
+    predicting: Callable[..., Pipeline], prediction: str
+) -> None:
     """Undefined is PLMS, which keeps eps in the scale of x, where the first level is exactly a = 0."""
-    schedule = Schedule.from_betas(BETAS, prediction).zero_terminal_snr()
-    for spacing, make in ANY_COUNT.items():
+    pipe = predicting(prediction, zero_snr=True)
+    for spacing in ANY_COUNT:
         for steps in (
             (1, 2, 5, 20) if spacing != "leading" else (1, 2, 5, 20, 999)
         ):  # of 999, the first is the last level
             try:
-                levels = make(schedule, steps)
+                levels = levels_of(spacing, pipe.schedule, steps)
             except ValueError:
                 assert spacing == "original"
                 continue
@@ -373,25 +376,25 @@ def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefin
                 case = f"{sampler} {spacing} {steps}"
                 if sampler == "plms" and levels[0].a == 0:
                     with pytest.raises(ValueError, match="undefined at zero terminal SNR: take a model with v"):
-                        make_plan(sampler, schedule, steps, spacing=spacing)
+                        pipe.plan(sampler, steps, spacing=spacing)
                     continue
-                plan = make_plan(sampler, schedule, steps, spacing=spacing)
+                plan = pipe.plan(sampler, steps, spacing=spacing)
                 for name in ("t", "to_h", "to_x0", "mix"):
                     assert np.isfinite(getattr(plan, name)).all(), f"{case}: {name}"
                 assert abs(plan.mix).max() < 1e6, case
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_ddim_takes_the_image_out_of_pure_noise(eta: float) -> None:
+def test_ddim_takes_the_image_out_of_pure_noise(predicting: Callable[..., Pipeline], eta: float) -> None:
     """With v prediction, which there is -x0, and for one image: exact after every step."""
-    schedule = Schedule.from_betas(BETAS, "v").zero_terminal_snr()
+    pipe = predicting("v", zero_snr=True)
     for steps in (1, 3, 20):
-        levels = SPACINGS["trailing"](schedule, steps)
+        levels = levels_of("trailing", pipe.schedule, steps)
         assert (levels[0].a, levels[0].s) == (0, 1)
-        plan = make_plan("ddim", schedule, steps, spacing="trailing", eta=eta)
+        plan = pipe.plan("ddim", steps, spacing="trailing", eta=eta)
         found = {level.t: level for level in levels}
 
-        def model(x: Array, t: float, found: dict[float, Level] = found) -> Array:
+        def model(x: Array, t: float, found: dict[float, Any] = found) -> Array:
             _, a, s = found[t]
             return a * (x - a * MEAN) / s - s * MEAN
 
@@ -401,19 +404,19 @@ def test_ddim_takes_the_image_out_of_pure_noise(eta: float) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_eps_prediction_is_refused_at_zero_terminal_snr(name: str) -> None:
-    betas = BETAS.copy()
+def test_eps_prediction_is_refused_at_zero_terminal_snr(sd: Pipeline, name: str) -> None:
+    betas = sd.schedule.betas.copy()
     betas[-1] = 1.0
+    pipe = replace(sd, schedule=type(sd.schedule).from_betas(betas, "eps"))
     with pytest.raises(ValueError, match="undefined at zero terminal SNR: take"):
-        make_plan(name, Schedule.from_betas(betas, "eps"), 10, spacing="trailing")
+        pipe.plan(name, 10, spacing="trailing")
     with pytest.raises(ValueError, match="undefined at zero terminal SNR: take"):
-        SD.zero_terminal_snr()
+        sd.schedule.zero_terminal_snr()
 
 
 @pytest.mark.parametrize("prediction", ["eps", "v", "x0"])
-def test_one_step_of_plms_to_clean_is_ddim(prediction: Prediction) -> None:
-    schedule = Schedule.from_betas(BETAS, prediction)
-    plans = [make_plan(name, schedule, 1, spacing="trailing") for name in ("plms", "ddim")]
+def test_one_step_of_plms_to_clean_is_ddim(predicting: Callable[..., Pipeline], prediction: str) -> None:
+    plans = [predicting(prediction).plan(name, 1, spacing="trailing") for name in ("plms", "ddim")]
     x = toy.noises(1)[0]
     ends = [run(plan, toy_model(None), x, iter(()))[-1] for plan in plans]
     assert toy.relative_error(*ends) < 1e-12
@@ -425,10 +428,10 @@ def test_one_step_of_plms_to_clean_is_ddim(prediction: Prediction) -> None:
 
 @pytest.mark.parametrize("spacing", [None, "karras"])
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in (*OWN_STEPS, "lcm_webui")])
-def test_the_last_steps_begin_where_the_whole_would_be(sampler: str, spacing: str | None) -> None:
-    whole = make_plan(sampler, SD, 20, spacing=spacing)
+def test_the_last_steps_begin_where_the_whole_would_be(sd: Pipeline, sampler: str, spacing: str | None) -> None:
+    whole = sd.plan(sampler, 20, spacing=spacing)
     for last in (1, 2, 7, 20):
-        part = make_plan(sampler, SD, 20, spacing=spacing, last=last)
+        part = sd.plan(sampler, 20, spacing=spacing, last=last)
         assert part.num_steps == last
         first = int(np.argmax(whole.step == 20 - last))
         assert part.t[0] == whole.t[first]
@@ -436,12 +439,12 @@ def test_the_last_steps_begin_where_the_whole_would_be(sampler: str, spacing: st
         assert part.end == whole.end
     for last in (0, 21):
         with pytest.raises(ValueError, match=f"got the last {last} of 20 steps, wanted 1 to 20"):
-            make_plan(sampler, SD, 20, last=last)
+            sd.plan(sampler, 20, last=last)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "heun", "dpm2", "euler_a", "dpmpp_2s_a"])
-def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sampler: str) -> None:
-    whole, part = make_plan(sampler, SD, 12), make_plan(sampler, SD, 12, last=5)
+def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sd: Pipeline, sampler: str) -> None:
+    whole, part = sd.plan(sampler, 12), sd.plan(sampler, 12, last=5)
     assert np.array_equal(part.mix, whole.mix[-len(part.t) :])
     assert np.array_equal(part.to_h, whole.to_h[-len(part.t) :])
 
@@ -449,9 +452,9 @@ def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sampler:
 @pytest.mark.parametrize(
     "sampler", ["plms", "lms", "deis", "dpmpp_2m", "unipc", "unipc_bh1", "dpmpp_2m_sde", "dpmpp_3m_sde"]
 )
-def test_multistep_samplers_begin_the_last_steps_without_a_history(sampler: str) -> None:
+def test_multistep_samplers_begin_the_last_steps_without_a_history(sd: Pipeline, sampler: str) -> None:
     """No row may weight a prediction that was never made; and a table cut in the middle would do just that."""
-    whole, part = make_plan(sampler, SD, 12), make_plan(sampler, SD, 12, last=5)
+    whole, part = sd.plan(sampler, 12), sd.plan(sampler, 12, last=5)
     for made, mix in enumerate(part.mix):
         assert not np.any(mix[0, 2 + made : NUM_REGISTERS])
     cut = whole.mix[int(np.argmax(whole.step == 7))]
@@ -459,8 +462,8 @@ def test_multistep_samplers_begin_the_last_steps_without_a_history(sampler: str)
 
 
 @pytest.mark.parametrize("sampler", DETERMINISTIC)
-def test_a_part_converges(sampler: str) -> None:
+def test_a_part_converges(sd: Pipeline, sampler: str) -> None:
     """With its order up to 2: a multistep method's first steps are of lower order, and here they matter."""
-    errors = order_errors(sampler, [51, 101, 201], without=0.4)
+    errors = order_errors(sd, sampler, [51, 101, 201], without=0.4)
     measured = [np.log2(before / after) for before, after in pairwise(errors)]
     assert min(measured) > min(DETERMINISTIC[sampler], 2.0) - 0.25
