@@ -1,6 +1,7 @@
 """The noise schedule against values of arbitrary precision; the spacings against the original scripts and others."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,20 +11,10 @@ import pytest
 import torch
 import toy
 
-from ldm_lite.diffusion.schedule import (
-    CLEAN,
-    SPACINGS,
-    FlowSchedule,
-    Prediction,
-    Schedule,
-    leading,
-    linspace,
-    scaled_linear_betas,
-)
-from ldm_lite.diffusion.spacings import SECTIONS, original
+from ldm_lite import Pipeline
+from ldm_lite.diffusion.schedule import SPACINGS, FlowSchedule, Prediction, Schedule, levels_of, scaled_linear_betas
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
-SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 COUNTS = range(1, 1001)
 # By 40-digit arithmetic: alpha_bar at 0, 500 and 999, and the least and greatest sigma.
 REFERENCE = {
@@ -46,27 +37,28 @@ def test_alpha_bar_and_sigmas(betas: tuple[float, float]) -> None:
     assert (np.diff(schedule.sigmas) > 0).all()
 
 
-def test_a_level_is_variance_preserving_and_knows_its_sigma() -> None:
+def test_a_level_is_variance_preserving_and_knows_its_sigma(sd: Pipeline) -> None:
     for t in (0, 1, 500, 999):
-        level = SD.at(t)
+        level = sd.schedule.at(t)
         assert level.t == t
-        assert level.a**2 == pytest.approx(SD.alpha_bar[t], rel=1e-14)
+        assert level.a**2 == pytest.approx(sd.schedule.alpha_bar[t], rel=1e-14)
         assert level.a**2 + level.s**2 == pytest.approx(1, rel=1e-14)
-        assert level.sigma == pytest.approx(SD.sigmas[t], rel=1e-12)
-        assert SD.between(t) == pytest.approx(level, rel=1e-12)
-    assert CLEAN == (0, 1, 0)
-    assert CLEAN.sigma == 0
+        assert level.sigma == pytest.approx(sd.schedule.sigmas[t], rel=1e-12)
+        assert sd.schedule.between(t) == pytest.approx(level, rel=1e-12)
+    clean = levels_of("linspace", sd.schedule, 2)[-1]
+    assert clean == (0, 1, 0)
+    assert clean.sigma == 0
 
 
-def test_between_timesteps_log_sigma_is_linear() -> None:
-    low, high = np.log(SD.sigmas[700]), np.log(SD.sigmas[701])
-    assert math.log(SD.between(700.3).sigma) == pytest.approx(0.7 * low + 0.3 * high, rel=1e-12)
+def test_between_timesteps_log_sigma_is_linear(sd: Pipeline) -> None:
+    low, high = np.log(sd.schedule.sigmas[700]), np.log(sd.schedule.sigmas[701])
+    assert math.log(sd.schedule.between(700.3).sigma) == pytest.approx(0.7 * low + 0.3 * high, rel=1e-12)
 
 
 @pytest.mark.parametrize("t", [0.0, 0.5, 333.3, 998.75, 999.0])
-def test_at_sigma_is_the_inverse_of_between(t: float) -> None:
-    level = SD.between(t)
-    assert SD.at_sigma(level.sigma) == pytest.approx(level, rel=1e-9, abs=1e-9)
+def test_at_sigma_is_the_inverse_of_between(sd: Pipeline, t: float) -> None:
+    level = sd.schedule.between(t)
+    assert sd.schedule.at_sigma(level.sigma) == pytest.approx(level, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("betas", REFERENCE)
@@ -94,131 +86,125 @@ def formula(steps: int) -> list[int]:
     return [t + 1 for t in range(0, 1000, 1000 // steps)]
 
 
-def test_leading_gives_every_count_and_where_it_divides_1000_the_originals_timesteps() -> None:
+def test_leading_gives_every_count_and_where_it_divides_1000_the_originals_timesteps(sd: Pipeline) -> None:
     for steps in COUNTS:
-        *levels, end = leading(SD, steps)
+        *levels, end = levels_of("leading", sd.schedule, steps)
         ts = [level.t for level in levels]
         assert len(ts) == steps
         assert all(before > after for before, after in pairwise(ts))
         assert all(0 <= t < 1000 and t == int(t) for t in ts)
         assert end.sigma < levels[-1].sigma
         if steps < 1000:
-            assert end == SD.at(0)
+            assert end == sd.schedule.at(0)
         if 1000 % steps == 0 and steps < 1000:
             assert ts == formula(steps)[::-1]
-    assert [level.t for level in leading(SD, 1000)] == [*range(999, -1, -1), 0]
-    assert leading(SD, 1000)[-1] == CLEAN
+    assert [level.t for level in levels_of("leading", sd.schedule, 1000)] == [*range(999, -1, -1), 0]
+    assert levels_of("leading", sd.schedule, 1000)[-1] == (0, 1, 0)
 
 
-def test_original_is_the_formula_or_fails_where_it_leaves_the_table() -> None:
+def test_original_is_the_formula_or_fails_where_it_leaves_the_table(sd: Pipeline) -> None:
     failures = 0
     for steps in COUNTS:
         ts = formula(steps)
         if ts[-1] >= 1000:
             failures += 1
             with pytest.raises(ValueError, match=f"fail with {steps} steps"):
-                original(SD, steps)
+                levels_of("original", sd.schedule, steps)
             continue
-        levels = original(SD, steps)
+        levels = levels_of("original", sd.schedule, steps)
         assert [level.t for level in levels] == [*ts[::-1], 0]
-        assert levels[-1] == SD.at(0)
+        assert levels[-1] == sd.schedule.at(0)
     # The numbers that docs/samplers.md states.
     assert failures == 599
     assert {30: 31, 60: 63}.items() <= {steps: len(formula(steps)) for steps in COUNTS}.items()
     assert sum(len(formula(steps)) != steps for steps in COUNTS) == 984
 
 
-def test_linspace_spans_all_timesteps_and_ends_clean() -> None:
-    levels = linspace(SD, 5)
+def test_linspace_spans_all_timesteps_and_ends_clean(sd: Pipeline) -> None:
+    levels = levels_of("linspace", sd.schedule, 5)
     assert [level.t for level in levels] == [999, 749.25, 499.5, 249.75, 0, 0]
-    assert levels[-1] == CLEAN
-    assert [level.t for level in linspace(SD, 1)] == [999, 0]
+    assert levels[-1] == (0, 1, 0)
+    assert [level.t for level in levels_of("linspace", sd.schedule, 1)] == [999, 0]
 
 
-def test_karras_is_linear_in_the_seventh_root_of_sigma() -> None:
-    *levels, end = SPACINGS["karras"](SD, 11)
+def test_karras_is_linear_in_the_seventh_root_of_sigma(sd: Pipeline) -> None:
+    *levels, end = levels_of("karras", sd.schedule, 11)
     roots = np.array([level.sigma for level in levels]) ** (1 / 7)
     assert np.diff(roots) == pytest.approx(np.full(10, (roots[-1] - roots[0]) / 10), rel=1e-9)
-    assert levels[0].sigma == pytest.approx(SD.sigmas[-1], rel=1e-12)
-    assert levels[-1].sigma == pytest.approx(SD.sigmas[0], rel=1e-12)
+    assert levels[0].sigma == pytest.approx(sd.schedule.sigmas[-1], rel=1e-12)
+    assert levels[-1].sigma == pytest.approx(sd.schedule.sigmas[0], rel=1e-12)
     assert (levels[0].t, levels[-1].t) == pytest.approx((999, 0), abs=1e-9)
-    assert end == CLEAN
+    assert end == (0, 1, 0)
 
 
 @pytest.mark.parametrize(("spacing", "steps"), [(name, n) for name, counts in toy.SPACINGS.items() for n in counts])
-def test_levels_are_those_of_others(spacing: str, steps: int) -> None:
+def test_levels_are_those_of_others(sd: Pipeline, spacing: str, steps: int) -> None:
     """Sigmas as in k-diffusion, trailing timesteps as in diffusers, and timesteps of beta by scipy's quantiles."""
     theirs = GOLDEN[f"spacing.{spacing}.{steps}"]
-    levels = SPACINGS[spacing](SD, steps)
+    levels = levels_of(spacing, sd.schedule, steps)
     if spacing == "trailing":
         assert [level.t for level in levels[:-1]] == theirs.tolist()
     elif spacing == "beta":
         assert [level.t for level in levels[:-1]] == pytest.approx(theirs, rel=1e-6, abs=1e-6)
     else:
         assert [level.sigma for level in levels] == pytest.approx(theirs, rel=1e-10)
-    assert levels[-1] == CLEAN
+    assert levels[-1] == (0, 1, 0)
 
 
-def test_exponential_is_linear_in_log_sigma() -> None:
-    *levels, _ = SPACINGS["exponential"](SD, 11)
+def test_exponential_is_linear_in_log_sigma(sd: Pipeline) -> None:
+    *levels, _ = levels_of("exponential", sd.schedule, 11)
     logs = np.log([level.sigma for level in levels])
     assert np.diff(logs) == pytest.approx(np.full(10, (logs[-1] - logs[0]) / 10), rel=1e-9)
 
 
-def test_sgm_uniform_is_linspace_of_one_more_without_the_least() -> None:
+def test_sgm_uniform_is_linspace_of_one_more_without_the_least(sd: Pipeline) -> None:
     for steps in (1, 7, 30):
-        wanted = linspace(SD, steps + 1)
-        assert SPACINGS["sgm_uniform"](SD, steps) == [*wanted[:-2], CLEAN]
+        wanted = levels_of("linspace", sd.schedule, steps + 1)
+        assert levels_of("sgm_uniform", sd.schedule, steps) == [*wanted[:-2], (0, 1, 0)]
         # generative-models: np.linspace(num - 1, 0, steps, endpoint=False), cut to integers
-        ts = [int(level.t + 1e-9) for level in SPACINGS["sgm_uniform"](SD, steps)[:-1]]
+        ts = [int(level.t + 1e-9) for level in levels_of("sgm_uniform", sd.schedule, steps)[:-1]]
         assert ts == np.linspace(999, 0, steps, endpoint=False).astype(int).tolist()
 
 
 @pytest.mark.slow
-def test_trailing_starts_at_999_for_every_count() -> None:
+def test_trailing_starts_at_999_for_every_count(sd: Pipeline) -> None:
     for steps in COUNTS:
-        ts = [level.t for level in SPACINGS["trailing"](SD, steps)[:-1]]
+        ts = [level.t for level in levels_of("trailing", sd.schedule, steps)[:-1]]
         assert len(ts) == steps
         assert ts[0] == 999
         assert all(before > after >= 0 for before, after in pairwise(ts))
 
 
-def test_lcm_takes_from_the_50_timesteps_of_its_training() -> None:
+def test_lcm_takes_from_the_50_timesteps_of_its_training(sd: Pipeline) -> None:
     trained = set(range(19, 1000, 20))
     for steps in COUNTS[:50]:
-        ts = [level.t for level in SPACINGS["lcm"](SD, steps)[:-1]]
+        ts = [level.t for level in levels_of("lcm", sd.schedule, steps)[:-1]]
         assert len(set(ts)) == steps
         assert ts[0] == 999
         assert set(ts) <= trained
-    assert [level.t for level in SPACINGS["lcm"](SD, 4)] == [999, 759, 499, 259, 0]
-    assert [level.t for level in SPACINGS["lcm"](SD, 8)] == [999, 879, 759, 639, 499, 379, 259, 139, 0]
-    assert SPACINGS["lcm"](SD, 51) == SPACINGS["trailing"](SD, 51)
+    assert [level.t for level in levels_of("lcm", sd.schedule, 4)] == [999, 759, 499, 259, 0]
+    assert [level.t for level in levels_of("lcm", sd.schedule, 8)] == [999, 879, 759, 639, 499, 379, 259, 139, 0]
+    assert levels_of("lcm", sd.schedule, 51) == levels_of("trailing", sd.schedule, 51)
 
 
-OTHER_COUNTS = (
-    "original",
-    "webui_ddim",
-    "webui_unipc",
-    "ddim_uniform",
-)  # spacings that may make another number of levels
+# Spacings that may make another number of levels, and those of flows.
+OTHER_COUNTS = r"original|webui_ddim|webui_unipc|ddim_uniform|(fast|smart|super)\d+|flow|flow_sd3"
 
 
-@pytest.mark.parametrize(
-    "spacing", [name for name in SPACINGS if name not in (*OTHER_COUNTS, *SECTIONS, "flow", "flow_sd3")]
-)
+@pytest.mark.parametrize("spacing", [name for name in SPACINGS if not re.fullmatch(OTHER_COUNTS, name)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50, 999, 1000])
-def test_levels_descend(spacing: str, steps: int) -> None:
-    levels = SPACINGS[spacing](SD, steps)
+def test_levels_descend(sd: Pipeline, spacing: str, steps: int) -> None:
+    levels = levels_of(spacing, sd.schedule, steps)
     assert len(levels) == steps + 1
     assert all(before.sigma > after.sigma for before, after in pairwise(levels))
     assert all(-1e-9 <= level.t <= 999 + 1e-9 for level in levels)
 
 
 @pytest.mark.parametrize("prediction", ["eps", "v", "x0", "flow", "reverse_flow"])
-def test_the_target_of_training_gives_x0_and_eps_back(prediction: Prediction) -> None:
+def test_the_target_of_training_gives_x0_and_eps_back(sd: Pipeline, prediction: Prediction) -> None:
     """to_kept undoes target, for every prediction, at the levels that `noised` adds noise of."""
     flow = "flow" in prediction
-    schedule = FlowSchedule.of(3.0, prediction=prediction) if flow else replace(SD, prediction=prediction)
+    schedule = FlowSchedule.of(3.0, prediction=prediction) if flow else replace(sd.schedule, prediction=prediction)
     x0, eps = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     t = torch.tensor([0, 500, 999])
     x, out = schedule.noised(x0, eps, t), schedule.target(x0, eps, t)

@@ -8,28 +8,34 @@ import numpy as np
 import pytest
 import torch
 import toy
-from plan_runner import run, toy_model
+from plan_runner import Array, run, toy_model
+from runs import run_latents, unet_calls
 
-from ldm_lite.diffusion.guidance import cfg_plus_plus
-from ldm_lite.diffusion.names import make_plan, resolve, written
+from ldm_lite import Pipeline
+from ldm_lite.diffusion.names import resolve, written
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, levels_of, scaled_linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS, levels_of
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, SETTINGS, TYPES, from_webui, to_webui
 
-SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "webui.npz")
 ENDS = np.cumsum(GOLDEN["lengths"])
 RUNS = {str(key): i for i, key in enumerate(GOLDEN["keys"])}
 CASES = sorted({tuple(key.split("|")[:2]) for key in RUNS if not key.startswith(("DPM adaptive", "TCD", "LCM|Turbo"))})
 
 
-def check(sampler: str, spacing: str, key: str, prediction: Callable[[Array, float], Array]) -> None:
-    """That a sampler here sees the levels of the golden, and has its result."""
-    name, _, steps, *more = key.split("|")
+def plan_of(sd: Pipeline, key: str, sampler: str | None = None, spacing: str | None = None) -> Plan:
+    """The plan of a golden, by default of A1111's name for it."""
+    name, kind, steps, *more = key.split("|")
+    named = f"webui {name}" + (f" {kind}" if kind != "Automatic" else "")
     eta = float(more[0].removeprefix("eta ")) if more else None
-    plan = make_plan(sampler, SD, int(steps), spacing=spacing, eta=eta)
+    return sd.plan(named if sampler is None else sampler, int(steps), spacing=spacing, eta=eta)
+
+
+def check(plan: Plan, key: str, prediction: Callable[[Array, float], Array]) -> None:
+    """That a sampler here sees the levels of the golden, and has its result."""
+    name = key.partition("|")[0]
     noises = iter(toy.noises(400))
     end = run(plan, prediction, next(noises) * plan.initial, noises)[-1].flatten()
     theirs = GOLDEN["levels"][ENDS[RUNS[key]] - GOLDEN["lengths"][RUNS[key]] : ENDS[RUNS[key]]]
@@ -43,20 +49,15 @@ def check(sampler: str, spacing: str, key: str, prediction: Callable[[Array, flo
     ("name", "kind"),
     [pytest.param(*each, id=": ".join(each), marks=[pytest.mark.slow] * (i % 4 > 0)) for i, each in enumerate(CASES)],
 )
-def test_its_names_make_its_trajectory(name: str, kind: str) -> None:
-    sampler, spacing = from_webui(name, {"Schedule type": kind})
+def test_its_names_make_its_trajectory(sd: Pipeline, name: str, kind: str) -> None:
     for key in (key for key in RUNS if key.startswith(f"{name}|{kind}|")):
-        check(sampler, spacing, key, toy_model(None))
-    if kind != "Automatic":  # by name
-        assert resolve(f"webui {name} {kind}") == (sampler, spacing)
+        check(plan_of(sd, key), key, toy_model(None))
 
 
 @pytest.mark.parametrize("key", [key for key in RUNS if key.startswith("DPM adaptive")][::5])
-def test_dpm_adaptive_chooses_the_same_steps(key: str) -> None:
+def test_dpm_adaptive_chooses_the_same_steps(sd: Pipeline, key: str) -> None:
     """The web UI has one step for the batch, so that it is a single latent here."""
-    name, kind, steps = key.split("|")
-    sampler, spacing = from_webui(name, {"Schedule type": kind})
-    plan, shape, seen = make_plan(sampler, SD, int(steps), spacing=spacing), (1, -1, *toy.SHAPE[2:]), list[float]()
+    plan, shape, seen = plan_of(sd, key), (1, -1, *toy.SHAPE[2:]), list[float]()
 
     def some_calls(part: Plan, x: torch.Tensor, done: float) -> list[torch.Tensor]:
         assert 0 <= done < 1
@@ -87,44 +88,33 @@ def test_all_that_it_offers_is_here() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in RUNS if key.startswith("TCD")])
-def test_tcd_is_that_of_diffusers(key: str) -> None:
-    check("tcd", "lcm", key, toy_model(None))
+def test_tcd_is_that_of_diffusers(sd: Pipeline, key: str) -> None:
+    check(plan_of(sd, key, "tcd", "lcm"), key, toy_model(None))
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.4])
 @pytest.mark.parametrize("prediction", ["eps", "v", "x0"])
-def test_ddim_cfg_plus_plus(prediction: str, eta: float) -> None:
+def test_ddim_cfg_plus_plus(predicting: Callable[..., Pipeline], prediction: str, eta: float) -> None:
     """The guided x0, with scale / 12.5, and the unguided noise: the formula of the paper, for every prediction."""
-    schedule, scale = Schedule(SD.alpha_bar, prediction), 7.0  # type: ignore[arg-type]
-    plan = make_plan("webui DDIM CFG++", schedule, 12, eta=eta)
-    guidance, contexts = cfg_plus_plus(plan, scale), [torch.from_numpy(each) for each in toy.contexts()]
-    noises = toy.noises(30)
-
-    def eps(x: Array, t: float) -> tuple[Array, Array]:
-        ts = torch.full((len(x),), t, dtype=torch.float64)
-        uncond, cond = (toy.denoiser(torch.from_numpy(x), ts, each).numpy() for each in contexts)
-        return uncond, cond
-
-    x, levels = noises[0], levels_of("webui_ddim", SD, 12)
-    for now, after, noise in zip(levels, levels[1:], noises[1:], strict=False):
-        uncond, cond = eps(x, now.t)
-        x0 = (x - now.s * (uncond + scale / 12.5 * (cond - uncond))) / now.a
+    pipe, scale, steps = predicting(prediction), 7.0, 12
+    draw, options = pipe.noise_source(3), {"sampler": "webui DDIM CFG++", "steps": steps, "eta": eta, "seed": 3}
+    with unet_calls(pipe) as calls:
+        last = run_latents(pipe, "a cat", negative_prompt="bad", scale=scale, **options)
+    draw()
+    levels, after_steps = levels_of("webui_ddim", pipe.schedule, steps), [*(call.x[:1] for call in calls[1:]), last]
+    for (now, after), call, wanted in zip(itertools.pairwise(levels), calls, after_steps, strict=True):
+        x, x0s, noises = call.x[:1], [], []
+        for out in call.out.chunk(2):  # uncond, cond
+            x0 = {"eps": (x - now.s * out) / now.a, "v": now.a * x - now.s * out, "x0": out}[prediction]
+            x0s.append(x0)
+            noises.append((x - now.a * x0) / now.s)
         sigma = eta * after.s / now.s * np.sqrt(1 - (now.a / after.a) ** 2)
-        x = after.a * x0 + np.sqrt(after.s**2 - sigma**2) * uncond + sigma * noise
-
-    steps = iter(range(plan.num_steps))
-
-    def model(y: Array, t: float) -> Array:
-        level, step = SD.at(round(t)), next(steps)
-        outs = []
-        for e in eps(y, t):
-            x0 = (y - level.s * e) / level.a
-            outs.append({"eps": e, "v": level.a * e - level.s * x0, "x0": x0}[prediction])
-        return outs[0] + guidance(step) * (outs[1] - outs[0])
-
-    assert toy.relative_error(run(plan, model, noises[0], iter(noises[1:]))[-1], x) < 1e-10
+        x0 = x0s[0] + scale / 12.5 * (x0s[1] - x0s[0])
+        ours = after.a * x0 + np.sqrt(after.s**2 - sigma**2) * noises[0]
+        ours = ours + sigma * draw() if eta else ours
+        assert toy.relative_error(wanted, ours.double().numpy()) < 1e-4
     with pytest.raises(ValueError, match="take 500 steps or less"):
-        cfg_plus_plus(make_plan("webui DDIM CFG++", schedule, 600), scale)
+        pipe.txt2img("a cat", sampler="webui DDIM CFG++", steps=600)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +205,13 @@ SENSELESS += " beta_sigma:alpha=1e9"
 
 
 @pytest.mark.parametrize("spacing", SENSELESS.split())
-def test_settings_that_make_no_sense_are_one_line(spacing: str) -> None:
+def test_settings_that_make_no_sense_are_one_line(sd: Pipeline, spacing: str) -> None:
     with pytest.raises(ValueError, match=r"wanted|settings"):
-        levels_of(spacing, SD, 10)
+        levels_of(spacing, sd.schedule, 10)
 
 
-def test_discard_leaves_out_the_last_but_one_of_one_more() -> None:
+def test_discard_leaves_out_the_last_but_one_of_one_more(sd: Pipeline) -> None:
     for steps in (1, 2, 20, 999):
-        whole = levels_of("karras", SD, steps + 1)
-        assert levels_of("karras:discard", SD, steps) == [*whole[:-2], whole[-1]]
+        whole = levels_of("karras", sd.schedule, steps + 1)
+        assert levels_of("karras:discard", sd.schedule, steps) == [*whole[:-2], whole[-1]]
     assert {setting for setting, _ in SETTINGS.values()} == {"rho", "sigma_min", "sigma_max", "alpha", "beta"}
