@@ -3,15 +3,14 @@
 import importlib
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
+import registries
 
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite import Pipeline
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -67,14 +66,13 @@ def test_the_commands_have_these_flags(command: str, monkeypatch: pytest.MonkeyP
     assert importlib.import_module(name).main(arguments) == 0
 
 
-def test_the_sampler_of_the_docs() -> None:
+def test_the_sampler_of_the_docs(predicting: Callable[..., Pipeline]) -> None:
     """The worked example runs, is of second order, and takes fewer than 20 lines."""
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "samplers.md").read_text(), re.DOTALL)
     assert len(code[code.index("@register") :].strip().splitlines()) < 20
-    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "x0")
-    with mock.patch.dict(SAMPLERS):
+    with registries.restored():
         exec(code, {})
-        plans = [make_plan("ralston", schedule, steps) for steps in (50, 100)]
+        plans = [predicting("x0").plan("ralston", steps) for steps in (50, 100)]
     errors = []
     for plan in plans:
         x = plan.level[0, 0] * 0.3 + plan.level[0, 1] * 1.7

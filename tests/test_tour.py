@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import random_checkpoint
+import registries
 import torch
 import toy
 import toy_zoo
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite.checkpoint.lora import file_names, targets
-from ldm_lite.diffusion import names
 
 pytestmark = pytest.mark.slow  # some twenty seconds
 TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
@@ -24,13 +23,11 @@ def write_files(folder: Path) -> None:
     """The files that the page names: a LoRA and a ControlNet for the bundled model, and an x4 upscaler in miniature."""
     unet = ldm_lite.load(device="cpu").unet
     values = {}
-    known = file_names("unet", unet)
-    for number, (module, target) in enumerate(targets(unet).items()):
+    for number, (module, layer) in enumerate(unet.named_modules()):
         if module.endswith(("to_q", "to_v")):
-            rows, columns = target["weight"].shape
-            name = known[module][0]
-            values[f"{name}.lora_down.weight"] = toy.normal(number, 4, columns) / columns**0.5
-            values[f"{name}.lora_up.weight"] = toy.normal(1000 + number, rows, 4) / 2
+            rows, columns = layer.weight.shape
+            values[f"diffusion_model.{module}.lora_down.weight"] = toy.normal(number, 4, columns) / columns**0.5
+            values[f"diffusion_model.{module}.lora_up.weight"] = toy.normal(1000 + number, rows, 4) / 2
     save_file(values, folder / "style.safetensors")
     save_file(toy.control(unet.spec), folder / "control_canny.safetensors")
     random_checkpoint.write(folder / "x4-upscaler.safetensors", toy_zoo.small("x4"))
@@ -41,15 +38,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The names that all blocks leave behind, run in order as a reader would."""
     folder, space = tmp_path_factory.mktemp("tour"), {"__name__": "tour"}
     write_files(folder)
-    before = {name: dict(getattr(names, name)) for name in ("SAMPLERS", "LABELS", "ALIASES")}
-    with pytest.MonkeyPatch.context() as patch:
+    with registries.restored(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for block in BLOCKS:
             start = TOUR.read_text(encoding="utf-8").split(block)[0].count("\n")
             exec(compile("\n" * start + block, str(TOUR), "exec"), space)  # line numbers of the page
-    for name, entries in before.items():
-        getattr(names, name).clear()
-        getattr(names, name).update(entries)
     return space
 
 

@@ -1,13 +1,21 @@
 """The names of samplers, and the messages of make_plan for arguments that it cannot use."""
 
+import inspect
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ldm_lite.diffusion.names import ALIASES, LABELS, OURS, has, label, make_plan, resolve, written
+from ldm_lite import Pipeline
+from ldm_lite.diffusion.names import ALIASES, LABELS, OURS, label, resolve
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Schedule, scaled_linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS
 
-SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+
+def same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans are one table."""
+    return np.array_equal(plan.t, other.t) and np.array_equal(plan.mix, other.mix)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +66,10 @@ SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
         ("DEISMultistepScheduler", ("deis", None)),
     ],
 )
-def test_names(name: str, wanted: tuple[str, str | None]) -> None:
-    assert resolve(name) == wanted
+def test_names(sd: Pipeline, name: str, wanted: tuple[str, str | None]) -> None:
+    sampler, spacing = wanted
+    steps = 27 if spacing == "smart27" else 10
+    assert same(sd.plan(name, steps), sd.plan(sampler, steps, spacing=spacing))
 
 
 def test_every_alias_and_label_names_a_sampler() -> None:
@@ -82,22 +92,22 @@ def test_every_alias_and_label_names_a_sampler() -> None:
     ("name", "near"),
     [("dpmpp_3m", "dpmpp_2m or dpmpp_3m_sde"), ("eulr", "euler"), ("DDIMM", "ddim"), ("dpmpp_2m_sd", "dpmpp_2m_sde")],
 )
-def test_an_unknown_name_lists_the_nearest(name: str, near: str) -> None:
+def test_an_unknown_name_lists_the_nearest(sd: Pipeline, name: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"unknown sampler '{name}': did you mean {near}") as error:
-        make_plan(name, SD, 10)
+        sd.plan(name, 10)
     assert ", ".join(SAMPLERS) in str(error.value)
 
 
-def test_a_name_like_nothing_lists_all() -> None:
+def test_a_name_like_nothing_lists_all(sd: Pipeline) -> None:
     with pytest.raises(ValueError, match=r"unknown sampler '###': wanted one of ddim, plms, euler, .*ddpm, "):
-        resolve("###")
+        sd.plan("###", 10)
 
 
-def test_the_named_spacing_is_used_unless_another_is_given() -> None:
-    karras = make_plan("DPM++ 2M Karras", SD, 10)
-    assert np.array_equal(karras.t, make_plan("dpmpp_2m", SD, 10, spacing="karras").t)
-    linspace = make_plan("DPM++ 2M Karras", SD, 10, spacing="linspace")
-    assert np.array_equal(linspace.t, make_plan("dpmpp_2m", SD, 10).t)
+def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None:
+    karras = sd.plan("DPM++ 2M Karras", 10)
+    assert np.array_equal(karras.t, sd.plan("dpmpp_2m", 10, spacing="karras").t)
+    linspace = sd.plan("DPM++ 2M Karras", 10, spacing="linspace")
+    assert np.array_equal(linspace.t, sd.plan("dpmpp_2m", 10).t)
     assert not np.array_equal(linspace.t, karras.t)
 
 
@@ -114,27 +124,31 @@ def test_the_named_spacing_is_used_unless_another_is_given() -> None:
         ({"name": "euler", "churn": 11.0}, "got churn 11.0, wanted 0 to 10"),
     ],
 )
-def test_make_plan_says_what_it_wants(arguments: dict[str, object], message: str) -> None:
+def test_a_plan_says_what_it_wants(sd: Pipeline, arguments: dict[str, Any], message: str) -> None:
     given = {"name": "ddim", "steps": 10, **arguments}
     with pytest.raises(ValueError, match=message):
-        make_plan(given.pop("name"), SD, given.pop("steps"), **given)  # type: ignore[arg-type]
+        sd.plan(given.pop("name"), **given)
 
 
-def test_eta_0_is_allowed_everywhere() -> None:
-    assert np.array_equal(make_plan("plms", SD, 10, eta=0.0).mix, make_plan("plms", SD, 10).mix)
-    for name in (name for name in SAMPLERS if has(name, "eta")):
-        assert not make_plan(name, SD, 10, eta=0.0).adds_noise.any()
+def test_eta_0_is_allowed_everywhere(sd: Pipeline) -> None:
+    assert np.array_equal(sd.plan("plms", 10, eta=0.0).mix, sd.plan("plms", 10).mix)
+    for name in (name for name, sampler in SAMPLERS.items() if "eta" in inspect.signature(sampler).parameters):
+        assert not sd.plan(name, 10, eta=0.0).adds_noise.any()
     for stochastic, deterministic in (("euler_a", "euler"), ("dpm2_a", "dpm2"), ("dpmpp_2m_sde", "dpmpp_2m")):
-        assert np.allclose(make_plan(stochastic, SD, 10, eta=0.0).mix, make_plan(deterministic, SD, 10).mix)
+        assert np.allclose(sd.plan(stochastic, 10, eta=0.0).mix, sd.plan(deterministic, 10).mix)
 
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_sde"])
-def test_quantised_timesteps_are_the_nearest_in_log_sigma(sampler: str) -> None:
-    plain, whole = (make_plan(sampler, SD, 12, spacing=f"karras{setting}") for setting in ("", ":quantised"))
-    sigmas = np.sqrt((1 - SD.alpha_bar) / SD.alpha_bar)  # k-diffusion's CompVisDenoiser(quantize=True)
+def test_quantised_timesteps_are_the_nearest_in_log_sigma(sd: Pipeline, sampler: str) -> None:
+    plain, whole = (sd.plan(sampler, 12, spacing=f"karras{setting}") for setting in ("", ":quantised"))
+    sigmas = np.sqrt(
+        (1 - sd.schedule.alpha_bar) / sd.schedule.alpha_bar
+    )  # k-diffusion's CompVisDenoiser(quantize=True)
     for (a, s), t, rounded in zip(plain.level, plain.t, whole.t, strict=True):
         assert rounded == np.argmin(np.abs(np.log(s / a) - np.log(sigmas)))
         assert abs(rounded - t) <= 0.75
     assert np.array_equal(plain.mix, whole.mix)
     assert not np.array_equal(plain.t, whole.t)
-    assert written(sampler, "karras:quantised")["Schedule type"] == "karras:quantised"
+    options = {"sampler": sampler, "spacing": "karras:quantised", "steps": 1, "height": 32, "width": 32}
+    [result] = sd.txt2img("a", output="result", **options)
+    assert "Schedule type: karras:quantised" in result.parameters.replace('"', "")

@@ -7,33 +7,27 @@ import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
+import registries
 import torch
 
-from ldm_lite import generate
+from ldm_lite import Pipeline
 from ldm_lite.core import samplers as core_samplers
 from ldm_lite.core import schedule as core_schedule
 from ldm_lite.core.plan import rows_of
-from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import ALIASES, LABELS, label, make_plan, resolve
+from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X
-from ldm_lite.diffusion.samplers import SAMPLERS, euler, register
+from ldm_lite.diffusion.samplers import SAMPLERS, register
 from ldm_lite.diffusion.schedule import (
     CLEAN,
     SPACINGS,
-    Level,
     Schedule,
-    Spacing,
     levels_of,
-    linspace,
     scaled_linear_betas,
 )
 from ldm_lite.diffusion.spacings import SECTIONS
-from ldm_lite.pipeline import Pipeline
 
 SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 CORE_SD = core_schedule.Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
@@ -42,11 +36,23 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _registries_are_left_as_they_were() -> Iterator[None]:
-    with mock.patch.dict(SAMPLERS), mock.patch.dict(LABELS), mock.patch.dict(ALIASES), mock.patch.dict(SPACINGS):
+    with registries.restored():
         yield
 
 
-def half_step(schedule: Schedule, steps: int, spacing: str | Spacing = "karras", eta: float = 0.0) -> Plan:
+def resolved(sd: Pipeline, name: str, sampler: str, spacing: str | None = None) -> bool:
+    """Whether a name makes the plan of a sampler with a spacing."""
+    plan, other = sd.plan(name, 5), sd.plan(sampler, 5, spacing=spacing)
+    return np.array_equal(plan.t, other.t) and np.array_equal(plan.mix, other.mix)
+
+
+def label(sd: Pipeline, name: str) -> str:
+    """How the text of a picture calls a sampler."""
+    [result] = sd.txt2img("a", sampler=name, steps=1, height=32, width=32, scale=1.0, output="result")
+    return result.parameters.split("Sampler: ")[1].split(",")[0].removesuffix(" (ldm_lite)")
+
+
+def half_step(schedule: Any, steps: int, spacing: Any = "karras", eta: float = 0.0) -> Plan:
     """Euler with noise, as a user would write it."""
     rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -56,68 +62,68 @@ def half_step(schedule: Schedule, steps: int, spacing: str | Spacing = "karras",
     return rows.plan(end=levels[-1], initial=levels[0].s)
 
 
-def test_register_returns_the_function_and_gives_it_names() -> None:
+def test_register_returns_the_function_and_gives_it_names(sd: Pipeline) -> None:
     assert register(half_step) is half_step
     assert SAMPLERS["half_step"] is half_step
     assert list(SAMPLERS)[-1] == "half_step"
     for name in ("half_step", "Half step", "half-step", "k_half_step", "Half_StepScheduler"):
-        assert resolve(name) == ("half_step", None)
-    assert resolve("half step exponential") == ("half_step", "exponential")
-    assert label("half_step") == "Half step"
-    assert label("half_step_exponential") == "Half step Exponential"
+        assert resolved(sd, name, "half_step")
+    assert resolved(sd, "half step exponential", "half_step", "exponential")
+    assert label(sd, "half_step") == "Half step"
+    assert label(sd, "half_step_exponential") == "Half step Exponential"
     with pytest.raises(ValueError, match="unknown sampler 'half_stp': did you mean half_step"):
-        make_plan("half_stp", SD, 5)
+        sd.plan("half_stp", 5)
 
 
-def test_register_as_a_decorator_with_a_label_and_aliases() -> None:
+def test_register_as_a_decorator_with_a_label_and_aliases(sd: Pipeline) -> None:
     @register(label="Mine 2M", aliases=["my-sampler", "MySampler"])
-    def mine_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    def mine_2m(schedule: Any, steps: int, spacing: Any = "linspace") -> Plan:
         return half_step(schedule, steps, spacing)
 
     @register
-    def plain(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
+    def plain(schedule: Any, steps: int, spacing: Any = "linspace") -> Plan:
         return half_step(schedule, steps, spacing)
 
-    assert mine_2m(SD, 3).num_steps == plain(SD, 3).num_steps == 3
+    assert mine_2m(sd.schedule, 3).num_steps == plain(sd.schedule, 3).num_steps == 3
     for name in ("mine_2m", "Mine 2M", "my sampler", "mysampler"):
-        assert resolve(name) == ("mine_2m", None)
-        assert label(name + " Karras") == "Mine 2M Karras"
-    assert resolve("plain") == ("plain", None)
+        assert resolved(sd, name, "mine_2m")
+        assert label(sd, name + " Karras") == "Mine 2M Karras"
+    assert resolved(sd, "plain", "plain")
 
 
-def test_a_label_unlike_the_name_is_a_name_too() -> None:
+def test_a_label_unlike_the_name_is_a_name_too(sd: Pipeline) -> None:
     register(half_step, label="Half of Euler")
-    assert resolve(label("half_step karras")) == ("half_step", "karras")
+    assert resolved(sd, label(sd, "half_step karras"), "half_step", "karras")
 
 
-def test_an_entry_put_in_by_hand_works_too() -> None:
+def test_an_entry_put_in_by_hand_works_too(sd: Pipeline) -> None:
     SAMPLERS["mine"] = half_step
     SAMPLERS["Other-One"] = functools.partial(half_step, spacing="trailing")
-    assert (label("mine"), label("other_one karras")) == ("Mine", "Other-One Karras")
-    assert np.array_equal(make_plan("Mine", SD, 5).mix, half_step(SD, 5).mix)
-    assert np.array_equal(make_plan("other one", SD, 5).t, half_step(SD, 5, "trailing").t)
+    assert (label(sd, "mine"), label(sd, "other_one karras")) == ("Mine", "Other-One Karras")
+    assert np.array_equal(sd.plan("Mine", 5).mix, half_step(sd.schedule, 5).mix)
+    assert np.array_equal(sd.plan("other one", 5).t, half_step(sd.schedule, 5, "trailing").t)
     with pytest.raises(ValueError, match="did you mean mine"):
-        resolve("mime")
+        sd.plan("mime", 5)
 
 
-def test_make_plan_gives_it_every_option() -> None:
+def test_a_plan_gives_it_every_option(sd: Pipeline) -> None:
     register(half_step)
-    assert np.array_equal(make_plan("half_step", SD, 6).t, make_plan("euler karras", SD, 6).t)
-    assert np.array_equal(make_plan("half step beta", SD, 6).t, make_plan("euler beta", SD, 6).t)
-    assert make_plan("half_step", SD, 6, eta=0.5).adds_noise.sum() == 5
-    assert make_plan("half_step", SD, 6, last=2).num_steps == 2
-    assert np.array_equal(make_plan("half_step", SD, 6, last=2).t, make_plan("half_step", SD, 6).t[-2:])
+    assert np.array_equal(sd.plan("half_step", 6).t, sd.plan("euler karras", 6).t)
+    assert np.array_equal(sd.plan("half step beta", 6).t, sd.plan("euler beta", 6).t)
+    assert sd.plan("half_step", 6, eta=0.5).adds_noise.sum() == 5
+    assert sd.plan("half_step", 6, last=2).num_steps == 2
+    assert np.array_equal(sd.plan("half_step", 6, last=2).t, sd.plan("half_step", 6).t[-2:])
     with pytest.raises(ValueError, match=r"got churn 1\.0, but half_step has none"):
-        make_plan("half_step", SD, 6, churn=1.0)
+        sd.plan("half_step", 6, churn=1.0)
     with pytest.raises(ValueError, match=r"plms has none: leave it out, or take one of ddim, .*half_step"):
-        make_plan("plms", SD, 6, eta=1.0)
+        sd.plan("plms", 6, eta=1.0)
 
 
-def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
-    def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -> Plan:
+def test_a_taken_name_is_refused_unless_it_is_to_be_replaced(sd: Pipeline) -> None:
+    def heun(schedule: Any, steps: int, spacing: Any = "karras") -> Plan:
         return half_step(schedule, steps, spacing)
 
-    def pndm(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -> Plan:
+    def pndm(schedule: Any, steps: int, spacing: Any = "karras") -> Plan:
         return half_step(schedule, steps, spacing)
 
     original, order = SAMPLERS["heun"], list(SAMPLERS)
@@ -129,13 +135,13 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
     register(heun, replace=True)
     assert SAMPLERS["heun"] is heun
     assert list(SAMPLERS) == order
-    assert label("heundiscrete") == "Heun"  # its other names stay
+    assert label(sd, "heundiscrete") == "Heun"  # its other names stay
     register(heun, label="Heun", aliases=["heundiscrete"], replace=True)
     with pytest.raises(ValueError, match="cannot register pndm: the name 'pndm' is taken by plms; replace=True"):
         register(pndm)
     register(pndm, replace=True)
-    assert resolve("pndm") == ("pndm", None)
-    assert resolve("plms") == ("plms", None)
+    assert np.array_equal(sd.plan("pndm", 5).mix, half_step(sd.schedule, 5).mix)
+    assert not resolved(sd, "plms", "pndm")
     with pytest.raises(
         ValueError, match="cannot register half_step: the name 'euler' is taken by euler; choose another"
     ):
@@ -147,20 +153,20 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced() -> None:
     assert "half_step" not in SAMPLERS
 
 
-def no_spacing(schedule: Schedule, steps: int) -> Plan:
-    return euler(schedule, steps)
+def no_spacing(schedule: Any, steps: int) -> Plan:
+    return SAMPLERS["euler"](schedule, steps)
 
 
-def required_spacing(schedule: Schedule, steps: int, spacing: str) -> Plan:
-    return euler(schedule, steps, spacing)
+def required_spacing(schedule: Any, steps: int, spacing: str) -> Plan:
+    return SAMPLERS["euler"](schedule, steps, spacing)
 
 
-def more(schedule: Schedule, steps: int, order: int, spacing: str = "karras") -> Plan:
-    return euler(schedule, steps, spacing)
+def more(schedule: Any, steps: int, order: int, spacing: str = "karras") -> Plan:
+    return SAMPLERS["euler"](schedule, steps, spacing)
 
 
 def anything(*args: Any, **kwargs: Any) -> Plan:
-    return euler(*args, **kwargs)
+    return SAMPLERS["euler"](*args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +178,16 @@ def anything(*args: Any, **kwargs: Any) -> Plan:
         (anything, r"sampler anything\(args, kwargs\): `spacing` has no default; wanted"),
     ],
 )
-def test_a_function_that_is_no_sampler_is_refused(function: Any, message: str) -> None:
+def test_a_function_that_is_no_sampler_is_refused(sd: Pipeline, function: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register(function)
     assert function.__name__ not in SAMPLERS
     SAMPLERS["mine"] = function
     with pytest.raises(ValueError, match=message.replace(function.__name__, "mine", 1)):
-        make_plan("mine", SD, 5)
+        sd.plan("mine", 5)
 
 
-def test_a_function_without_a_name_is_refused() -> None:
+def test_a_function_without_a_name_is_refused(sd: Pipeline) -> None:
     for nameless in (
         lambda schedule, steps, spacing="karras": half_step(schedule, steps),
         functools.partial(half_step),
@@ -190,22 +196,22 @@ def test_a_function_without_a_name_is_refused() -> None:
             register(nameless)
 
 
-def test_parameters_of_its_own_keep_their_defaults() -> None:
+def test_parameters_of_its_own_keep_their_defaults(sd: Pipeline) -> None:
     @register
-    def thresholded(schedule: Schedule, steps: int, spacing: str | Spacing = "karras", power: float = 2.0) -> Plan:
+    def thresholded(schedule: Any, steps: int, spacing: Any = "karras", power: float = 2.0) -> Plan:
         return half_step(schedule, steps, spacing, eta=1 / power)
 
-    assert np.array_equal(make_plan("thresholded", SD, 5).mix, half_step(SD, 5, eta=0.5).mix)
+    assert np.array_equal(sd.plan("thresholded", 5).mix, half_step(sd.schedule, 5, eta=0.5).mix)
 
 
 # ---- one table, of the core and of the package ----------------------------------------------------------------------
 
 
-def test_a_sampler_of_the_core_works_in_the_package() -> None:
+def test_a_sampler_of_the_core_works_in_the_package(sd: Pipeline) -> None:
     core_samplers.sampler(half_step)
     assert np.array_equal(make_plan("Half Step Karras", SD, 5).mix, half_step(SD, 5).mix)
     assert make_plan("half step", SD, 5, eta=0.5, spacing="karras:rho=5:discard").adds_noise.sum() == 4
-    assert label("half_step") == "Half step"
+    assert label(sd, "half_step") == "Half step"
 
 
 def test_a_sampler_and_a_spacing_of_the_package_work_in_the_core() -> None:
@@ -238,36 +244,35 @@ def test_what_replaces_a_sampler_of_the_core_makes_its_rows(name: str) -> None:
 # ---- spacings -------------------------------------------------------------------------------------------------------
 
 
-def quadratic(schedule: Schedule, steps: int) -> list[Level]:
+def quadratic(schedule: Any, steps: int) -> list[Any]:
     """Timesteps evenly spaced in their square roots."""
     ts = np.linspace(np.sqrt(999), 0, steps, endpoint=False) ** 2
     return [*(schedule.between(float(t)) for t in ts), CLEAN]
 
 
-def test_a_spacing_of_your_own() -> None:
-    wanted = [level.t for level in quadratic(SD, 7)[:-1]]
-    assert make_plan("heun", SD, 7, spacing=quadratic).t[::2].tolist() == wanted
+def test_a_spacing_of_your_own(sd: Pipeline) -> None:
+    wanted = [level.t for level in quadratic(sd.schedule, 7)[:-1]]
+    assert sd.plan("heun", 7, spacing=quadratic).t[::2].tolist() == wanted
     with pytest.raises(ValueError, match="unknown spacing 'quadratic': wanted one of leading"):
-        make_plan("heun", SD, 7, spacing="quadratic")
+        sd.plan("heun", 7, spacing="quadratic")
     SPACINGS["quadratic"] = quadratic
-    assert make_plan("heun", SD, 7, spacing="quadratic").t[::2].tolist() == wanted
-    assert make_plan("Heun Quadratic", SD, 7).t[::2].tolist() == wanted
-    assert make_plan("ddim", SD, 7, spacing="quadratic", last=3).t.tolist() == wanted[-3:]
-    assert label("heun_quadratic") == "Heun Quadratic"
-    SPACINGS["Even-ly"] = linspace
-    assert resolve("dpmpp_2m even ly") == ("dpmpp_2m", "Even-ly")
+    assert sd.plan("heun", 7, spacing="quadratic").t[::2].tolist() == wanted
+    assert sd.plan("Heun Quadratic", 7).t[::2].tolist() == wanted
+    assert sd.plan("ddim", 7, spacing="quadratic", last=3).t.tolist() == wanted[-3:]
+    SPACINGS["Even-ly"] = SPACINGS["linspace"]
+    assert resolved(sd, "dpmpp_2m even ly", "dpmpp_2m", "linspace")
     with pytest.raises(ValueError, match=r"wanted one of leading, .*quadratic, Even-ly"):
-        make_plan("heun", SD, 7, spacing="cubic")
+        sd.plan("heun", 7, spacing="cubic")
 
 
-def test_a_spacing_as_a_samplers_default() -> None:
+def test_a_spacing_as_a_samplers_default(sd: Pipeline) -> None:
     @register
-    def squared(schedule: Schedule, steps: int, spacing: str | Spacing = quadratic) -> Plan:
+    def squared(schedule: Any, steps: int, spacing: Any = quadratic) -> Plan:
         return half_step(schedule, steps, spacing)
 
-    wanted = [level.t for level in quadratic(SD, 7)[:-1]]
-    assert make_plan("squared", SD, 7).t.tolist() == wanted
-    assert make_plan("squared", SD, 7, last=2).t.tolist() == wanted[-2:]
+    wanted = [level.t for level in quadratic(sd.schedule, 7)[:-1]]
+    assert sd.plan("squared", 7).t.tolist() == wanted
+    assert sd.plan("squared", 7, last=2).t.tolist() == wanted[-2:]
 
 
 # ---- from end to end ------------------------------------------------------------------------------------------------
@@ -275,11 +280,8 @@ def test_a_spacing_as_a_samplers_default() -> None:
 
 def sample(pipe: Pipeline, sampler: str, **options: Any) -> tuple[np.ndarray[Any, Any], str]:
     """The pixels and the PNG text of an image with three steps."""
-    from ldm_lite.cli.task_options import Txt2imgOptions as Options
-    from ldm_lite.tasks.txt2img import txt2img
-
-    [result] = txt2img(pipe, Options(prompt="a red apple", steps=3, seed=1, sampler=sampler, **options))
-    return np.asarray(result.image), result.parameters
+    [result] = pipe.txt2img("a red apple", steps=3, seed=1, sampler=sampler, output="result", **options)
+    return result.array, result.parameters
 
 
 def test_images_with_a_sampler_of_your_own(bundled: Pipeline) -> None:
@@ -300,10 +302,7 @@ def test_images_with_a_sampler_of_your_own(bundled: Pipeline) -> None:
 
 def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
     """The last latents of a plan, without a prompt."""
-    noise = noise_of([3], pipe.latent_shape(64, 64))()
-    nothing = classifier_free(Conditioning(torch.zeros(1, 77, pipe.family.unet.context_dim or 0)), None, 1.0)
-    latents = generate.denoise(pipe, noise, nothing, plan)
-    return latents
+    return pipe.denoise(pipe.noise(3), torch.zeros(1, 77, pipe.family.unet.context_dim), None, plan)
 
 
 def test_the_plan_of_the_docstring(bundled: Pipeline) -> None:
@@ -339,5 +338,5 @@ def test_a_plan_without_rows(bundled: Pipeline) -> None:
         initial=1.0,
         end=CLEAN,
     )
-    wanted = make_plan("ddim", bundled.schedule, 3, spacing=lambda schedule, steps: levels)
+    wanted = bundled.plan("ddim", 3, spacing=lambda schedule, steps: levels)
     assert torch.allclose(run(bundled, plan), run(bundled, wanted), atol=1e-4)
