@@ -14,8 +14,8 @@ from torch import Tensor
 from ldm_lite.bench.measure import flops
 from ldm_lite.bench.options import Options
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.noise import SeededNoise
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.families import Family
@@ -63,7 +63,7 @@ def inputs(family: Family, options: Options, batch: int) -> Inputs:
     generator = torch.Generator().manual_seed(options.seed)
     context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)
     shape = (family.unet.in_channels, height // factor, width // factor)
-    noise = SeededNoise([options.seed + k for k in range(batch)], shape)()
+    noise = noise_of([options.seed + k for k in range(batch)], shape)()
     tokenizer = CLIPTokenizer(family.text.length)
     return Inputs(noise, context, uncond, tokenizer([options.prompt] * batch), tokenizer([""] * batch))
 
