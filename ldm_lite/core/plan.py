@@ -96,7 +96,7 @@ class Rows:
         if the first call does not remember its H: a preview shows the last one that was remembered.
         """
         if not self.rows or not self.rows[0][3]:
-            raise ValueError("a plan needs rows, the first of which has `remember=True`")
+            raise ValueError("a plan needs rows, and the first must remember its H: add it without remember=False")
         levels, mixes, steps, remembers = zip(*self.rows, strict=True)
         mix = np.stack(mixes)
         plan = Plan(

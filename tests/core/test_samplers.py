@@ -258,7 +258,7 @@ def test_tables_that_cannot_run_are_refused() -> None:
     with pytest.raises(ValueError, match="a plan needs rows"):
         rows.plan(end=CLEAN)
     rows.add(0, SD.at(900), X, remember=False)
-    with pytest.raises(ValueError, match="the first of which has `remember=True`"):
+    with pytest.raises(ValueError, match="the first must remember its H"):
         rows.plan(end=CLEAN)
 
 
