@@ -115,7 +115,7 @@ def test_other_files_and_broken_sizes(path: Path, small_path: Path, tmp_path: Pa
         ({"conv_first.weight": torch.zeros(16, 5, 3, 3)}, "reads 5 channels and makes 3"),
         ({"conv_last.weight": torch.zeros(1, 16, 3, 3)}, "makes 1, wanted an upscaler of RGB images"),
         ({"body.1.rdb1.conv1.weight": torch.zeros(8, 15, 3, 3)}, "of another shape"),
-        ({"body.7.rdb1.conv1.weight": torch.zeros(8, 16, 3, 3)}, "but not number"),
+        ({"body.7.rdb1.conv1.weight": torch.zeros(8, 16, 3, 3)}, "3 such blocks: wanted all"),
     ):
         torch.save({**values, **change}, tmp_path / "broken.pth")
         with pytest.raises(ValueError, match=message):

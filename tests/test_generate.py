@@ -302,7 +302,7 @@ def test_decoding_goes_on_in_tiles_when_memory_runs_out(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(generate, "tiled_on_cpu", lambda vae: vae)  # as on a GPU
-    monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
+    monkeypatch.setattr(type(bundled.vae.decoder), "forward", fails)
     monkeypatch.setattr(tiling, "STRIP", 2**14)
     got = bundled.decode(latents, output="tensor")
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(got, wanted, strict=True))
@@ -316,7 +316,7 @@ def test_another_error_in_decoding_is_not_taken_for_it(bundled: Pipeline, monkey
         raise RuntimeError("another reason")
 
     monkeypatch.setattr(generate, "tiled_on_cpu", lambda vae: vae)  # as on a GPU
-    monkeypatch.setattr(type(bundled.vae.decoder), "ascend", fails)
+    monkeypatch.setattr(type(bundled.vae.decoder), "forward", fails)
     with pytest.raises(RuntimeError, match="another reason"):
         bundled.decode(torch.zeros(1, *bundled.latent_shape(64, 64)), output="tensor")
 
