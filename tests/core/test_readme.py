@@ -1,5 +1,6 @@
 """The README is true: its commands run, its files exist, and its changes of a few lines do what they say."""
 
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from references import error
 
 import ldm_lite.core
 from ldm_lite.core import SAMPLERS, Pipeline, load
-from ldm_lite.core.features import FEATURES, STAGES
+from ldm_lite.core.denoise import Inputs, Outputs
+from ldm_lite.core.features import FEATURES, Feature
+from ldm_lite.core.job import Item, Job
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import Schedule, scaled_linear_betas
 
@@ -52,12 +55,15 @@ def test_every_file_and_name_exists() -> None:
     named = set(re.findall(r"`(\w+\.py)`", table))
     assert named == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
     rows = README[README.index("## To change") : README.index("## Six changes")]
-    for module, name in re.findall(r"`(\w+)\.([A-Za-z_]\w*)", rows):
-        if (PACKAGE / f"{module}.py").exists():
-            assert f"{name}" in (PACKAGE / f"{module}.py").read_text()
-    for name in re.findall(r"`pipe\.(\w+)\(", README):
-        assert hasattr(Pipeline, name)
-    assert all(f'stage = "{stage}"' in README for stage in {"guidance"} & set(STAGES))
+    for owner, name in re.findall(r"`(\w+)\.([A-Za-z_]\w*)", rows):
+        kind: Any = {"pipe": Pipeline, "job": Job, "inputs": Inputs, "outputs": Outputs, "item": Item}.get(owner)
+        if kind is not None:
+            assert name in {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}, (owner, name)
+        elif (PACKAGE / f"{owner}.py").exists():
+            assert hasattr(importlib.import_module(f"{ldm_lite.core.__name__}.{owner}"), name), (owner, name)
+    for name in re.findall(r"`(\w+)`", rows):  # slots of a job, methods of a feature, what guidance is told
+        known = {*Job.__annotations__, *dir(Feature), *dir(Outputs), "outputs", "residuals"}
+        assert name in known, name
 
 
 def test_the_first_lines(block: Callable[[str], dict[str, Any]]) -> None:
