@@ -1,4 +1,7 @@
-"""Numbers that independent implementations computed: CompVis' code, k-diffusion, diffusers and transformers."""
+"""Numbers that independent implementations computed: CompVis' code, k-diffusion, diffusers and transformers.
+
+And the names that these tests go through: other packages may have added to the core's tables.
+"""
 
 import gzip
 import json
@@ -10,6 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+SAMPLERS = ("ddim", "plms", "euler", "euler_a", "dpmpp_2m")
+SPACINGS = ("leading", "trailing", "linspace", "karras")
 DATA = next(folder / "data" for folder in Path(__file__).parents if (folder / "data").is_dir())
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from references import arrays, error
+from references import SAMPLERS, arrays, error
 from torch import Tensor
 
-from ldm_lite.core import SAMPLERS, Pipeline, load
+from ldm_lite.core import Pipeline, load
 from ldm_lite.core.denoise import State, denoise_step
 from ldm_lite.core.schedule import Schedule
 
