@@ -12,14 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.conditioning.prompts import encode_prompts
+from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.generate import denoise, encode
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import CLIP_L, KL_F8, UNETS
@@ -38,8 +34,8 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 def test_text(bundled: Pipeline) -> None:
     prompts = GOLDEN["prompts"].tolist()
-    assert relative(encode_prompts(bundled, prompts).context, golden("context")) < 1e-5
-    assert relative(encode_prompts(bundled, [""] * len(prompts)).context, golden("uncond")) < 1e-5
+    assert relative(bundled.encode_prompt(prompts).context, golden("context")) < 1e-5
+    assert relative(bundled.encode_prompt([""] * len(prompts)).context, golden("uncond")) < 1e-5
 
 
 @pytest.mark.parametrize("t", [981, 501, 1])
@@ -51,9 +47,8 @@ def test_unet(bundled: Pipeline, t: int) -> None:
 @pytest.mark.parametrize("run", ["ddim_20_2.5", "ddim_50_5.0"])
 def test_whole_runs(bundled: Pipeline, run: str) -> None:
     sampler, steps, scale = run.split("_")
-    plan = make_plan(sampler, bundled.schedule, int(steps))
-    cond, uncond = Conditioning(golden("context")), Conditioning(golden("uncond"))
-    latents = denoise(bundled, golden("noise"), classifier_free(cond, uncond, float(scale)), plan)
+    plan = bundled.plan(sampler, int(steps))
+    latents = bundled.denoise(golden("noise"), golden("context"), golden("uncond"), plan, float(scale))
     assert relative(latents, golden(run)) < 1e-4
 
 

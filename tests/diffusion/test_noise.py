@@ -8,13 +8,13 @@ import plan_runner
 import pytest
 import torch
 import toy
+from runs import unet_calls
 
 import ldm_lite
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite import Pipeline
 from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, NoiseSource, cuda_normal, slerp
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.spacings import at_sigmas
-from ldm_lite.pipeline import Pipeline
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "noise.npz")
 PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"  # of make_noise_goldens.py
@@ -26,18 +26,27 @@ def pipe(small_path: Path) -> Pipeline:
     return ldm_lite.load(small_path, device="cpu")
 
 
-def test_the_numbers_of_a_cuda_generator() -> None:
+def first_noise(pipe: Pipeline, **options: object) -> torch.Tensor:
+    """The latents (1,4,8,8) that a run of DDIM begins with, which are unit noise."""
+    with unet_calls(pipe) as calls:
+        pipe.txt2img("a", sampler="ddim", steps=1, scale=1.0, **options)
+    return calls[0].x
+
+
+def test_the_numbers_of_a_cuda_generator(pipe: Pipeline) -> None:
     # torch.randn((3, 4)) of seed 0 on a GPU, as the documentation of the web UI's rng_philox.py shows them
     published = [-0.92466259, -0.42534415, -2.6438457, 0.14518388, -0.12086647, -0.57972564]
     published += [-0.62285122, -0.32838709, -1.07454231, -0.36314407, -1.67105067, 2.26550497]
-    np.testing.assert_allclose(cuda_normal(0, 0, 12), published, rtol=0, atol=3e-7)
+    noise = first_noise(pipe, noise="a1111", seed=0).flatten()[:12]
+    np.testing.assert_allclose(noise.numpy(), published, rtol=0, atol=3e-7)
 
 
-def test_philox_equals_the_published_test_vectors() -> None:
+def test_philox_equals_the_published_test_vectors(pipe: Pipeline) -> None:
     """numpy's Philox is 4x64; for 4x32 the authors' kat_vectors are compared, through the inverse of Box-Muller."""
     # Random123, tests/kat_vectors: philox4x32 10, counter and key zero: 6627e8d5 e169c58d bc57ac4c 9b00dbd8
     u, v = (np.array([0x6627E8D5, 0xE169C58D]) + 0.5) / 2**32
-    assert cuda_normal(0, 0, 1)[0] == pytest.approx(np.sqrt(-2 * np.log(u)) * np.sin(2 * np.pi * v), abs=1e-7)
+    wanted = np.sqrt(-2 * np.log(u)) * np.sin(2 * np.pi * v)
+    assert first_noise(pipe, noise="a1111", seed=0)[0, 0, 0, 0] == pytest.approx(wanted, abs=3e-7)
 
 
 def test_cuda_noise_is_normal_and_moves_on() -> None:
@@ -177,8 +186,7 @@ def test_a_brownian_tree_equals_torchsde() -> None:
 
 def curved(pipe: Pipeline, sampler: str, levels: np.ndarray, draw: Callable[[Plan], Draw]) -> np.ndarray:
     """What a sampler makes of x0 = tanh(y / (1 + sigma^2)), from the goldens' noise."""
-    schedule = pipe.schedule
-    plan = make_plan(sampler, schedule, len(levels) - 1, spacing=lambda *_: at_sigmas(schedule, levels[:-1]))
+    plan = pipe.plan(sampler, len(levels) - 1, spacing=lambda *_: at_sigmas(pipe.schedule, levels[:-1]))
     noises = draw(plan)
     calls = iter(plan.level)
 
@@ -215,7 +223,7 @@ def test_more_steps_come_nearer_with_a_brownian_tree_only(sampler: str, pipe: Pi
 
 @pytest.mark.parametrize("program", ["own", "a1111", "comfy"])
 def test_each_program_has_its_own_brownian_motions(program: str, pipe: Pipeline) -> None:
-    plan = make_plan("dpmpp_2m_sde", pipe.schedule, 3, spacing="karras")
+    plan = pipe.plan("dpmpp_2m_sde", 3, spacing="karras")
     draw = NoiseSource(program, delta=31337, brownian=True).later(None, SEEDS, SHAPE, plan)
     first = draw()
     high, low = (float(np.float32(s / a)) for a, s in plan.level[:2])
