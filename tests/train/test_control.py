@@ -8,18 +8,15 @@ import pytest
 import torch
 import toy
 from PIL import Image
+from training import check_gradient, load_options, losses, options, train
 
 import ldm_lite
-from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import load_controls
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.control import new_control
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.run import train
-from tests.train.test_families import check_gradient
-from tests.train.test_train import load_options, losses, options
 
 
 def batch(count: int) -> Batch:
@@ -67,7 +64,7 @@ def test_its_file_is_read_as_a_controlnet(
     state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)["networks"]["control"]
     trained = ControlNet(pipe.family.unet)
     trained.load_state_dict(state)
-    text, x, hint = encode_prompts(pipe, ["a cat"]).context, toy.normal(1, 1, 4, 8, 8), toy.picture(3, 64, 64)
+    text, x, hint = pipe.encode_prompt("a cat").context, toy.normal(1, 1, 4, 8, 8), toy.picture(3, 64, 64)
     with torch.no_grad():
         ours, theirs = (net(x, toy.T[:1], text, net.embed_hint(hint))[-1] for net in (loaded.network, trained))
     assert theirs.abs().max() > 0

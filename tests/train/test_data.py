@@ -14,19 +14,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from training import load_options, losses, options, train
 
 import ldm_lite
 from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
-from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.train import batches, encoded, setup
 from ldm_lite.train.batches import Batch, Draws, Order, Share
 from ldm_lite.train.data import open_data
 from ldm_lite.train.examples import Dataset, Example
-from ldm_lite.train.run import train
 from ldm_lite.train.tars import TarShards
-from tests.train.test_train import load_options, losses, options
 
 
 def tar(path: Path, files: dict[str, bytes]) -> Path:
@@ -198,8 +196,8 @@ def write(out: Path, folder: Path, small_path: Path, shard: int = 4) -> Path:
         pixels = torch.stack([example.pixels for example in examples]).float() / 127.5 - 1
         mean, deviation = pipe.vae.encode(pixels)
         moments = torch.cat([mean, 2 * deviation.log()], dim=1)
-        contexts = encode_prompts(pipe, [example.caption for example in examples]).context
-        empty = encode_prompts(pipe, [""]).context
+        contexts = pipe.encode_prompt([example.caption for example in examples]).context
+        empty = pipe.encode_prompt("").context
     assert contexts is not None
     assert empty is not None
     for start in range(0, 6, shard):

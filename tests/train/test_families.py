@@ -5,7 +5,7 @@ Losses are compared with their formulas, written again here, and gradients with 
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,12 @@ import toy
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor, nn
+from training import check_gradient, load_options, losses, options, plain_options, train
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.batch import __main__ as batch_command
-from ldm_lite.checkpoint.lora import merge_lora, open_lora
 from ldm_lite.checkpoint.model import with_embeddings
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.train import run
 from ldm_lite.train.averages import using
 from ldm_lite.train.batches import Batch, BucketOrder, Draws
@@ -37,11 +33,8 @@ from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.examples import Buckets, Example, bucket_sizes
 from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import train
 from ldm_lite.train.setup import check_model, make_loss
 from ldm_lite.zoo.families import FAMILIES as FAMILY_ROWS
-from tests.train.test_train import losses, options
 
 FAMILIES = ("sd2", "sdxl_base")
 
@@ -54,8 +47,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.safetensors" for name in FAMILIES}
 
 
-def load(files: dict[str, Path], name: str) -> LoadOptions:
-    return LoadOptions(ckpt=str(files[name]), device="cpu", prediction="v" if name == "sd2" else None)
+def load(files: dict[str, Path], name: str) -> Any:
+    return load_options(files[name], prediction="v" if name == "sd2" else None)
 
 
 def opened(files: dict[str, Path], name: str) -> Pipeline:
@@ -71,7 +64,7 @@ def batch(pipe: Pipeline, *captions: str) -> Batch:
 
 def text_of(pipe: Pipeline, given: Batch, captions: Sequence[str | None]) -> tuple[Tensor | None, Tensor | None]:
     """What the network reads of captions, of XL with the sizes of the images."""
-    text = encode_prompts(pipe, captions)
+    text = pipe.encode_prompt(captions)
     if pipe.family.conditioner != "sdxl":
         return text.context, None
     assert text.y is not None
@@ -167,8 +160,8 @@ def test_a_distillation_goes_on_where_it_stopped(tmp_path: Path, folder: Path, f
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert again.read_bytes() == path.read_bytes()
     pipe = opened(files, "sd2")
-    merge_lora(pipe.networks, [(open_lora(path), 1.0)])
-    [result] = txt2img(pipe, Txt2imgOptions(prompt="a cat", sampler="lcm", steps=4, scale=1.0))
+    pipe.lora(ldm_lite.open_lora(path), 1.0)
+    [result] = pipe.txt2img("a cat", sampler="lcm", steps=4, scale=1.0, output="result")
     assert np.isfinite(result.pixels.numpy()).all()
 
 
@@ -177,22 +170,7 @@ def test_what_cannot_be_distilled_is_refused(other: str, files: dict[str, Path])
     pipe, family = opened(files, "sd2"), FAMILY_ROWS[other]
     model = replace(pipe, family=family, schedule=family.noise.schedule(family.prediction))
     with pytest.raises(ValueError, match="`lcm` distils Stable Diffusion 1, 2 and XL only: leave it out"):
-        check_model(TrainOptions(data="a", lora_rank=2, lcm=True), model)
-
-
-def check_gradient(value: Callable[[], Tensor], parameters: list[nn.Parameter]) -> None:
-    """Compare a directional derivative with a central difference in float64."""
-    torch.manual_seed(0)
-    directions = [torch.randn_like(p) for p in parameters]
-    gradients = torch.autograd.grad(value(), parameters)
-    wanted = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True))
-    sides = []
-    for sign in (1e-5, -2e-5):
-        with torch.no_grad():
-            for parameter, direction in zip(parameters, directions, strict=True):
-                parameter += sign * direction
-            sides.append(float(value()))
-    assert wanted == pytest.approx((sides[0] - sides[1]) / 2e-5, rel=1e-4)
+        check_model(plain_options(data="a", lora_rank=2, lcm=True), model)
 
 
 @pytest.mark.slow
@@ -210,7 +188,7 @@ def test_gradients_reach_all_encoders(name: str, kind: str, files: dict[str, Pat
         trained = Vectors(pipe, "cat", 2)
         model = trained.known_to(pipe, "<it>")
     elif kind == "whole":
-        made = make_loss(TrainOptions(data="a"), pipe)
+        made = make_loss(plain_options(data="a"), pipe)
         assert isinstance(made, DiffusionLoss)
         assert made.networks.keys() == networks.keys()
         trained = nn.ModuleDict(made.networks)
@@ -270,7 +248,7 @@ def test_a_lora_of_both_encoders_is_merged_as_it_was_trained(
     assert any(key.startswith(("lora_te_", "lora_te2_")) and "self_attn_q_proj" in key for key in keys)
 
     def outputs(pipe: Pipeline) -> list[Tensor]:
-        text = encode_prompts(pipe, ["a cat"])
+        text = pipe.encode_prompt("a cat")
         x = toy.normal(1, 1, 4, 8, 8)
         assert text.context is not None
         with torch.no_grad():
@@ -281,7 +259,7 @@ def test_a_lora_of_both_encoders_is_merged_as_it_was_trained(
     lora = LoRA(networks, 2)
     lora.load_state_dict({key: value.float() for key, value in weights.items()})
     lora.attach(networks)
-    merge_lora(merged.networks, [(open_lora(path), 1.0)])
+    merged.lora(ldm_lite.open_lora(path), 1.0)
     for ours, theirs, before in zip(outputs(merged), outputs(attached), outputs(plain), strict=True):
         assert toy.relative_error(ours, theirs.double().numpy()) < 1e-4
         assert toy.relative_error(ours, before.double().numpy()) > 1e-2
@@ -304,7 +282,7 @@ def test_textual_inversion_learns_vectors_alone(
         assert set(file.keys()) == ({"clip_l", "clip_g"} if name == "sdxl_base" else {"emb_params"})
         assert all(len(file.get_tensor(key)) == 2 for key in file.keys())  # noqa: SIM118
     a, b, same = (
-        encode_prompts(model, [text]).context
+        model.encode_prompt(text).context
         for model, text in ((learned, "a <it>"), (pipe, "a cat cat"), (learned, "a cat cat"))
     )
     assert a is not None

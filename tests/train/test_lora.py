@@ -12,21 +12,14 @@ import toy
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor, nn
+from training import load_options, losses, options, train
 
 import ldm_lite
-from ldm_lite import generate
-from ldm_lite.checkpoint.lora import merge_lora, open_lora
-from ldm_lite.conditioning.prompts import encode_prompts
-from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import classifier_free
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite import Pipeline
 from ldm_lite.image import grid, to_pil
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.patching import runs_as_written
 from ldm_lite.train import outputs, setup
 from ldm_lite.train.lora import LoRA
-from ldm_lite.train.run import train
-from tests.train.test_train import load_options, losses, options
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "lora.npz"))
 
@@ -128,13 +121,13 @@ def test_the_file_is_kohyas_and_gives_the_same_images(
 
     pipe = ldm_lite.load(small_path, device="cpu")
     before = pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"].clone()
-    merge_lora({"unet": pipe.unet, "text_encoder": pipe.text_encoder}, [(open_lora(path), 1.0)])
+    pipe.lora(path, 1.0)
     assert not torch.equal(before, pipe.unet.state_dict()["middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
-    noise = noise_of(range(4), pipe.latent_shape(64, 64))()
-    cond, uncond = (encode_prompts(pipe, [prompt] * 4) for prompt in ("picture 1", ""))
-    plan = make_plan("dpmpp_2m", pipe.schedule, 20)
-    latents = generate.denoise(pipe, noise, classifier_free(cond, uncond, pipe.family.scale), plan)
-    ours = grid([to_pil(pixels) for pixels in generate.decode(pipe, latents)], columns=4)
+    noise = pipe.noise(range(4), height=64, width=64)
+    cond, uncond = (pipe.encode_prompt([prompt] * 4) for prompt in ("picture 1", ""))
+    plan = pipe.plan("dpmpp_2m", 20)
+    latents = pipe.denoise(noise, cond, uncond, plan, pipe.family.scale)
+    ours = grid([to_pil(pixels) for pixels in pipe.decode(latents, output="tensor")], columns=4)
     sheet = Image.open(tmp_path / "samples-0000004.png")  # from float32 averages; the file is float16
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(sheet, dtype=int)).mean() < 0.5
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from ldm_lite.train.run import train
-from tests.train.test_train import load_options, losses, options
+from training import load_options, losses, options, train
 
 STEPS = 6
 CODE = """

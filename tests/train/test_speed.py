@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 import toy
+from training import load_options, options, train
 
 from ldm_lite.train import run
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.optimizers import make_optimizer, restore
-from ldm_lite.train.run import train
-from tests.train.test_train import load_options, options
 
 
 @pytest.mark.parametrize("gradients", [torch.channels_last, torch.contiguous_format])

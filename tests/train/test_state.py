@@ -20,18 +20,14 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from training import CONFIG
 
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
 from ldm_lite.train.examples import Example
 from ldm_lite.train.files import write_tensors
 from ldm_lite.train.state import locked, read_log
-from ldm_lite.train.trainer import TrainConfig, Trainer
-
-CONFIG = TrainConfig(
-    steps=4, batch=2, accumulate=1, lr=1e-3, warmup=2, weight_decay=0.01, ema_decay=0.9, clip=1.0, seed=0, minutes=None,
-    save_every=2, workers=0, bf16=False,
-)  # fmt: skip
+from ldm_lite.train.trainer import Trainer
 
 
 class Squares:

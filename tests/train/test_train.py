@@ -15,36 +15,17 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from torch._dynamo.testing import CompileCounter
+from training import CONFIG, load_options, losses, options, plain_options, train
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.parts import load_autoencoder
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Txt2imgOptions as Txt2Img
-from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.text.tokenizer import EOT, SOT
 from ldm_lite.train import __main__ as command
 from ldm_lite.train import data, distributed, norm, outputs, setup, trainer
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.outputs import plot_losses
-from ldm_lite.train.run import train
-from tests.train.test_state import CONFIG
-
-
-def options(folder: Path, out: Path, **extra: object) -> TrainOptions:
-    given = {"steps": 4, "batch": 2, "warmup": 2, "workers": 0, "save_every": 9, "lr": 1e-3}
-    given |= {"samples": "picture 1"} if extra.get("stage") != "autoencoder" else {}
-    return TrainOptions(data=os.fspath(folder), out=os.fspath(out), **{**given, **extra})  # type: ignore[arg-type]
-
-
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
-
-
-def load_options(path: Path) -> LoadOptions:
-    return LoadOptions(ckpt=os.fspath(path), device="cpu")
 
 
 def test_fine_tuning_writes_an_original_checkpoint(tmp_path: Path, folder: Path, small_path: Path) -> None:
@@ -56,13 +37,13 @@ def test_fine_tuning_writes_an_original_checkpoint(tmp_path: Path, folder: Path,
     assert [path.name for path in sorted(tmp_path.glob("samples*"))] == ["samples-0000002.png", "samples-0000004.png"]
     assert len(losses(tmp_path)) == 4
     again = train(
-        TrainOptions(config=os.fspath(tmp_path / "config.toml"), out=os.fspath(tmp_path / "again")), LoadOptions()
+        plain_options(config=os.fspath(tmp_path / "config.toml"), out=os.fspath(tmp_path / "again")), load_options()
     )
     assert again.read_bytes() == path.read_bytes(), "config.toml does not repeat the run"
     with safe_open(path, "pt") as file:
         assert file.metadata()["step"] == "4"
     assert not list(tmp_path.glob(".*"))
-    [result] = txt2img(after, Txt2Img(prompt="picture 1", steps=2))
+    [result] = after.txt2img("picture 1", steps=2, output="result")
     assert np.isfinite(result.pixels.numpy()).all()
 
 
@@ -116,7 +97,7 @@ def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
         "    return lambda i: (Image.new('RGB', (resolution, resolution), (level, i % 256, 0)), f'grey {i}')\n"
     )
     for name, extra in (("new", {}), ("kept", {"scenes": 5})):
-        drawn = TrainOptions(
+        drawn = plain_options(
             renderer=os.fspath(tmp_path / "grey.py"),
             renderer_options='{"level": 100}',
             out=os.fspath(tmp_path / name),
@@ -146,7 +127,7 @@ def test_tokens_that_no_caption_used_are_zero_in_a_new_model(
     """And its loss is plotted, if matplotlib is installed."""
     monkeypatch.setattr(outputs, "plot_losses", plot_losses)
     preset = options(folder, tmp_path, steps=3, preset="emoji64", samples="picture")
-    path = train(preset, LoadOptions(vae=os.fspath(hub.bundled()), device="cpu"))
+    path = train(preset, load_options(vae=os.fspath(hub.bundled())))
     pipe = ldm_lite.load(path, device="cpu")
     used = pipe.text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0
     tokens = {token for i in range(6) for token in pipe.tokenizer.encode(f"picture {i}")} | {SOT, EOT}
@@ -158,8 +139,8 @@ def test_tokens_that_no_caption_used_are_zero_in_a_new_model(
 
 @pytest.mark.slow
 def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(tmp_path: Path, folder: Path) -> None:
-    load = LoadOptions(vae=os.fspath(hub.bundled()), device="cpu")
-    sample = {"samples": TrainOptions().samples}
+    load = load_options(vae=os.fspath(hub.bundled()))
+    sample = {"samples": plain_options().samples}
     given = options(folder, tmp_path / "a", stage="text", preset="emoji64", steps=60, batch=4, **sample)
     path = train(replace(given, caption_dropout=0.0), load)
     found = losses(tmp_path / "a")
@@ -180,7 +161,7 @@ def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(tmp
 
 @pytest.mark.slow
 def test_the_noise_schedule_of_the_first_checkpoint_is_kept(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    load = LoadOptions(ckpt=os.fspath(small_path), device="cpu", prediction="v", zero_snr=True)
+    load = load_options(small_path, prediction="v", zero_snr=True)
     pipe = ldm_lite.load(train(options(folder, tmp_path, steps=1), load), device="cpu")
     assert pipe.schedule.prediction == "v"
     assert pipe.schedule.alpha_bar[-1] == 0

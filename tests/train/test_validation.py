@@ -12,18 +12,16 @@ import toy
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from training import load_options, losses, options, train
 
 import ldm_lite
-from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.train import averages as averages_command
 from ldm_lite.train.averages import LENGTHS, PowerAverages, coefficients, exponent, products
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import open_folder
 from ldm_lite.train.losses import DiffusionLoss, Prior
-from ldm_lite.train.run import train
 from ldm_lite.train.state import read_log
 from ldm_lite.train.weighting import LearnedWeighting, of_x0
-from tests.train.test_train import load_options, losses, options
 
 
 def validations(out: Path) -> dict[int, float]:
@@ -84,7 +82,7 @@ def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:
         x0 = 0.18215 * (given.pixels[:, :4] + (given.pixels[:, 4:] / 2).exp() * z)
         t = torch.tensor([123, 876])
         a = torch.from_numpy(pipe.schedule.alpha_bar)[t].float().sqrt()[:, None, None, None]
-        out = pipe.unet(a * x0 + (1 - a**2).sqrt() * noise, t, encode_prompts(pipe, given.captions).context)
+        out = pipe.unet(a * x0 + (1 - a**2).sqrt() * noise, t, pipe.encode_prompt(given.captions).context)
     assert torch.allclose(got, (out - noise).square().mean(dim=(1, 2, 3)), rtol=1e-4)
 
 
