@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import ldm_lite
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from tests.checkpoint.test_diffusers_folder import FILES, LCM, save, told
+from diffusers_files import FILES, save, told
+from random_checkpoint import LCM
 
 DATA = Path(__file__).parents[1] / "data"
 CONTENT = os.urandom(20_000)

@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.serve.library import Library
-from ldm_lite.serve.options import ServeOptions
+import serving
 
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 
@@ -31,6 +28,6 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def library(small_path: Path) -> Library:
+def library(small_path: Path) -> Any:
     """The miniature model; tests that change models make their own."""
-    return Library(LoadOptions(ckpt=small_path, device="cpu"), ServeOptions())
+    return serving.library_of(small_path)

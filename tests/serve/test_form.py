@@ -4,10 +4,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-
-from ldm_lite.serve.library import Library
-from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import Engine
+from serving import engine_of
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("fastapi")
@@ -15,15 +12,15 @@ pytest.importorskip("multipart")
 
 
 @pytest.fixture
-def engine(library: Library) -> Engine:
-    return Engine(library, ServeOptions())
+def engine(library: Any) -> Any:
+    return engine_of(library)
 
 
 def values(**given: Any) -> dict[str, Any]:
     return {"task": "txt2img", "prompt": "a cat", "seed": "3", "steps": "5"} | given
 
 
-def test_values_become_options(engine: Engine) -> None:
+def test_values_become_options(engine: Any) -> None:
     from ldm_lite.serve import form
 
     work = form.read(values(scale="2.5", count="2", sampler="euler", width="", strength="0.5", tile="64"), engine)
@@ -62,7 +59,7 @@ def test_values_become_options(engine: Engine) -> None:
         ({"hires": "0.5"}, "`hires`"),
     ],
 )
-def test_wrong_values_are_one_line(engine: Engine, given: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_one_line(engine: Any, given: dict[str, Any], message: str) -> None:
     from ldm_lite.serve import form
 
     with pytest.raises((ValueError, TypeError), match=message) as caught:
@@ -70,7 +67,7 @@ def test_wrong_values_are_one_line(engine: Engine, given: dict[str, Any], messag
     assert "\n" not in str(caught.value)
 
 
-def test_a_plot_has_a_request_for_each_cell(engine: Engine) -> None:
+def test_a_plot_has_a_request_for_each_cell(engine: Any) -> None:
     from ldm_lite.serve import form
 
     loras = {"loras": ["one", "two"], "lora_0": 1, "lora_1": 0.5}
@@ -86,7 +83,7 @@ def test_a_plot_has_a_request_for_each_cell(engine: Engine) -> None:
     assert not files & {name for task in form.TASKS for name in (*form.axes(task), *form.fields())}
 
 
-def test_a_picture_of_another_pictures_settings_resets_the_form(engine: Engine) -> None:
+def test_a_picture_of_another_pictures_settings_resets_the_form(engine: Any) -> None:
     from ldm_lite.serve import form
 
     image = Image.new("RGB", (8, 8))

@@ -5,7 +5,6 @@ import http.client
 import io
 import json
 import shutil
-import socket
 import struct
 import tempfile
 import threading
@@ -17,70 +16,21 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from serving import Running, library_of
 
 import ldm_lite
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.serve.library import Library
-from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import Engine
 
 pytestmark = pytest.mark.extra
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 KEY = "a-key-of-the-test"
-LIMITS = {"max_body": 1, "max_pixels": 128 * 128, "max_queue": 12}
-Start = Callable[..., "Running"]
-
-
-class Running:
-    """A server in a thread of this process."""
-
-    def __init__(self, library: Library, **given: Any) -> None:
-        from ldm_lite.serve.app import make_app
-
-        self.options = ServeOptions(**LIMITS | given)
-        self.engine = Engine(library, self.options).start()
-        config = uvicorn.Config(make_app(self.engine, self.options, given.get("api_key")), log_level="error")
-        self.server = uvicorn.Server(config)
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self.socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.socket]), daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-        self.socket.close()
-
-    def ask(self, path: str, content: Any = None, method: str = "", **headers: str) -> tuple[int, Any]:
-        """The status and the JSON, or text, of an answer."""
-        body = content if content is None or isinstance(content, (bytes, str)) else json.dumps(content)
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        return response.status, json.loads(text) if "json" in response.getheader("content-type", "") else text
-
-    def refused(self, path: str, content: Any, **headers: str) -> tuple[int, str]:
-        """The status and the message of a refusal: one line without a path of this machine."""
-        status, answer = self.ask(path, content, **headers)
-        message = answer["error"]["message"]
-        assert message == answer["detail"]
-        assert "\n" not in message
-        assert len(message) < 600
-        assert str(Path.cwd()) not in message
-        assert "/tmp" not in message
-        return status, message
+Start = Callable[..., Running]
 
 
 @pytest.fixture
-def start(library: Library) -> Iterator[Start]:
+def start(library: Any) -> Iterator[Start]:
     made = []
 
     def run(**given: Any) -> Running:
@@ -93,7 +43,7 @@ def start(library: Library) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def server(library: Library) -> Iterator[Running]:
+def server(library: Any) -> Iterator[Running]:
     made = Running(library)
     yield made
     made.close()
@@ -244,8 +194,7 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
     """FLUX.1, Stable Diffusion 3 and Z-Image: each task gives the pipeline's bits, and models take turns."""
     openai, webuiapi = pytest.importorskip("openai"), pytest.importorskip("webuiapi")
     shutil.copy(small_path, tmp_path / "other.safetensors")
-    loaded = LoadOptions(ckpt=flow_path, device="cpu"), ServeOptions(models=str(tmp_path))
-    server, pipe = Running(Library(*loaded)), ldm_lite.load(flow_path, device="cpu")
+    server, pipe = Running(library_of(flow_path, models=str(tmp_path))), ldm_lite.load(flow_path, device="cpu")
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         given: dict[str, Any] = {"prompt": "an apple", "extra_body": {"seed": 3, "steps": 3}}

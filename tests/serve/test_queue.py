@@ -1,6 +1,5 @@
 """The engine: one queue, images of several requests in one run, each as it is alone."""
 
-import dataclasses
 import gc
 import threading
 import time
@@ -13,31 +12,26 @@ import random_checkpoint
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from serving import Full, Stopping, engine_of, finished, library_of, submit
 from torch import nn
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.bench.measure import status
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.models.unet import UNet
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.patching import kernel, patch, runs_as_written
 from ldm_lite.runtime.together import Together
-from ldm_lite.serve.library import Library, Loras
-from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import Engine, Full, Stopping
-from ldm_lite.serve.ticket import Ticket
 
 
-def options(prompt: str = "a car", seed: int = 1, **more: Any) -> Txt2imgOptions:
-    return Txt2imgOptions(**{"prompt": prompt, "seed": seed, "steps": 3, "width": 32, "height": 32} | more)
+def options(prompt: str = "a car", seed: int = 1, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "seed": seed, "steps": 3, "width": 32, "height": 32} | more
 
 
 @pytest.fixture
-def engine(library: Library) -> Iterator[Engine]:
-    made = Engine(library, ServeOptions())
+def engine(library: Any) -> Iterator[Any]:
+    made = engine_of(library)
     yield made
     made.start() if made._thread.ident is None else None
     made.close()
@@ -48,15 +42,7 @@ def alone(small_path: Path) -> Pipeline:
     return ldm_lite.load(small_path, device="cpu")
 
 
-def finished(*tickets: Ticket) -> list[Any]:
-    for ticket in tickets:
-        assert ticket.wait(60)
-        if ticket.error is not None:
-            raise ticket.error
-    return [result for ticket in tickets for result in ticket.results]
-
-
-def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Engine, alone: Pipeline) -> None:
+def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, alone: Pipeline) -> None:
     """Prompts, negative prompts, seeds and counts differ; one has a second chunk of text and one other steps."""
     long = ", ".join(["a red apple on a blue background"] * 20)
     given = [
@@ -66,15 +52,15 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Engine
         options(long, 3, prompt_syntax="a1111"),
         options("a cat", 4, steps=2),
     ]
-    tickets = [engine.submit("txt2img", each) for each in given]
+    tickets = [submit(engine, "txt2img", each) for each in given]
     assert [each.position for each in tickets] == [0, 1, 3, 5, 6]
     engine.start()
     for ticket, asked in zip(tickets, given, strict=True):
         for result in finished(ticket):
             more = {
-                "steps": asked.steps,
-                "negative_prompt": asked.negative_prompt,
-                "prompt_syntax": asked.prompt_syntax,
+                "steps": asked["steps"],
+                "negative_prompt": asked.get("negative_prompt"),
+                "prompt_syntax": asked.get("prompt_syntax", "plain"),
             }
             size = {"width": 32, "height": 32, "seed": result.seed}
             [wanted] = alone.txt2img(result.prompt, **size, **more, output="result")
@@ -87,11 +73,10 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Engine
 
 @pytest.mark.slow
 def test_fast_batching_differs_by_one_of_255_at_most(bundled: Pipeline) -> None:
-    limits = ServeOptions(batching="fast")
-    engine = Engine(Library(LoadOptions(device="cpu"), limits), limits)
+    engine = engine_of(library_of(batching="fast"), batching="fast")
     assert engine.library.together is None
-    given = {seed: Txt2imgOptions(prompt=f"{seed} apples", seed=seed, steps=10) for seed in range(8)}
-    tickets = [engine.submit("txt2img", each) for each in given.values()]
+    given = {seed: {"prompt": f"{seed} apples", "seed": seed, "steps": 10} for seed in range(8)}
+    tickets = [submit(engine, "txt2img", each) for each in given.values()]
     engine.start()
     for seed, made in zip(given, finished(*tickets), strict=True):
         [wanted] = bundled.txt2img(f"{seed} apples", seed=seed, steps=10, output="numpy")
@@ -100,17 +85,17 @@ def test_fast_batching_differs_by_one_of_255_at_most(bundled: Pipeline) -> None:
     engine.close()
 
 
-def test_image_to_image_and_inpainting_run_together_as_alone(engine: Engine, alone: Pipeline) -> None:
+def test_image_to_image_and_inpainting_run_together_as_alone(engine: Any, alone: Pipeline) -> None:
     pictures = [Image.new("RGB", (32, 32), color) for color in ("red", "blue", "green")]
     mask = Image.new("L", (32, 32))
     mask.paste(255, (0, 0, 16, 32))
     more: dict[str, Any] = {"steps": 4, "strength": 0.5, "sampler": "euler_a"}
     tickets = [
-        engine.submit("img2img", Img2imgOptions(prompt="x", init_img=(picture,), seed=i, **more))
+        submit(engine, "img2img", {"prompt": "x", "init_img": (picture,), "seed": i} | more)
         for i, picture in enumerate(pictures)
     ]
     tickets += [
-        engine.submit("inpaint", InpaintOptions(prompt="x", init_img=(picture,), mask=(mask,), seed=i, **more))
+        submit(engine, "inpaint", {"prompt": "x", "init_img": (picture,), "mask": (mask,), "seed": i} | more)
         for i, picture in enumerate(pictures)
     ]
     engine.start()
@@ -157,11 +142,11 @@ def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeli
     assert calls.count(3) == 1  # it is tried once
 
 
-def test_fairness_is_by_arrival(engine: Engine) -> None:
+def test_fairness_is_by_arrival(engine: Any) -> None:
     """A request that is alike runs with the first; of the others the oldest is next."""
     order: list[str] = []
     names = {"a": 3, "b": 2, "c": 3, "d": 2}
-    tickets = [engine.submit("txt2img", options(name, steps=steps)) for name, steps in names.items()]
+    tickets = [submit(engine, "txt2img", options(name, steps=steps)) for name, steps in names.items()]
     for ticket in tickets:
         name = str(ticket.options.prompt)
         ticket.listen(lambda ticket=ticket, name=name: order.append(name) if ticket.ended else None)  # type: ignore[misc]
@@ -170,9 +155,9 @@ def test_fairness_is_by_arrival(engine: Engine) -> None:
     assert order == ["a", "c", "b", "d"]
 
 
-def test_progress_preview_and_interrupt(engine: Engine) -> None:
+def test_progress_preview_and_interrupt(engine: Any) -> None:
     """What was predicted is the result; a request beside it in the batch goes on to its end."""
-    first, second = (engine.submit("txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
+    first, second = (submit(engine, "txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
     assert first.preview() is None
     first.listen(lambda: first.interrupt() if first.step == 5 else None)
     engine.start()
@@ -185,15 +170,15 @@ def test_progress_preview_and_interrupt(engine: Engine) -> None:
     assert second.step == 30
 
 
-def test_partial_images_are_evenly_spread(engine: Engine) -> None:
-    ticket = engine.submit("txt2img", options(steps=8, batch_size=2), partials=3)
+def test_partial_images_are_evenly_spread(engine: Any) -> None:
+    ticket = submit(engine, "txt2img", options(steps=8, batch_size=2), partials=3)
     engine.start()
     finished(ticket)
     assert sorted(number for number, _ in ticket.partials) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_cancelled_request_leaves_the_queue_and_stops_what_runs(engine: Engine) -> None:
-    running, waiting, last = (engine.submit("txt2img", options(steps=n)) for n in (50, 40, 2))
+def test_a_cancelled_request_leaves_the_queue_and_stops_what_runs(engine: Any) -> None:
+    running, waiting, last = (submit(engine, "txt2img", options(steps=n)) for n in (50, 40, 2))
     waiting.cancel()
     assert waiting.state == "cancelled"
     assert last.position == 1
@@ -216,24 +201,24 @@ def test_a_cancelled_request_leaves_the_queue_and_stops_what_runs(engine: Engine
         ({"width": 33}, "wanted multiples of 8"),
     ],
 )
-def test_limits_of_a_request(library: Library, wrong: dict[str, Any], message: str) -> None:
+def test_limits_of_a_request(library: Any, wrong: dict[str, Any], message: str) -> None:
     """Before it waits: the engine does not run."""
-    engine = Engine(library, ServeOptions(max_pixels=64 * 64, max_steps=10, max_images=4))
+    engine = engine_of(library, max_pixels=64 * 64, max_steps=10, max_images=4)
     with pytest.raises(ValueError, match=message):
-        engine.submit("txt2img", options(**wrong))
+        submit(engine, "txt2img", options(**wrong))
 
 
-def test_the_queue_has_a_limit(library: Library) -> None:
-    engine = Engine(library, ServeOptions(max_queue=5))
-    engine.submit("txt2img", options(batch_size=4))
+def test_the_queue_has_a_limit(library: Any) -> None:
+    engine = engine_of(library, max_queue=5)
+    submit(engine, "txt2img", options(batch_size=4))
     with pytest.raises(Full, match="4 images are waiting, and at most 5 may"):
-        engine.submit("txt2img", options(batch_size=2))
-    assert engine.submit("txt2img", options()).position == 4
+        submit(engine, "txt2img", options(batch_size=2))
+    assert submit(engine, "txt2img", options()).position == 4
 
 
-def test_a_request_that_is_too_old_ends(library: Library) -> None:
-    engine = Engine(library, ServeOptions(timeout=0.2))
-    ticket = engine.submit("txt2img", options(steps=100))
+def test_a_request_that_is_too_old_ends(library: Any) -> None:
+    engine = engine_of(library, timeout=0.2)
+    ticket = submit(engine, "txt2img", options(steps=100))
     time.sleep(0.25)
     engine.start()
     with pytest.raises(TimeoutError, match=r"not finished after 0\.2 seconds"):
@@ -241,9 +226,9 @@ def test_a_request_that_is_too_old_ends(library: Library) -> None:
     engine.close()
 
 
-def test_stopping_finishes_what_runs_and_refuses_what_waits(library: Library) -> None:
-    engine = Engine(library, ServeOptions())
-    running, waiting = (engine.submit("txt2img", options(steps=n)) for n in (8, 4))
+def test_stopping_finishes_what_runs_and_refuses_what_waits(library: Any) -> None:
+    engine = engine_of(library)
+    running, waiting = (submit(engine, "txt2img", options(steps=n)) for n in (8, 4))
     started = threading.Event()
     running.listen(lambda: started.set() if running.step else None)
     engine.start()
@@ -254,13 +239,13 @@ def test_stopping_finishes_what_runs_and_refuses_what_waits(library: Library) ->
     with pytest.raises(Stopping, match="stopped before this request began"):
         finished(waiting)
     with pytest.raises(Stopping):
-        engine.submit("txt2img", options())
+        submit(engine, "txt2img", options())
     assert not engine.healthy
 
 
-def test_after_the_grace_stopping_returns_what_is_there(library: Library) -> None:
-    engine = Engine(library, ServeOptions(grace=0.0))
-    ticket = engine.submit("txt2img", options(steps=100))
+def test_after_the_grace_stopping_returns_what_is_there(library: Any) -> None:
+    engine = engine_of(library, grace=0.0)
+    ticket = submit(engine, "txt2img", options(steps=100))
     ticket.listen(lambda: engine.stop() if ticket.step == 2 else None)
     engine.start()
     assert len(finished(ticket)) == 1
@@ -268,10 +253,10 @@ def test_after_the_grace_stopping_returns_what_is_there(library: Library) -> Non
     engine.close()
 
 
-def test_an_error_ends_its_request_alone(engine: Engine) -> None:
+def test_an_error_ends_its_request_alone(engine: Any) -> None:
     """A guidance scale that overflows makes latents that are not finite."""
-    bad = engine.submit("txt2img", options(scale=1e38, steps=2))
-    good = engine.submit("txt2img", options(steps=2))
+    bad = submit(engine, "txt2img", options(scale=1e38, steps=2))
+    good = submit(engine, "txt2img", options(steps=2))
     engine.start()
     with pytest.raises(ValueError, match="not finite"):
         finished(bad)
@@ -279,47 +264,46 @@ def test_an_error_ends_its_request_alone(engine: Engine) -> None:
 
 
 @pytest.fixture
-def folders(tmp_path: Path, small_path: Path) -> ServeOptions:
+def models(tmp_path: Path, small_path: Path) -> Path:
     models = tmp_path / "models"
     (models / "more").mkdir(parents=True)
     for name, seed in (("one", 1), ("more/two", 2)):
         random_checkpoint.write(models / f"{name}.safetensors", random_checkpoint.SMALL, seed=seed)
     (tmp_path / "secret.safetensors").write_bytes(small_path.read_bytes())
-    return ServeOptions(models=str(models))
+    return models
 
 
 def test_a_model_that_cannot_be_loaded_ends_its_request_alone(small_path: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"x" * 100)
-    limits = ServeOptions(models=str(tmp_path))
-    engine = Engine(Library(LoadOptions(ckpt=small_path, device="cpu"), limits), limits)
-    broken, fine = (engine.submit("txt2img", options(steps=1), model=name) for name in ("broken", None))
+    engine = engine_of(library_of(small_path, models=str(tmp_path)), models=str(tmp_path))
+    broken, fine = (submit(engine, "txt2img", options(steps=1), model=name) for name in ("broken", None))
     engine.start()
     with pytest.raises(ValueError, match="broken"):
         finished(broken)
     assert finished(fine)
     engine.close()
     with pytest.raises(ValueError, match=r"got `loras` .* wanted a folder"):
-        Library(LoadOptions(), ServeOptions(loras=str(tmp_path / "none")))
+        library_of(loras=str(tmp_path / "none"))
 
 
 @pytest.mark.slow
-def test_models_are_swapped_on_request_and_named_from_their_folder_alone(
-    folders: ServeOptions, small_path: Path
-) -> None:
-    library = Library(LoadOptions(ckpt=small_path, device="cpu"), folders)
+def test_models_are_swapped_on_request_and_named_from_their_folder_alone(models: Path, small_path: Path) -> None:
+    library = library_of(small_path, models=str(models))
     assert library.names == ["small", "more/two", "one"]
-    engine = Engine(library, folders)
+    engine = engine_of(library, models=str(models))
     for name in ("../secret", "secret", "/etc/passwd", "one.safetensors", "more/../one", ""):
         with pytest.raises(ValueError, match="unknown model"):
-            engine.submit("txt2img", options(), model=name)
-    tickets = [engine.submit("txt2img", options(batch_size=2), model=name) for name in ("one", None, "more/two", "one")]
+            submit(engine, "txt2img", options(), model=name)
+    tickets = [
+        submit(engine, "txt2img", options(batch_size=2), model=name) for name in ("one", None, "more/two", "one")
+    ]
     engine.start()
     made = finished(*tickets)
     assert engine.totals["swaps"] == 3
     engine.close()
     assert torch.equal(made[0].pixels, made[6].pixels)
     assert not torch.equal(made[0].pixels, made[4].pixels)
-    path = Path(folders.models or "") / "more" / "two.safetensors"
+    path = models / "more" / "two.safetensors"
     [wanted] = ldm_lite.load(path, device="cpu").txt2img("a car", seed=1, steps=3, width=32, height=32, output="tensor")
     assert torch.equal(made[4].pixels, wanted)
 
@@ -329,14 +313,13 @@ def write_lora(path: Path) -> None:
     save_file({f"{name}.lora_down.weight": torch.ones(2, 64), f"{name}.lora_up.weight": torch.ones(32, 2)}, path)
 
 
-def test_loras_are_merged_for_the_requests_that_name_them(library: Library, small_path: Path, tmp_path: Path) -> None:
+def test_loras_are_merged_for_the_requests_that_name_them(library: Any, small_path: Path, tmp_path: Path) -> None:
     write_lora(tmp_path / "ones.safetensors")
-    limits = ServeOptions(loras=str(tmp_path))
-    engine = Engine(Library(LoadOptions(ckpt=small_path, device="cpu"), limits), limits)
+    engine = engine_of(library_of(small_path, loras=str(tmp_path)), loras=str(tmp_path))
     with pytest.raises(ValueError, match="unknown LoRA 'twos': wanted one of ones"):
-        engine.submit("txt2img", options(), loras=(("twos", 1.0),))
-    given: list[Loras] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
-    tickets = [engine.submit("txt2img", options(), loras=each) for each in given]
+        submit(engine, "txt2img", options(), loras=(("twos", 1.0),))
+    given: list[Any] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
+    tickets = [submit(engine, "txt2img", options(), loras=each) for each in given]
     engine.start()
     plain, half, again, too, whole = (each.pixels for each in finished(*tickets))
     engine.close()
@@ -349,16 +332,16 @@ def test_loras_are_merged_for_the_requests_that_name_them(library: Library, smal
 
 
 @pytest.mark.slow
-def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(folders: ServeOptions, small_path: Path) -> None:
+def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(models: Path, small_path: Path) -> None:
     """One UNet is alive, and the last 25 swaps take less memory than four of these models have."""
-    write_lora(Path(folders.models or "").parent / "ones.safetensors")
-    limits = dataclasses.replace(folders, loras=str(Path(folders.models or "").parent))
+    write_lora(models.parent / "ones.safetensors")
+    limits = {"models": str(models), "loras": str(models.parent)}
     others = sum(type(each) is UNet for each in gc.get_objects())  # of fixtures, which live on
-    engine = Engine(Library(LoadOptions(ckpt=small_path, device="cpu"), limits), limits).start()
+    engine = engine_of(library_of(small_path, **limits), **limits).start()
     sizes = []
     for swap in range(50):
         name, loras = ("one", "more/two")[swap % 2], ((("ones", 0.5),), ())[swap % 3 == 0]
-        finished(engine.submit("txt2img", options(steps=1), model=name, loras=loras))
+        finished(submit(engine, "txt2img", options(steps=1), model=name, loras=loras))
         sizes.append(status("VmRSS") or 0)
     assert engine.totals["swaps"] == 50
     engine.close()

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from serving import Running, library_of
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.serve.library import Library
-from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.ticket import RUNNING, Ticket
 from ldm_lite.tasks.enlarge import Upscaler
 
@@ -40,10 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(small_path: Path, folder: Path) -> Iterator[Any]:
-    from tests.serve.test_http import Running
-
     options = {"upscalers": str(folder), "max_steps": 20}
-    made = Running(Library(LoadOptions(ckpt=small_path, device="cpu"), ServeOptions(**options)), **options)
+    made = Running(library_of(small_path, **options), **options)
     yield made
     made.close()
 
