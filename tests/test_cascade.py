@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.cascade import main
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.command_options import CascadeOptions as Options
@@ -28,7 +29,6 @@ from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet_if import UNetIF
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks import cascade as cascade_task
 from ldm_lite.tasks.cascade import cascade, encode_t5, read_embeds
 from ldm_lite.tasks.upscale import upscale
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("if")
     paths = {name: folder / f"{name}.bin" for name in toy.CASCADE}
     for name, path in paths.items():
-        torch.save(toy.fill(UNetIF(toy.CASCADE[name])).state_dict(), path)
+        torch.save(toy.network(toy.CASCADE[name]).state_dict(), path)
     np.save(folder / "context.npy", CONTEXT.numpy())
     save_file({"embeds": UNCOND[0]}, folder / "uncond.safetensors")
     return paths
@@ -109,7 +109,7 @@ def test_both_stages_equal_the_original(stages: list[Pipeline]) -> None:
 def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> None:
     """With what is float32 everywhere, whatever the networks' dtype, in float64 too."""
     double = [
-        replace(stage, unet=toy.fill(UNetIF(spec)).double(), vae=Pixels(PixelSpec()).double())  # type: ignore[arg-type]
+        replace(stage, unet=toy.network(spec).double(), vae=Pixels(PixelSpec()).double())  # type: ignore[arg-type]
         for stage, spec in zip(stages, toy.CASCADE.values(), strict=True)
     ]
     cast = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
@@ -247,7 +247,7 @@ def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.Unigram([(word, -float(i)) for word, i in words.items()], unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    encoder = toy.fill(T5Encoder(toy.T5))
+    encoder = toy.network(toy.T5)
     weights = encoder.state_dict()
     names = sorted(weights)
     weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # its second name, as in released files

@@ -53,7 +53,7 @@ def controlled(name: str, variant: str) -> torch.Tensor:
         control = tuple(scale * c for scale, c in zip(guess_scales(len(control)), control, strict=True))
     elif variant == "pool":
         control = tuple(c.mean(dim=(2, 3), keepdim=True) for c in control)
-    return toy.fill(UNet(spec))(x, toy.T, context, control=control)
+    return toy.network(spec)(x, toy.T, context, control=control)
 
 
 @pytest.mark.parametrize("variant", ["plain", "half", "guess", "pool"])
@@ -72,7 +72,7 @@ def test_equals_diffusers_at_an_odd_latent_size() -> None:
 
 def test_the_unet_takes_its_results_at_any_size_and_zeros_change_nothing() -> None:
     x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
-    net, unet = toy.fill(ControlNet(toy.SD1)), toy.fill(UNet(toy.SD1))
+    net, unet = toy.fill(ControlNet(toy.SD1)), toy.network(toy.SD1)
     control = net(x, toy.T, context, net.embed_hint(toy.picture(h=72, w=56)))
     plain = unet(x, toy.T, context)
     assert toy.relative_error(unet(x, toy.T, context, control=control), plain.numpy()) > 0.1
@@ -82,7 +82,7 @@ def test_the_unet_takes_its_results_at_any_size_and_zeros_change_nothing() -> No
 def test_it_controls_a_unet_with_cached_keys_and_values() -> None:
     spec = toy.SD1
     x, context, _ = toy.unet_inputs(spec)
-    unet, net = toy.fill(UNet(spec)), toy.fill(ControlNet(spec), "net.")
+    unet, net = toy.network(spec), toy.fill(ControlNet(spec), "net.")
     num = len(net.zero_convs) + 1
     own = ControlInput(net.embed_hint(toy.picture()), torch.ones(num), len(x), pool=False)
     controlled, control = ControlledUNet(unet, [net]), ControlInputs((own,), None)
@@ -104,7 +104,7 @@ def test_an_adapter_and_its_unet_equal_the_original(name: str) -> None:
     x, context, _ = toy.unet_inputs(toy.SD1)
     adapter = toy.fill(T2IAdapter(toy.ADAPTERS[name]))
     features = adapter.place(adapter(toy.picture(adapter.spec.in_channels)), toy.SD1.num_res_blocks)
-    out = toy.fill(UNet(toy.SD1))(x, toy.T, context, features=features)
+    out = toy.network(toy.SD1)(x, toy.T, context, features=features)
     assert toy.relative_error(out, GOLDEN[f"adapted.{name}"]) < 1e-5
 
 
@@ -122,7 +122,7 @@ def test_an_adapter_fits_odd_latent_sizes(name: str) -> None:
     x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
     adapter = toy.fill(T2IAdapter(toy.ADAPTERS[name]))
     features = adapter.place(adapter(toy.picture(h=72, w=56)), toy.SD1.num_res_blocks)
-    assert toy.fill(UNet(toy.SD1))(x, toy.T, context, features=features).shape == x.shape
+    assert toy.network(toy.SD1)(x, toy.T, context, features=features).shape == x.shape
 
 
 def test_an_adapter_for_another_unet_is_refused() -> None:

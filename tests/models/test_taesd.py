@@ -20,7 +20,7 @@ MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()
 @pytest.mark.parametrize("golden", GOLDENS, ids=["original", "diffusers"])
 def test_equals_the_original_and_takes_images_from_minus_one_to_one(golden: dict[str, np.ndarray]) -> None:
     """At real size, for it has one size; diffusers' latents with its scaling factor."""
-    network = toy.fill(TAESD(toy.TINY))
+    network = toy.network(toy.TINY)
     assert toy.relative_error(network.encode(toy.normal(7, 1, 3, 16, 24))[0], golden["taesd.encode"]) < 1e-5
     assert toy.relative_error(network.decode(toy.normal(8, 1, 4, 4, 6)), golden["taesd.decode"]) < 1e-5
 
@@ -36,7 +36,7 @@ def test_keys_shapes_and_parameters_are_those_of_the_originals() -> None:
 
 
 def test_latents_are_clamped_softly() -> None:
-    network = toy.fill(TAESD(toy.TINY))
+    network = toy.network(toy.TINY)
     far = torch.full((1, 4, 2, 2), 100.0)
     assert torch.allclose(network.decode(far), network.decode(2 * far))
     assert not torch.allclose(network.decode(far / 100), network.decode(far / 50))

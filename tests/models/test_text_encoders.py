@@ -54,7 +54,7 @@ IDS = toy.padded_ids(toy.OPEN_CLIP.vocab_size, toy.OPEN_CLIP.length)
 
 
 def open_clip(**changes: object) -> nn.Module:
-    return toy.fill(OpenCLIPTextEncoder(replace(toy.OPEN_CLIP, **changes)))
+    return toy.network(replace(toy.OPEN_CLIP, **changes))
 
 
 def test_equals_the_embedder_of_stable_diffusion_2() -> None:
@@ -124,12 +124,12 @@ def test_converted_files_lack_the_layer_that_nothing_reads() -> None:
 
 def test_equals_the_transformer_of_latent_diffusion() -> None:
     ids = toy.padded_ids(toy.BERT.vocab_size, toy.BERT.length)
-    assert toy.relative_error(toy.fill(BERTTextEncoder(toy.BERT))(ids), GOLDEN["bert"]) < 1e-5
+    assert toy.relative_error(toy.network(toy.BERT)(ids), GOLDEN["bert"]) < 1e-5
 
 
 def test_bert_reads_in_both_directions_and_its_padding() -> None:
     ids = toy.padded_ids(toy.BERT.vocab_size, toy.BERT.length)
-    network = toy.fill(BERTTextEncoder(toy.BERT))
+    network = toy.network(toy.BERT)
     changed = ids.clone()
     changed[0, -1] = 5
     assert (network(changed) - network(ids))[0].abs().amax(dim=1).min() > 1e-5
@@ -141,7 +141,7 @@ T5_IDS = toy.padded_ids(toy.T5.vocab_size, 20)
 
 
 def test_t5_equals_transformers() -> None:
-    network = toy.fill(T5Encoder(toy.T5))
+    network = toy.network(toy.T5)
     assert toy.relative_error(network(T5_IDS), GOLDEN["t5"]) < 1e-5
     assert toy.relative_error(network(T5_IDS, T5_IDS != 0), GOLDEN["t5.masked"]) < 1e-5
     assert toy.relative_error(GOLDEN["t5"], GOLDEN["t5.masked"]) > 1e-2
@@ -156,7 +156,7 @@ def test_positions_far_apart_share_a_bucket() -> None:
 
 
 def test_t5_stays_finite_in_half_precision_where_its_feed_forward_overflows() -> None:
-    network = toy.fill(T5Encoder(toy.T5))
+    network = toy.network(toy.T5)
     for block in network.encoder.block:
         for name in ("wi_0", "wi_1", "wo"):
             getattr(block.layer[1].DenseReluDense, name).weight.mul_(60)

@@ -36,7 +36,7 @@ def run(name: str, network: nn.Module | None = None, dtype: torch.dtype = torch.
     """A miniature's output for its inputs."""
     spec = SPECS[name]
     x, t, context, y = toy_flow.inputs(spec)
-    network = network or toy.fill(build(spec)).to(dtype)
+    network = network or toy.network(spec).to(dtype)
     return network(x.to(dtype), t, context.to(dtype), y.to(dtype), **toy_flow.more(spec), **more)
 
 
@@ -115,7 +115,7 @@ def test_half_precision_is_close(name: str) -> None:
 @pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
 @pytest.mark.thin(2)
 def test_float16_does_not_become_infinite(name: str) -> None:
-    network = toy.fill(build(SPECS[name])).half()
+    network = toy.network(SPECS[name]).half()
     for key, value in network.named_parameters():
         if key.endswith(("_mlp.2.bias", "mlp.fc2.bias", "linear2.bias")):
             value.data.fill_(40000.0)
@@ -125,7 +125,7 @@ def test_float16_does_not_become_infinite(name: str) -> None:
 @EVERY
 @pytest.mark.thin(6)
 def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
-    spec, network = SPECS[name], toy.fill(build(SPECS[name]))
+    spec, network = SPECS[name], toy.network(SPECS[name])
     own = run(name, network)
     tokens = 5 + 3 * 5
     with record(network) as maps:
@@ -150,7 +150,7 @@ def test_offloads_and_stores_in_8_bits(name: str, offload_: str, monkeypatch: py
     monkeypatch.setattr(offload, "BLOCK", 1)  # every block is as large as a released one
     own = run(name)
     for storage, limit in ((None, 1e-6), ("int8", 0.1), ("fp8", 0.2)):
-        network = toy.fill(build(SPECS[name]))
+        network = toy.network(SPECS[name])
         offloader = Offloader({"unet": network}, CPU, offload=offload_, storage=storage)
         with offloader.phase("unet"):
             assert toy.relative_error(run(name, network), own.numpy()) < limit
@@ -179,7 +179,7 @@ def test_flux_in_int8_with_offload_fits_a_gpu_of_12_gb() -> None:
 def test_works_at_any_even_size() -> None:
     for spec in (SPECS["flux_fill"], SPECS["sd35_medium"]):
         x, t, context, y = toy_flow.inputs(spec, h=2, w=8)
-        assert toy.fill(build(spec))(x, t, context, y, **toy_flow.more(spec)).shape == (2, 4, 2, 8)
+        assert toy.network(spec)(x, t, context, y, **toy_flow.more(spec)).shape == (2, 4, 2, 8)
 
 
 def test_an_image_larger_than_the_table_of_positions_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_shapes_that_make_no_sense_are_refused(name: str, key: str, shape: tuple
 def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
     torch._dynamo.reset()
     spec = replace(SPECS[name], depth=2)
-    network, counter = toy.fill(build(spec)), CompileCounter()
+    network, counter = toy.network(spec), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
     x, t, context, y = toy_flow.inputs(spec)
     with torch._dynamo.config.patch(error_on_recompile=True):

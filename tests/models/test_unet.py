@@ -44,13 +44,13 @@ def shapes_of(spec: UNetSpec) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", toy.UNETS)
 def test_equals_the_original(name: str) -> None:
     x, context, y = toy.unet_inputs(toy.UNETS[name])
-    out = toy.fill(UNet(toy.UNETS[name]))(x, toy.T, context, y)
+    out = toy.network(toy.UNETS[name])(x, toy.T, context, y)
     assert toy.relative_error(out, GOLDEN[f"unet.{name}"]) < 1e-5
 
 
 def test_equals_the_original_at_fractional_timesteps() -> None:
     x, context, _ = toy.unet_inputs(toy.SD1)
-    out = toy.fill(UNet(toy.SD1))(x, toy.T_FRACTIONAL, context)
+    out = toy.network(toy.SD1)(x, toy.T_FRACTIONAL, context)
     assert toy.relative_error(out, GOLDEN["unet_fractional.sd1"]) < 1e-5
 
 
@@ -126,7 +126,7 @@ def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
 @pytest.mark.parametrize("name", toy.UNETS)
 @pytest.mark.thin(3)
 def test_cached_keys_and_values_change_nothing(name: str) -> None:
-    unet, (x, context, y) = toy.fill(UNet(toy.UNETS[name])), toy.unet_inputs(toy.UNETS[name])
+    unet, (x, context, y) = toy.network(toy.UNETS[name]), toy.unet_inputs(toy.UNETS[name])
     if context is None:
         assert not any(isinstance(module, SpatialTransformer) for module in unet.modules())
         return
@@ -155,7 +155,7 @@ class Louder(CrossAttention):
 @pytest.mark.parametrize(("kind", "level"), [("module", 0), ("subclass", 0), ("method", 0), ("block", 1), ("layer", 2)])
 def test_a_replaced_layer_is_called_with_the_text_itself(kind: str, level: int) -> None:
     """An attention, a transformer block, or a whole transformer; the others keep their cache."""
-    unet, (x, context, _) = toy.fill(UNet(SMALL.unet)), toy.unet_inputs(SMALL.unet)
+    unet, (x, context, _) = toy.network(SMALL.unet), toy.unet_inputs(SMALL.unet)
     assert context is not None
     full = unet.text_cache(context)
     transformer: Any = unet.get_submodule("middle_block.1")
@@ -178,11 +178,11 @@ def test_a_replaced_layer_is_called_with_the_text_itself(kind: str, level: int) 
         torch.testing.assert_close(mine, before)
     wanted = unet(x, toy.T, context)
     torch.testing.assert_close(unet(x, toy.T, context, cache=cache), wanted, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(toy.fill(UNet(SMALL.unet))(x, toy.T, context), wanted, rtol=1e-3)
+    assert not torch.allclose(toy.network(SMALL.unet)(x, toy.T, context), wanted, rtol=1e-3)
 
 
 def test_a_transformer_put_into_a_unet_reads_the_text_itself() -> None:
-    unet, (x, context, _) = toy.fill(UNet(SMALL.unet)), toy.unet_inputs(SMALL.unet)
+    unet, (x, context, _) = toy.network(SMALL.unet), toy.unet_inputs(SMALL.unet)
     assert context is not None
     assert unet.spec.context_dim is not None
     old: Any = unet.get_submodule("middle_block.1")
@@ -200,7 +200,7 @@ def test_a_transformer_put_into_a_unet_reads_the_text_itself() -> None:
 @pytest.mark.parametrize(("h", "w"), [(1, 1), (1, 6), (2, 3), (5, 5), (7, 9), (16, 8)])
 def test_any_latent_size(h: int, w: int) -> None:
     x, context, _ = toy.unet_inputs(SMALL.unet, h=h, w=w)
-    out = toy.fill(UNet(SMALL.unet))(x, toy.T, context)
+    out = toy.network(SMALL.unet)(x, toy.T, context)
     assert out.shape == x.shape
     assert torch.isfinite(out).all()
 
@@ -210,7 +210,7 @@ def test_any_latent_size(h: int, w: int) -> None:
 def test_odd_sizes_work_for_every_kind(name: str) -> None:
     spec = toy.UNETS[name]
     x, context, y = toy.unet_inputs(spec, h=9, w=7)
-    out = toy.fill(UNet(spec))(x, toy.T, context, y)
+    out = toy.network(spec)(x, toy.T, context, y)
     assert out.shape == (2, spec.out_channels, 9, 7)
     assert torch.isfinite(out).all()
 
@@ -218,7 +218,7 @@ def test_odd_sizes_work_for_every_kind(name: str) -> None:
 @pytest.mark.parametrize("name", ["sd1", "x4", "ldm_lsun_churches256"])
 def test_images_of_a_batch_are_independent(name: str) -> None:
     x, context, y = toy.unet_inputs(toy.UNETS[name])
-    network = toy.fill(UNet(toy.UNETS[name]))
+    network = toy.network(toy.UNETS[name])
     both = network(x, toy.T, context, y)
     for i in range(2):
         one = [None if value is None else value[i : i + 1] for value in (context, y)]
@@ -268,7 +268,7 @@ COMPILED = {
 )
 def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
     spec = COMPILED[name]
-    network, counter = toy.fill(UNet(spec)), CompileCounter()
+    network, counter = toy.network(spec), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
     x, context, y = toy.unet_inputs(spec)
     for t in (toy.T, toy.T_FRACTIONAL, torch.tensor([0.0, 0.0])):
@@ -282,7 +282,7 @@ def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiles_through_autograd() -> None:
     spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle
-    network = toy.fill(UNet(spec))
+    network = toy.network(spec)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     x, context, _ = toy.unet_inputs(spec)
     for t in (toy.T, toy.T_FRACTIONAL):

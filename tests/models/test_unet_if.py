@@ -36,21 +36,21 @@ def test_has_the_keys_of_the_released_files(name: str) -> None:
 @pytest.mark.parametrize("name", toy.IF_STAGES)
 def test_equals_the_original(name: str) -> None:
     x, context, y = toy.if_inputs(toy.IF_STAGES[name])
-    out = toy.fill(UNetIF(toy.IF_STAGES[name]))(x, toy.T, context, y)
+    out = toy.network(toy.IF_STAGES[name])(x, toy.T, context, y)
     assert toy.relative_error(out, GOLDEN[name]) < 1e-5
 
 
 @pytest.mark.parametrize("name", toy.IF_STAGES)
 def test_works_at_any_size(name: str) -> None:
     x, context, y = toy.if_inputs(toy.IF_STAGES[name], h=15, w=9)
-    assert toy.fill(UNetIF(toy.IF_STAGES[name]))(x, toy.T, context, y).shape == (2, 6, 15, 9)
+    assert toy.network(toy.IF_STAGES[name])(x, toy.T, context, y).shape == (2, 6, 15, 9)
 
 
 @pytest.mark.slow
 def test_compiles_to_one_graph_for_all_steps() -> None:
     torch._dynamo.reset()
     spec = replace(toy.IF_STAGES["if_II"], channel_mult=(1, 2), num_res_blocks=(1, 1), transformer_depth=(0, 1))
-    network, counter = toy.fill(UNetIF(spec)), CompileCounter()
+    network, counter = toy.network(spec), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
     x, context, y = toy.if_inputs(spec)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -63,7 +63,7 @@ def test_compiles_to_one_graph_for_all_steps() -> None:
 def test_the_text_and_the_noise_of_the_small_image_matter() -> None:
     spec = toy.IF_STAGES["if_II"]
     x, context, y = toy.if_inputs(spec)
-    network = toy.fill(UNetIF(spec))
+    network = toy.network(spec)
     out = network(x, toy.T, context, y)
     assert y is not None
     for changed in (network(x, toy.T, context.roll(1, dims=0), y), network(x, toy.T, context, y + 100)):
@@ -73,7 +73,7 @@ def test_the_text_and_the_noise_of_the_small_image_matter() -> None:
 def test_its_attention_can_be_chosen_and_recorded() -> None:
     spec = toy.IF_STAGES["if_I"]
     x, context, _ = toy.if_inputs(spec)
-    network = toy.fill(UNetIF(spec))
+    network = toy.network(spec)
     wanted = network(x, toy.T, context)
     use(network, "vanilla")
     chosen = {name for name, module in network.named_modules() if getattr(module, "attention", None) is vanilla}

@@ -34,7 +34,7 @@ def test_equals_diffusers(small: AutoencoderKL) -> None:
 
 
 def test_with_attention_levels_equals_the_original() -> None:
-    network = toy.fill(AutoencoderKL(toy.KL_F16))
+    network = toy.network(toy.KL_F16)
     mean, deviation = network.encode(toy.normal(7, 2, 3, 16, 24))
     assert toy.relative_error(mean, GOLDEN["vae_f16.mean"]) < 1e-5
     assert toy.relative_error(2 * deviation.log(), GOLDEN["vae_f16.logvar"]) < 1e-5

@@ -22,7 +22,7 @@ RELEASED = {f"vae_{name}": spec for name, spec in AUTOENCODERS.items() if name.s
 @pytest.mark.parametrize("name", toy.VQS)
 def test_equals_the_original(name: str) -> None:
     """As a first stage decoding quantises and encoding does not; alone, pixels go through the codes."""
-    network = toy.fill(VQModel(toy.VQS[name]))
+    network = toy.network(toy.VQS[name])
     x, z = toy.normal(7, 1, 3, 16, 24), toy.normal(8, 1, 4, 4, 6)
     assert toy.relative_error(network.encode(x)[0], GOLDEN[f"vq.{name}.encode"]) < 1e-5
     assert toy.relative_error(network.decode(z), GOLDEN[f"vq.{name}.decode"]) < 1e-5
@@ -69,6 +69,6 @@ def test_codes_are_told_apart_in_half_precision() -> None:
 
 
 def test_an_image_has_one_latent() -> None:
-    network = toy.fill(VQModel(toy.VQ_F16))
+    network = toy.network(toy.VQ_F16)
     x = toy.normal(7, 1, 3, 8, 8)
     assert not network.encode(x)[1].any()

@@ -60,7 +60,7 @@ def test_vanilla_is_the_formula() -> None:
 
 @pytest.fixture
 def unet() -> nn.Module:
-    return toy.fill(UNet(SMALL.unet))
+    return toy.network(SMALL.unet)
 
 
 @pytest.mark.parametrize("name", [*HERE, "mha", "fastest"])
@@ -138,7 +138,7 @@ def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
 def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
     use(unet, "fastest")
-    other = toy.fill(UNet(SMALL.unet))
+    other = toy.network(SMALL.unet)
     attention.follow(other, unet)
     copied = copy.deepcopy(unet)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["math", "flash", "vanilla", "sliced", "mha"])
 def test_each_compiles_to_one_graph(name: str) -> None:
     spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle
-    unet, counter = toy.fill(UNet(spec)), CompileCounter()
+    unet, counter = toy.network(spec), CompileCounter()
     use(unet, name)
     x, context, _ = toy.unet_inputs(spec)
     compiled = torch.compile(unet, fullgraph=True, backend=counter)

@@ -122,7 +122,7 @@ EIGHTS = [  # the sizes that images usually have
 def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
     kind: str, sizes: list[list[object]], tiny: nn.Module
 ) -> None:
-    network = tiny if kind == "tiny" else toy.fill(UNet(SMALL.unet))
+    network = tiny if kind == "tiny" else toy.network(SMALL.unet)
     counter = CompileCounter()
     step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
     for given in sizes if kind == "tiny" else map(cached, itertools.repeat(network), sizes):
@@ -137,7 +137,7 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
 
 def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
     """Compiled code checks how weights lie."""
-    unet, counter = toy.fill(UNet(replace(PLAIN, model_channels=128))).requires_grad_(False), CompileCounter()
+    unet, counter = toy.network(replace(PLAIN, model_channels=128)).requires_grad_(False), CompileCounter()
     assert convolutions.use(unet, may_move=True)
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
     given = arguments(0, 2, 8, 8)
@@ -152,7 +152,7 @@ def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
 def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
     """Where they are multiples of 8, no size within the UNet is rounded."""
     three = {"channel_mult": (1, 1, 1), "num_res_blocks": (1, 1, 1), "transformer_depth": (0, 0, 0)}
-    unet = toy.fill(UNet(replace(PLAIN, **three, cross_only=(False, False, False))))  # type: ignore[arg-type]
+    unet = toy.network(replace(PLAIN, **three, cross_only=(False, False, False)))  # type: ignore[arg-type]
     shapes: list[str] = []
 
     def backend(module: Any, inputs: object) -> Any:
@@ -174,7 +174,7 @@ def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
 def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UNetSpec) -> None:
     """Also over jobs, each of which has a network of its own around the same UNet."""
     shares = (2,) if spec.vector_dim else (1, 2)
-    unet, nets = toy.fill(UNet(spec)), [toy.fill(ControlNet(spec), f"{i}.") for i in range(len(shares))]
+    unet, nets = toy.network(spec), [toy.fill(ControlNet(spec), f"{i}.") for i in range(len(shares))]
     counter = CompileCounter()
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
     num = 2 * len(spec.channel_mult) + 1
@@ -214,7 +214,7 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
         return tiers._Captured(captured[-1], static, out)
 
     monkeypatch.setattr(tiers._Graphs, "_capture", capture)
-    unet: Any = toy.fill(UNet(PLAIN))
+    unet: Any = toy.network(PLAIN)
     nets: list[Any] = [toy.fill(ControlNet(PLAIN), f"{i}.") for i in range(2)]
     graphs, outs = tiers._Graphs(denoise_step), []
     for net in nets:  # of the same shapes, around the same UNet
@@ -430,7 +430,7 @@ def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
     counts = []
     for prepare in (lambda unet, given: given, cached):
         torch._dynamo.reset()
-        unet, counter = toy.fill(UNet(ATTENDING)), CompileCounter()
+        unet, counter = toy.network(ATTENDING), CompileCounter()
         step = CompiledStep("regional", unet, counter)  # type: ignore[arg-type]
         step(unet, *prepare(unet, VARIED[0]))
         counts.append(counter.frame_count)
@@ -439,7 +439,7 @@ def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
 
 @pytest.mark.slow
 def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
-    unet, nets = toy.fill(UNet(PLAIN)), [toy.fill(ControlNet(PLAIN), "0.")]
+    unet, nets = toy.network(PLAIN), [toy.fill(ControlNet(PLAIN), "0.")]
     step = CompiledStep("regional", unet, "eager")
     given: list[Any] = arguments(0, 2, 8, 8)
     step(unet, *given)

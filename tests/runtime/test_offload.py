@@ -22,12 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.generate import decode
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import _blocks
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
@@ -68,7 +67,7 @@ def load(path: Path, **tuning: object) -> Pipeline:
 
 
 def image(pipe: Pipeline) -> Tensor:
-    [result] = txt2img(pipe, Options(prompt="a red apple", steps=2))
+    [result] = pipe.txt2img("a red apple", steps=2, output="result")
     return result.pixels
 
 
@@ -313,7 +312,7 @@ def test_a_copy_in_float32_has_weights_of_its_own(small_path: Path, device: Devi
     for mode in ("model", "sequential"):
         pipe = load(small_path, offload=mode, vae_tiling=True)
         z = toy.normal(0, 1, 4, 8, 8)
-        [wanted] = decode(pipe, z)
+        [wanted] = pipe.decode(z, output="tensor")
         whole = copy.deepcopy(pipe.vae).double()
         pixels = whole.decode(z.double() / pipe.family.scale_factor)
         assert toy.relative_error(pixels[0].clamp(-1, 1), wanted.double().numpy()) < 1e-5

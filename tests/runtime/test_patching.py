@@ -11,8 +11,6 @@ from random_checkpoint import SMALL
 from torch import Tensor, nn
 
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import fused_norm
 from ldm_lite.runtime.attention import record, use
 from ldm_lite.runtime.cpu import convolutions, group_norm
@@ -90,7 +88,7 @@ def test_only_kernels_leave_a_network_as_written(layer: nn.Linear) -> None:
 
 def test_which_of_our_own_networks_run_as_written() -> None:
     """Kernels do; another attention layer and the hooks of the offloader do not."""
-    unet = toy.fill(UNet(SMALL.unet))
+    unet = toy.network(SMALL.unet)
     prepare({"unet": unet}, RuntimeOptions(), CPU)
     assert any(patch_of(module) for module in unet.modules())
     assert runs_as_written(unet)
@@ -111,7 +109,7 @@ def test_which_of_our_own_networks_run_as_written() -> None:
 
 def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
-    vae = toy.fill(AutoencoderKL(SMALL.vae))
+    vae = toy.network(SMALL.vae)
     assert convolutions.use(vae) > 0
     group_norm.use(vae)
     z = toy.normal(0, 1, 4, 8, 8)

@@ -8,7 +8,7 @@ import toy
 from random_checkpoint import SMALL
 from torch import Tensor, nn
 
-from ldm_lite.core.vae import AutoencoderKL, Decoder, VAESpec
+from ldm_lite.core.vae import Decoder, VAESpec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.tiling import is_tiled, tiled, tiled_on_cpu
@@ -30,7 +30,7 @@ def _no_grad() -> Iterator[None]:
 @pytest.mark.parametrize("spec", [SMALL.vae, toy.KL_F16], ids=["f8", "f16"])
 def test_it_is_the_whole_image(spec: VAESpec, rest: str | None) -> None:
     """Up to rounding and without seams: encoding and decoding, with attention inside the levels and without."""
-    vae = toy.fill(AutoencoderKL(spec))
+    vae = toy.network(spec)
     x = toy.normal(0, 2, 3, 8 * spec.factor, 10 * spec.factor)
     z = toy.normal(1, 2, spec.embed_dim, 8, 10)
     strips = tiled(vae, rest)
@@ -44,16 +44,16 @@ def test_it_is_the_whole_image(spec: VAESpec, rest: str | None) -> None:
 
 
 def test_half_precision_is_as_exact_as_the_whole() -> None:
-    exact = toy.fill(AutoencoderKL(SMALL.vae))
+    exact = toy.network(SMALL.vae)
     z = toy.normal(1, 1, 4, 8, 10)
-    half = toy.fill(AutoencoderKL(SMALL.vae)).bfloat16()
+    half = toy.network(SMALL.vae).bfloat16()
     errors = [float((vae.decode(z.bfloat16()).float() - exact.decode(z)).norm()) for vae in (half, tiled(half))]
     assert errors[1] < 1.2 * errors[0]
 
 
 @pytest.mark.slow
 def test_no_convolution_sees_more_than_a_strip() -> None:
-    vae, largest = toy.fill(AutoencoderKL(SMALL.vae)), {}
+    vae, largest = toy.network(SMALL.vae), {}
 
     def record(name: str) -> None:
         def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
@@ -77,7 +77,7 @@ def test_no_convolution_sees_more_than_a_strip() -> None:
 
 def test_an_image_of_one_strip_is_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit up to the size of a strip; with one row more, up to rounding."""
-    vae, channels = toy.fill(AutoencoderKL(SMALL.vae)), SMALL.vae.channels
+    vae, channels = toy.network(SMALL.vae), SMALL.vae.channels
     x, z = toy.normal(0, 1, 3, 64, 80), toy.normal(1, 1, 4, 8, 10)
     monkeypatch.setattr(tiling, "STRIP", 64 * 80 * max(channels, vae.decoder.conv_out.in_channels))
     assert torch.equal(tiled(vae).encode(x)[0], vae.encode(x)[0])
@@ -88,7 +88,7 @@ def test_an_image_of_one_strip_is_computed_whole(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gradients_are_those_of_the_whole_image() -> None:
-    vae = toy.fill(AutoencoderKL(SMALL.vae))
+    vae = toy.network(SMALL.vae)
     gradients = []
     with torch.enable_grad():
         for network in (vae, tiled(vae)):
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_whole_image() -> None:
 
 def test_it_is_how_images_are_decoded_on_a_cpu_in_float32() -> None:
     """Except an autoencoder with a replaced or hooked part, which may rely on its calls."""
-    vae, calls = toy.fill(AutoencoderKL(SMALL.vae)), []
+    vae, calls = toy.network(SMALL.vae), []
     assert is_tiled(tiled_on_cpu(vae))
     strips = tiled(vae, "cpu")
     assert tiled_on_cpu(strips) is strips
@@ -121,6 +121,6 @@ def test_an_autoencoder_of_other_parts_is_left_as_it_is() -> None:
 
     vae = TAESD(TAESDSpec(embed_dim=4, encoder=True, decoder=True))
     assert tiled(vae) is vae
-    fork = toy.fill(AutoencoderKL(SMALL.vae))
+    fork = toy.network(SMALL.vae)
     fork.decoder = Other(SMALL.vae)
     assert tiled(fork) is fork
