@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ldm_lite import Pipeline
 from ldm_lite import samplers as command
 from ldm_lite.cli.command_options import CompareOptions as Options
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.tasks.compare import compare, table
 
 FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=60)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ldm_lite
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline
 
 RUN = {"sampler": "ddim", "steps": 5, "seed": 3, "scale": 4.0, "output": "numpy"}
 

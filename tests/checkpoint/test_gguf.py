@@ -14,7 +14,7 @@ import toy_flow
 import toy_z_image
 from flow_files import SPIECE
 from PIL import Image
-from random_checkpoint import SMALL
+from random_checkpoint import SMALL, metadata
 from torch import Tensor, nn
 from toy_flow import all_in_one, save, weights
 
@@ -27,7 +27,6 @@ from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.runtime import aot
 from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks, num_parameters
-from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.networks import build
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "gguf.npz")
@@ -125,7 +124,7 @@ def test_a_transformer_stays_in_blocks(name: str, tmp_path: Path) -> None:
     parts = weights(family)
     tensors, worth = stored(parts["unet"])
     path = gguf(tmp_path / "unet.gguf", tensors, general__architecture="flux")
-    rest = save(tmp_path / "rest.safetensors", all_in_one(family, parts | {"unet": worth}), describe(family))
+    rest = save(tmp_path / "rest.safetensors", all_in_one(family, parts | {"unet": worth}), metadata(family))
     about = {"device": "cpu", "t5_vocab": SPIECE}
     x, t, context, y = toy_flow.inputs(family.unet)
     more = toy_flow.more(family.unet)
@@ -203,7 +202,7 @@ def test_a_lora_beside_blocks(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_lora_that_compiled_code_would_not_see(tmp_path: Path) -> None:
     family = toy_flow.small("flux_schnell")
-    source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), describe(family))
+    source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), metadata(family))
     in_blocks, _ = whole_file(tmp_path / "f", source)
     path = save(tmp_path / "a.safetensors", adapters({"lora_unet_": build(family.unet)}, "lora"))
     pipe = ldm_lite.load(in_blocks, lora=[path], compile="step", device="cpu", t5_vocab=SPIECE)
@@ -244,7 +243,7 @@ def test_a_lora_is_added_to_blocks(name: str, kind: str, offload: str | None, tm
         more, encoders = {}, {"lora_te_": "text_encoder"}
     else:
         family = toy_flow.small(name)
-        source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), describe(family))
+        source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), metadata(family))
         in_blocks, plain = whole_file(tmp_path / "f", source)
         about |= {"t5_vocab": SPIECE}
         inputs, more = toy_flow.inputs(family.unet), toy_flow.more(family.unet)
@@ -301,7 +300,7 @@ def test_t5_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
             key = key.replace(ours, theirs)
         renamed[key] = value
     path = gguf(tmp_path / "t5.gguf", renamed, general__architecture="t5encoder")
-    whole = save(tmp_path / "f.safetensors", all_in_one(family, parts | {"text_encoder_2": worth}), describe(family))
+    whole = save(tmp_path / "f.safetensors", all_in_one(family, parts | {"text_encoder_2": worth}), metadata(family))
     ids = torch.tensor([[5, 6, 1, 0]])
     wanted = ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE).text_encoder_2(ids)
     pipe = ldm_lite.load(whole, text_encoder=path, device="cpu", t5_vocab=SPIECE)

@@ -14,13 +14,13 @@ from typing import ClassVar
 import huggingface_hub.constants
 import pytest
 import torch
+from diffusers_files import FILES, save, told
+from random_checkpoint import LCM
 from safetensors.torch import load_file, save_file
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.diffusers_folder import open_source
-from diffusers_files import FILES, save, told
-from random_checkpoint import LCM
 
 DATA = Path(__file__).parents[1] / "data"
 CONTENT = os.urandom(20_000)

@@ -14,15 +14,13 @@ import torch
 import toy
 import toy_flow
 from flow_files import SPIECE, of_diffusers, same
-from random_checkpoint import state_dict
+from random_checkpoint import metadata, state_dict
 from torch import Tensor
 from toy_flow import all_in_one, hugging_face, save, under, weights
 
 import ldm_lite
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiTSpec
-from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 
@@ -33,7 +31,7 @@ NAMES = pytest.mark.parametrize("name", toy_flow.TRANSFORMERS)
 @pytest.mark.thin(4)
 def test_loads_all_in_one_and_apart(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family = toy_flow.small(name)
-    parts, about = weights(family), describe(family)
+    parts, about = weights(family), metadata(family)
     whole = save(tmp_path / "whole.safetensors", all_in_one(family, parts), about)
     with caplog.at_level(logging.WARNING):
         pipe = ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE)
@@ -73,7 +71,7 @@ def test_stable_diffusion_3_may_lack_t5_and_flux_may_not(tmp_path: Path) -> None
         family = toy_flow.small(name)
         parts = weights(family)
         whole = {k: v for k, v in all_in_one(family, parts).items() if "t5xxl" not in k}
-        path = save(tmp_path / f"{name}.safetensors", whole, describe(family))
+        path = save(tmp_path / f"{name}.safetensors", whole, metadata(family))
         if isinstance(family.unet, MMDiTSpec):
             pipe = ldm_lite.load(path, device="cpu")
             assert (pipe.text_encoder_3, pipe.t5_tokenizer, len(pipe.family.text_encoders)) == (None, None, 2)
@@ -86,12 +84,12 @@ def test_stable_diffusion_3_may_lack_t5_and_flux_may_not(tmp_path: Path) -> None
 
 def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
     family = toy_flow.small("flux_dev")
-    parts, about = weights(family), describe(family)
+    parts, about = weights(family), metadata(family)
     unet = save(tmp_path / "unet.safetensors", parts["unet"], about)
     vae = save(tmp_path / "vae.safetensors", parts["vae"])
     whole = save(tmp_path / "whole.safetensors", all_in_one(family, parts), about)
     wide = replace(toy_flow.T5, width=48)
-    t5 = save(tmp_path / "t5.safetensors", toy.fill(T5Encoder(wide)).state_dict())
+    t5 = save(tmp_path / "t5.safetensors", toy.network(wide).state_dict())
     for match, source, options in (
         ("name the file of CLIP-L and T5 XXL", unet, {"vae": vae}),
         ("no spiece.model or tokenizer.json of T5 beside .*: name it with `t5_vocab=FILE`", whole, {}),
@@ -114,7 +112,7 @@ def test_norms_under_comfyuis_names_and_wrapped_keys(tmp_path: Path) -> None:
         "module." + key.replace("_norm.scale", "_norm.weight"): value
         for key, value in all_in_one(family, parts).items()
     }
-    same(ldm_lite.load(save(tmp_path / "f.safetensors", named, describe(family)), device="cpu", t5_vocab=SPIECE), parts)
+    same(ldm_lite.load(save(tmp_path / "f.safetensors", named, metadata(family)), device="cpu", t5_vocab=SPIECE), parts)
 
 
 # ---- precisions -----------------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ def test_scaled_fp8_is_multiplied(kind: str, tmp_path: Path, caplog: pytest.LogC
     family = toy_flow.small("flux_schnell")
     parts = weights(family)
     stored, worth = scaled(parts["unet"], kind)
-    about = dict(describe(family))
+    about = dict(metadata(family))
     if kind == "newer":
         about["_quantization_metadata"] = json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})
     whole = save(tmp_path / "f.safetensors", all_in_one(family, parts | {"unet": stored}), about)
@@ -164,7 +162,7 @@ def test_other_precisions_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     family = toy_flow.small("sd35_large")
     parts = weights(family)
     cast = {key: value.to(dtype) for key, value in all_in_one(family, parts).items()}
-    pipe = ldm_lite.load(save(tmp_path / "f.safetensors", cast, describe(family)), device="cpu", t5_vocab=SPIECE)
+    pipe = ldm_lite.load(save(tmp_path / "f.safetensors", cast, metadata(family)), device="cpu", t5_vocab=SPIECE)
     same(pipe, {role: {key: v.to(dtype).float() for key, v in values.items()} for role, values in parts.items()})
 
 
@@ -200,7 +198,7 @@ def test_scales_that_are_missing(tmp_path: Path) -> None:
 @pytest.mark.thin(7)
 def test_a_random_checkpoint_of_the_benchmark_loads(name: str, tmp_path: Path) -> None:
     family = toy_flow.small(name)
-    path = save(tmp_path / "f.safetensors", dict(state_dict(family)), describe(family))
+    path = save(tmp_path / "f.safetensors", dict(state_dict(family)), metadata(family))
     assert list(ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).networks) == list(family.networks)
 
 
@@ -273,6 +271,6 @@ def test_what_only_a_name_tells_is_a_warning(
 ) -> None:
     family = replace(toy_flow.small(row), title=FAMILIES[row].title)
     monkeypatch.setitem(FAMILIES, "sd35_large_turbo", replace(FAMILIES["sd35_large_turbo"], unet=family.unet))
-    path = save(tmp_path / f"{file}.safetensors", all_in_one(family, weights(family)), describe(family))
+    path = save(tmp_path / f"{file}.safetensors", all_in_one(family, weights(family)), metadata(family))
     ldm_lite.load(path, device="cpu", t5_vocab=SPIECE)
     assert re.search(warning, caplog.text)

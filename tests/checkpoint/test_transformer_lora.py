@@ -9,7 +9,7 @@ import torch
 import toy
 import toy_flow
 from flow_files import SPIECE, of_diffusers, same
-from random_checkpoint import random_tensor
+from random_checkpoint import metadata, random_tensor
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from toy_flow import all_in_one, save, under, weights
@@ -19,7 +19,6 @@ from ldm_lite.checkpoint.lora import merge_lora
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 
@@ -60,11 +59,11 @@ def test_the_control_lora_of_black_forest_labs(tmp_path: Path) -> None:
     """Its network reads an image, its norms are overwritten whatever the weight, and it has biases."""
     family = toy_flow.small("flux_dev")
     parts = weights(family)
-    dev = save(tmp_path / "f.safetensors", all_in_one(family, parts), describe(family))
+    dev = save(tmp_path / "f.safetensors", all_in_one(family, parts), metadata(family))
     shapes = json.loads(bytes(GOLDEN["control_lora.shapes"].astype(np.uint8)))
     lora = save(tmp_path / "flux1-depth-dev-lora.safetensors", values(shapes))
-    with_weights = parts | {"unet": toy.fill(build(family.unet)).state_dict()}  # the golden's base
-    save(dev, all_in_one(family, with_weights), describe(family))
+    with_weights = parts | {"unet": toy.network(family.unet).state_dict()}  # the golden's base
+    save(dev, all_in_one(family, with_weights), metadata(family))
     pipe = ldm_lite.load(dev, lora=f"{lora}:0.85", device="cpu", t5_vocab=SPIECE)
     assert pipe.family.unet == toy_flow.TRANSFORMERS["flux_control"]
     assert (pipe.family.task, pipe.family.scale) == (FAMILIES["flux_control"].task, FAMILIES["flux_control"].scale)
@@ -92,7 +91,7 @@ def pairs(network: nn.Module, prefix: str, rank: int = 2) -> dict[str, Tensor]:
 def test_kohyas_names_of_all_networks(name: str, tmp_path: Path) -> None:
     """W + weight * alpha / rank * up @ down, in the transformer and in T5: lora_te3_ in both families."""
     family = toy_flow.small(name)
-    whole = save(tmp_path / "f.safetensors", all_in_one(family, weights(family)), describe(family))
+    whole = save(tmp_path / "f.safetensors", all_in_one(family, weights(family)), metadata(family))
     pipe = ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE)
     t5 = next(encoder for encoder in pipe.text_encoders if isinstance(encoder, T5Encoder))
     lora = pairs(pipe.unet, "lora_unet_") | pairs(t5, "lora_te3_") | pairs(pipe.text_encoder, "lora_te1_text_model_")
@@ -121,7 +120,7 @@ def test_other_prefixes(name: str, tmp_path: Path) -> None:
         for key, value in plain.items():
             module, _, rest = key.partition(".")
             lora[f"{prefix}{module if prefix == 'lora_unet_' else named[module]}.{rest}"] = value
-        network = toy.fill(build(spec))
+        network = toy.network(spec)
         path = tmp_path / "l.safetensors"
         save_file(lora, path)
         merge_lora({"unet": network}, [(ldm_lite.open_lora(path), 1.0)])
@@ -131,7 +130,7 @@ def test_other_prefixes(name: str, tmp_path: Path) -> None:
 
 
 def test_one_for_another_model_is_refused(tmp_path: Path) -> None:
-    network = toy.fill(build(toy_flow.FLUX))
+    network = toy.network(toy_flow.FLUX)
     wide = {"double_blocks.0.img_attn.proj.lora_A.weight": torch.ones(2, 99), "x": torch.ones(1)}
     wide |= {"double_blocks.0.img_attn.proj.lora_B.weight": torch.ones(64, 2)}
     for lora, match in ((wide, "is for another model"), (under("lora_unet_a_", pairs(network, "")), "none of its")):

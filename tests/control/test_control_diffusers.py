@@ -26,7 +26,6 @@ from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
-from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import CompiledStep
 
 XL = small("sdxl_base")
@@ -143,7 +142,7 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
     whole, plain = replace(distilled, guidance_dim=None), replace(distilled, guidance_dim=None, vector_dim=None)
     x, context, y = toy.unet_inputs(distilled)
     assert y is not None
-    unet = toy.fill(UNet(distilled))
+    unet = toy.network(distilled)
     for given in (whole, plain):
         net = toy.fill(ControlNet(given))
         hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]

@@ -28,7 +28,6 @@ from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.diffusion.step import denoise_step, rows
-from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.compile import _tensors
 
 CPU = torch.device("cpu")
@@ -43,7 +42,7 @@ def pipe(request: pytest.FixtureRequest) -> Any:
         SMALL.unet, transformer_depth=(0, 0)
     )  # a transformer in the middle; the fewest layers compile soonest
     schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
-    return SimpleNamespace(family=SimpleNamespace(unet=spec), unet=toy.fill(UNet(spec)), schedule=schedule)
+    return SimpleNamespace(family=SimpleNamespace(unet=spec), unet=toy.network(spec), schedule=schedule)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +74,7 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed, name in enumerate(SAMPLERS):
             eta = 0.5 if has(name, "eta") else None
-            plan = make_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
+            plan = pipe.plan(name, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
             table = rows(plan, CPU)
             registers, noise, text = inputs(pipe, seed, 2, 4, 4)
             if seed == 0:  # as CompiledStep does: the first plain step lays weights out
@@ -115,7 +114,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
-    table = rows(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)
+    table = rows(pipe.plan("dpmpp_2m", 10), CPU)
     sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
     graphs = []
     for i, (batch, h, w) in enumerate(sizes):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline
 from ldm_lite.text import clean
 from ldm_lite.text.prompt import chunks
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer

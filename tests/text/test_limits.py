@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.conditioning import boxes, inputs
 from ldm_lite.img2img import main as img2img
-from ldm_lite.pipeline import Pipeline
 from ldm_lite.text.caption import clean
 from ldm_lite.text.prompt import chunks, parse
 from ldm_lite.text.tokenizer import MOST_CHARACTERS, BERTTokenizer, CLIPTokenizer

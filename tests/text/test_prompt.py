@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from runs import unet_calls
 
-from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts
-from ldm_lite.pipeline import Pipeline
+from ldm_lite import Pipeline
 from ldm_lite.text.prompt import chunks, parse, weighted
 from ldm_lite.text.tokenizer import EOT, SOT, CLIPTokenizer
 
@@ -98,14 +98,14 @@ def test_weighted_keeps_the_mean() -> None:
 def test_contexts_of_a_job_are_alike(bundled: Pipeline) -> None:
     length = bundled.tokenizer.length
     long = "word " * (length + 10)
-    assert count_chunks(bundled, ["short", long], "a1111") == 2
-    assert count_chunks(bundled, ["short", long]) == 1
-    context = encode_prompts(bundled, ["short", long], PromptOptions("a1111")).context
+    assert bundled.encode_prompt(["short", long]).context.shape == (2, length, 128)
+    with unet_calls(bundled) as calls:
+        bundled.txt2img(["short", long], batch_size=2, steps=1, scale=1.0, prompt_syntax="a1111")
+    context = calls[0].context
     assert context.shape == (2, 2 * length, 128)
-    alone = encode_prompts(bundled, ["short"], PromptOptions("a1111", num_chunks=2)).context
-    assert torch.allclose(context[:1], alone, atol=1e-5)
-    assert torch.allclose(alone[:, :length], encode_prompts(bundled, ["short"]).context, atol=1e-5)
-    assert torch.allclose(alone[:, length:], encode_prompts(bundled, [""]).context, atol=1e-5)
+    assert torch.allclose(context[0, :length], bundled.encode_prompt("short").context[0], atol=1e-5)
+    assert torch.allclose(context[0, length:], bundled.encode_prompt("").context[0], atol=1e-5)
+    assert torch.allclose(context[1:], bundled.encode_prompt(long, prompt_syntax="a1111").context, atol=1e-5)
 
 
 def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
@@ -117,12 +117,12 @@ def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
         outputs.append(x)
     for skip in (1, 2, 3):
         want = encoder.final_layer_norm(outputs[-skip])
-        assert torch.equal(encode_prompts(bundled, ["a red apple"], PromptOptions(clip_skip=skip)).context, want)
+        assert torch.equal(bundled.encode_prompt("a red apple", clip_skip=skip).context, want)
     for skip in (0, 4):
         with pytest.raises(ValueError, match=f"got clip skip {skip}, wanted 1 to 3"):
-            encode_prompts(bundled, ["a red apple"], PromptOptions(clip_skip=skip))
+            bundled.encode_prompt("a red apple", clip_skip=skip)
 
 
-def test_an_unknown_syntax() -> None:
+def test_an_unknown_syntax(bundled: Pipeline) -> None:
     with pytest.raises(ValueError, match="unknown prompt syntax 'x': wanted one of plain, a1111"):
-        chunks(TOKENIZER, "a", "x")
+        bundled.encode_prompt("a", prompt_syntax="x")
