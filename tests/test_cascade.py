@@ -30,7 +30,7 @@ from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet_if import UNetIF
 from ldm_lite.tasks import cascade as cascade_task
-from ldm_lite.tasks.cascade import cascade, encode_t5, read_embeds
+from ldm_lite.tasks.cascade import cascade, encode_t5
 from ldm_lite.tasks.upscale import upscale
 from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
@@ -64,6 +64,26 @@ def upscaler(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("x4") / "x4.safetensors"
     random_checkpoint.write(path, toy_zoo.small("x4"))
     return path
+
+
+def command(files: dict[str, Path], out: Path, *flags: object) -> int:
+    """Run the command with ready embeddings and small images; return its exit status."""
+    folder = files["if_I"].parent
+    given = {"--stage-1": files["if_I"], "--stage-2": files["if_II"], "--H": 8, "--W": 8, "--steps": "4,3"}
+    given |= {"--prompt-embeds": folder / "context.npy", "--negative-embeds": folder / "uncond.safetensors"}
+    given |= {"--sampler": "ddpm_respaced", "--device": "cpu", "--out": out}
+    given |= dict(zip(flags[::2], flags[1::2], strict=True))
+    return main([str(part) for flag, value in given.items() if value is not None for part in (flag, value)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line with which the command ends."""
+    try:
+        status: object = command(*args)  # type: ignore[arg-type]
+    except SystemExit as stop:  # a value is refused before anything is loaded
+        status = stop.code
+    assert status == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -178,65 +198,86 @@ def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str
 
 
 @pytest.mark.slow
-def test_the_small_images_noise_matters(stages: list[Pipeline]) -> None:
-    images = [
-        next(iter(cascade(stages, replace(SMALL, noise_level=level), CONTEXT, UNCOND)))[0] for level in (0.0, 0.5)
-    ]
-    assert toy.relative_error(images[0], images[1].numpy()) > 1e-2
+def test_the_small_images_noise_matters(files: dict[str, Path], tmp_path: Path) -> None:
+    images = []
+    for level in ("0", "0.5"):
+        assert command(files, tmp_path / f"{level}.png", "--noise-level", level) == 0
+        images.append(np.asarray(Image.open(tmp_path / f"{level}.png"), dtype=float))
+    assert toy.relative_error(images[0], images[1]) > 1e-2
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("flags", "message"),
     [
-        ({"height": 12}, "got H 12 and W 8, wanted multiples of 8"),
-        ({"steps": "0"}, "got `steps` 0, wanted 1 to 1000"),
-        ({"scale": "7,x"}, "got `scale` '7,x', wanted numbers with commas between"),
-        ({"sampler": "x"}, "unknown sampler 'x'"),
-        ({"steps": "1,2,3"}, "got `steps` '1,2,3', wanted one value, or one for each of 2 stages"),
-        ({"noise_level": 1.0}, "got `noise_level` 1.0, wanted 0 to 0.999"),
-        ({"noise_level_3": 351}, "got `noise_level_3` 351, wanted 0 to 350"),
-        ({"tile": 4}, "got `tile` 4, wanted 8 to"),
-        ({"sampler": "ddpm_smart27", "steps": "5"}, "the spacing smart27 has 27: leave steps out"),
+        (("--H", 12), "got H 12 and W 8, wanted multiples of 8"),
+        (("--steps", "0"), "got --steps 0, wanted 1 to 1000"),
+        (("--scale", "7,x"), "got --scale '7,x', wanted numbers with commas between"),
+        (("--sampler", "x"), "unknown sampler 'x'"),
+        (("--steps", "1,2,3"), "got --steps '1,2,3', wanted one value, or one for each of 2 stages"),
+        (("--noise-level", 1.0), "got --noise-level 1.0, wanted 0 to 0.999"),
+        (("--noise-level-3", 351), "got --noise-level-3 351, wanted 0 to 350"),
+        (("--tile", 4), "got --tile 4, wanted 8 to"),
+        (("--sampler", "ddpm_smart27", "--steps", "5"), "the spacing smart27 has 27: leave steps out"),
     ],
 )
-def test_wrong_options_are_one_line(stages: list[Pipeline], changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        list(cascade(stages, replace(SMALL, **changes), CONTEXT, UNCOND))
+def test_wrong_options_are_one_line(
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[object, ...],
+    message: str,
+) -> None:
+    assert message in refused(capsys, files, tmp_path / "a.png", *flags)
 
 
-def test_stages_in_the_wrong_order_are_refused(stages: list[Pipeline], small_path: Path) -> None:
-    with pytest.raises(ValueError, match="is small SD1, which cannot be stage 1 of a cascade"):
-        list(cascade([ldm_lite.load(small_path, device="cpu")], SMALL, CONTEXT, UNCOND))
-    with pytest.raises(ValueError, match="is DeepFloyd IF, stage II, which cannot be stage 1 of a cascade"):
-        list(cascade(stages[::-1], SMALL, CONTEXT, UNCOND))
+def test_stages_in_the_wrong_order_are_refused(
+    files: dict[str, Path], small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stages, message in (
+        (("--stage-1", small_path), "is small SD1, which cannot be stage 1 of a cascade"),
+        (
+            ("--stage-1", files["if_II"], "--stage-2", files["if_I"]),
+            "is DeepFloyd IF, stage II, which cannot be stage 1 of a cascade",
+        ),
+    ):
+        assert message in refused(capsys, files, tmp_path / "a.png", *stages)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
 
-def test_embeddings_are_read_from_any_kind_of_file(tmp_path: Path) -> None:
+def test_embeddings_are_read_from_any_kind_of_file(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save(tmp_path / "a.npy", CONTEXT.numpy())
     torch.save(CONTEXT[0].half(), tmp_path / "b.pt")
     save_file({"prompt_embeds": CONTEXT}, tmp_path / "c.safetensors")
-    for name, tolerance in (("a.npy", 0), ("b.pt", 2e-3), ("c.safetensors", 0)):
-        torch.testing.assert_close(read_embeds(str(tmp_path / name)), CONTEXT, rtol=tolerance, atol=tolerance)
+    images = {}
+    for name in ("a.npy", "b.pt", "c.safetensors"):
+        out = tmp_path / f"{name}.png"
+        one = ("--stage-2", None, "--steps", "2", "--prompt-embeds", tmp_path / name)
+        assert command(files, out, *one) == 0
+        images[name] = np.asarray(Image.open(out), dtype=float)
+    assert np.array_equal(images["a.npy"], images["c.safetensors"])
+    assert toy.relative_error(images["b.pt"], images["a.npy"]) < 0.05
     np.save(tmp_path / "d.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"holds a tensor of shape \(3,\), wanted \(T, D\) or \(N, T, D\)"):
-        read_embeds(str(tmp_path / "d.npy"))
+    message = "holds a tensor of shape (3,), wanted (T, D) or (N, T, D)"
+    assert message in refused(capsys, files, tmp_path / "d.png", "--prompt-embeds", tmp_path / "d.npy")
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".pt", ".bin", ".safetensors"])
-def test_what_is_no_file_of_embeddings_is_one_line(tmp_path: Path, suffix: str) -> None:
+def test_what_is_no_file_of_embeddings_is_one_line(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
     for content in (b"", b"junk" * 10, b"PK\x03\x04", b"\x93NUMPY"):
         (tmp_path / f"e{suffix}").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"e\{suffix}: "):
-            read_embeds(str(tmp_path / f"e{suffix}"))
+        assert f"e{suffix}: " in refused(capsys, files, tmp_path / "a.png", "--prompt-embeds", tmp_path / f"e{suffix}")
     np.save(tmp_path / "words.npy", np.array(["a"]))
-    with pytest.raises(ValueError, match="holds <U1, wanted floats"):
-        read_embeds(str(tmp_path / "words.npy"))
+    said = refused(capsys, files, tmp_path / "a.png", "--prompt-embeds", tmp_path / "words.npy")
+    assert "holds <U1, wanted floats" in said
 
 
 def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
