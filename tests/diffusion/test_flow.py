@@ -1,38 +1,42 @@
 """Rectified flow: every sampler in float64, against diffusers' schedulers (goldens) and the originals' loops."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import toy
-from plan_runner import run
+from plan_runner import Array, flowing, run
 
+from ldm_lite import Pipeline
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
-from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import (
-    GENERAL,
-    SPACINGS,
-    Array,
-    FlowSchedule,
-    Level,
-    Schedule,
-    levels_of,
-    scaled_linear_betas,
-    shifted,
-)
+from ldm_lite.diffusion.schedule import GENERAL, SPACINGS, levels_of, shifted
 from ldm_lite.diffusion.step import denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "flow.npz")
-SD3 = FlowSchedule.of(3.0, clock="1000 s", spacing="flow_sd3")
-FLUX = FlowSchedule.of(by_size=(0.5, 1.15))
 REFUSED = {"plms", "restart", "dpm_fast", "dpm_adaptive", "lcm_webui", "tcd"}
 DEFINED = sorted(set(SAMPLERS) - REFUSED)
+STOCHASTIC = ("ddpm", "dpm2_a", "dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_2s_a", "dpmpp_3m_sde", "dpmpp_sde")
+STOCHASTIC += ("euler_a", "lcm")
 STORED = {"euler_karras": "euler"}
+
+
+@pytest.fixture(scope="module")
+def sd3(sd: Pipeline) -> Pipeline:
+    """A pipeline with the schedule of Stable Diffusion 3."""
+    return flowing(sd, 3.0, clock="1000 s", spacing="flow_sd3")
+
+
+@pytest.fixture(scope="module")
+def flux(sd: Pipeline) -> Pipeline:
+    """A pipeline with the schedule of FLUX.1 dev."""
+    return flowing(sd, by_size=(0.5, 1.15))
 
 
 def velocity(x: Array, t: float) -> Array:
@@ -46,7 +50,7 @@ def steps_of(plan: Plan) -> list[Array]:
     return run(plan, velocity, next(noises) * plan.initial, noises)
 
 
-def sigmas_of(sigmas: Array) -> Callable[[Schedule, int], list[Level]]:
+def sigmas_of(sigmas: Array) -> Callable[[Any, int], list[Any]]:
     """A spacing with these sigmas."""
     return lambda schedule, steps: [schedule.at_noise(float(s)) for s in sigmas]
 
@@ -57,12 +61,12 @@ def sigmas_of(sigmas: Array) -> Callable[[Schedule, int], list[Level]]:
 @pytest.mark.parametrize(
     "run_of", sorted({key.rsplit(".", 1)[0] for key in GOLDEN.files if not key.startswith("run.")} - {"made_with"})
 )
-def test_trajectories_are_those_of_diffusers(run_of: str) -> None:
+def test_trajectories_are_those_of_diffusers(sd3: Pipeline, run_of: str) -> None:
     name, steps = run_of.split(".")
     sigmas, theirs = GOLDEN[f"{run_of}.sigmas"], GOLDEN[f"{run_of}.x"]
     if name == "heun":  # two calls a step but in the last, with a sigma for each
         sigmas = np.append(sigmas[0:1], np.append(sigmas[1:-1:2], 0)) if int(steps) > 1 else sigmas
-    plan = make_plan(STORED.get(name, name), SD3, len(sigmas) - 1, spacing=sigmas_of(sigmas))
+    plan = sd3.plan(STORED.get(name, name), len(sigmas) - 1, spacing=sigmas_of(sigmas))
     ours = [x.flatten()[: theirs.shape[1]] for x in steps_of(plan)]
     if name == "heun":
         theirs = np.concatenate([theirs[:1], theirs[2:-1:2], theirs[-1:]])
@@ -136,11 +140,11 @@ ORIGINALS: dict[str, Callable[[Array, Array], list[Array]]] = {
 
 @pytest.mark.parametrize("name", ORIGINALS)
 @pytest.mark.parametrize("steps", [1, 2, 4, 28])
-@pytest.mark.parametrize("schedule", [SD3, FlowSchedule.of(clock="1000 s")], ids=["sd3", "schnell"])
-def test_trajectories_are_those_of_the_originals(name: str, steps: int, schedule: FlowSchedule) -> None:
-    plan = make_plan(name, schedule, steps)
-    assert schedule.spacing is not None
-    sigmas = np.array([level.s for level in levels_of(schedule.spacing, schedule, steps)])
+@pytest.mark.parametrize("family", ["sd3", "schnell"])
+def test_trajectories_are_those_of_the_originals(sd3: Pipeline, name: str, steps: int, family: str) -> None:
+    pipe = sd3 if family == "sd3" else flowing(sd3, clock="1000 s")
+    plan = pipe.plan(name, steps)
+    sigmas = np.array([level.s for level in levels_of(pipe.schedule.spacing, pipe.schedule, steps)])
     theirs = ORIGINALS[name](toy.noises(1)[0], sigmas)
     for mine, other in zip(steps_of(plan), theirs, strict=True):
         assert toy.relative_error(mine, other) < 1e-12
@@ -165,29 +169,30 @@ def flux_sigmas(steps: int, tokens: int, schnell: bool) -> Array:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 20, 28, 50, 999, 1000])
-def test_schedules_are_those_of_the_originals(steps: int) -> None:
-    def levels(name: str, schedule: Schedule) -> list[float]:
+def test_schedules_are_those_of_the_originals(sd3: Pipeline, flux: Pipeline, steps: int) -> None:
+    def levels(name: str, schedule: Any) -> list[float]:
         return [level.s for level in levels_of(name, schedule, steps)]
 
-    assert levels("flow_sd3", SD3) == pytest.approx(sd3_sigmas(steps, 3.0), abs=1e-14)
-    assert levels("flow_sd3:shift=1.5", SD3) == pytest.approx(sd3_sigmas(steps, 1.5), abs=1e-14)
+    assert levels("flow_sd3", sd3.schedule) == pytest.approx(sd3_sigmas(steps, 3.0), abs=1e-14)
+    assert levels("flow_sd3:shift=1.5", sd3.schedule) == pytest.approx(sd3_sigmas(steps, 1.5), abs=1e-14)
     for tokens in (256, 1024, 4096, 9216):
-        assert levels("flow", FLUX.sized(tokens)) == pytest.approx(flux_sigmas(steps, tokens, False), abs=1e-14)
-    assert levels("flow", FlowSchedule.of()) == pytest.approx(flux_sigmas(steps, 256, True), abs=1e-14)
+        assert levels("flow", flux.schedule.sized(tokens)) == pytest.approx(
+            flux_sigmas(steps, tokens, False), abs=1e-14
+        )
+    assert levels("flow", flowing(sd3).schedule) == pytest.approx(flux_sigmas(steps, 256, True), abs=1e-14)
 
 
 @pytest.mark.parametrize(("clock", "wanted"), [("s", [1, 0.5]), ("1000 s", [1000, 500]), ("1 - s", [0, 0.5])])
-def test_the_network_is_given_the_time_of_its_original(clock: str, wanted: list[float]) -> None:
-    plan = make_plan("euler", FlowSchedule.of(clock=clock), 2)  # type: ignore[arg-type]
-    assert plan.t == pytest.approx(wanted)
+def test_the_network_is_given_the_time_of_its_original(sd: Pipeline, clock: str, wanted: list[float]) -> None:
+    assert flowing(sd, clock=clock).plan("euler", 2).t == pytest.approx(wanted)
 
 
-def test_a_reversed_velocity_makes_the_same_images() -> None:
+def test_a_reversed_velocity_makes_the_same_images(sd: Pipeline) -> None:
     """Z-Image predicts x0 - eps."""
-    plan = make_plan("dpmpp_2m", FlowSchedule.of(3.0, clock="1000 s", prediction="reverse_flow"), 5)
+    plan = flowing(sd, 3.0, clock="1000 s", prediction="reverse_flow").plan("dpmpp_2m", 5)
     noise = toy.noises(1)[0]
     theirs = run(plan, lambda x, t: -velocity(x, t), noise, iter(()))
-    ours = run(make_plan("dpmpp_2m", FlowSchedule.of(3.0, clock="1000 s"), 5), velocity, noise, iter(()))
+    ours = run(flowing(sd, 3.0, clock="1000 s").plan("dpmpp_2m", 5), velocity, noise, iter(()))
     assert toy.relative_error(ours[-1], theirs[-1]) < 1e-14
 
 
@@ -208,12 +213,13 @@ def gaussian_velocity(x: Array, t: float) -> Array:
     return t * centred - (MEAN + (1 - t) * DEVIATION**2 * centred)
 
 
-@pytest.mark.parametrize("name", [name for name in DEFINED if not make_plan(name, SD3, 4).adds_noise.any()])
-def test_all_samplers_solve_the_same_equation(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in DEFINED if name not in STOCHASTIC])
+def test_all_samplers_solve_the_same_equation(sd: Pipeline, name: str) -> None:
     """Of Gaussian data, the flow's map from noise to images is known."""
-    schedule = FlowSchedule.of(3.0)
+    plan = flowing(sd, 3.0).plan(name, 100)
+    assert not plan.adds_noise.any()
     x = np.array([-1.5, 0.3, 1.1])
-    end = run(make_plan(name, schedule, 100), gaussian_velocity, x, iter(()))[-1]
+    end = run(plan, gaussian_velocity, x, iter(()))[-1]
     if name != "ddim_cfgpp":
         assert np.abs(end - (MEAN + DEVIATION * x)).max() < (0.06 if name in ("ddim", "euler", "deis") else 0.02)
 
@@ -222,25 +228,26 @@ def test_all_samplers_solve_the_same_equation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFINED)
-def test_every_step_count(name: str) -> None:
+def test_every_step_count(sd3: Pipeline, flux: Pipeline, name: str) -> None:
     """All coefficients are finite, the levels fall to 0, and float32 suffices: rows add up what is of order 1."""
-    for schedule in (SD3, FLUX.sized(1024), FlowSchedule.of(12.0)):
+    sized = replace(flux, schedule=flux.schedule.sized(1024))
+    for pipe in (sd3, sized, flowing(sd3, 12.0)):
         for steps in (1, 2, 3, 7, 28):
-            check_plan(make_plan(name, schedule, steps), steps)
+            check_plan(pipe.plan(name, steps), steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEFINED)
-def test_step_counts_up_to_1000(name: str) -> None:
+def test_step_counts_up_to_1000(sd3: Pipeline, name: str) -> None:
     for steps in (333, 999, 1000):
-        check_plan(make_plan(name, SD3, steps), steps)
+        check_plan(sd3.plan(name, steps), steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spacing", ["flow", "flow_sd3"])
-def test_every_step_count_has_its_levels(spacing: str) -> None:
+def test_every_step_count_has_its_levels(sd3: Pipeline, spacing: str) -> None:
     for steps in range(1, 1001):
-        sigmas = np.array([level.s for level in levels_of(spacing, SD3, steps)])
+        sigmas = np.array([level.s for level in levels_of(spacing, sd3.schedule, steps)])
         assert len(sigmas) == steps + 1
         assert (sigmas[0], sigmas[-1]) == (1, 0)
         assert (np.diff(sigmas) < 0).all()
@@ -256,9 +263,9 @@ def check_plan(plan: Plan, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", DEFINED)
-def test_float32_is_enough(name: str) -> None:
+def test_float32_is_enough(sd: Pipeline, name: str) -> None:
     """The step in float32 ends where float64 does."""
-    plan = make_plan(name, FlowSchedule.of(3.0, clock="1000 s"), 8)
+    plan = flowing(sd, 3.0, clock="1000 s").plan(name, 8)
     noises = iter(toy.noises(60))
     start = next(noises) * plan.initial
     wanted = run(plan, velocity, start, iter(list(noises)))[-1]
@@ -272,46 +279,49 @@ def test_float32_is_enough(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_samplers_that_make_no_sense_are_refused(name: str) -> None:
+def test_samplers_that_make_no_sense_are_refused(sd3: Pipeline, name: str) -> None:
     with pytest.raises(ValueError, match=r"not defined for rectified flow .*take euler"):
-        make_plan(name, SD3, 4)
+        sd3.plan(name, 4)
 
 
 @pytest.mark.parametrize("spacing", sorted(GENERAL))
-def test_spacings_that_only_need_a_range(spacing: str) -> None:
-    plan = make_plan("euler", FLUX.sized(1024), 7, spacing=spacing)
+def test_spacings_that_only_need_a_range(flux: Pipeline, spacing: str) -> None:
+    plan = replace(flux, schedule=flux.schedule.sized(1024)).plan("euler", 7, spacing=spacing)
     assert (np.diff(plan.level[:, 1]) < 0).all()
     assert (plan.end.s, plan.num_steps) == (0, 7)
 
 
 @pytest.mark.parametrize("spacing", sorted(SPACINGS.keys() - GENERAL))
-def test_spacings_of_betas_are_refused(spacing: str) -> None:
+def test_spacings_of_betas_are_refused(flux: Pipeline, spacing: str) -> None:
     with pytest.raises(ValueError, match="not for rectified flow: take one of beta"):
-        make_plan("euler", FLUX, 7, spacing=spacing)
+        flux.plan("euler", 7, spacing=spacing)
 
 
 @pytest.mark.parametrize("spacing", ["flow", "flow_sd3"])
-def test_spacings_of_flows_are_refused_elsewhere(spacing: str) -> None:
+def test_spacings_of_flows_are_refused_elsewhere(sd: Pipeline, spacing: str) -> None:
     with pytest.raises(ValueError, match="is for rectified flow"):
-        make_plan("euler", Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps"), 4, spacing=spacing)
+        sd.plan("euler", 4, spacing=spacing)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(sd3: Pipeline) -> None:
     for shift in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="wanted a number above 0"):
-            FlowSchedule.of(shift)
+            flowing(sd3, shift)
     with pytest.raises(ValueError, match="`churn` is not defined for rectified flow"):
-        make_plan("euler", SD3, 4, churn=1.0)
+        sd3.plan("euler", 4, churn=1.0)
+
+
+def test_a_shift_is_undone_by_its_inverse() -> None:
     assert shifted(shifted(np.array(0.3), 3.0), 1 / 3) == pytest.approx(0.3)
 
 
-def test_a_range_of_noise_levels_ends_at_1() -> None:
+def test_a_range_of_noise_levels_ends_at_1(sd3: Pipeline) -> None:
     with pytest.raises(ValueError, match=r"got sigmas from 0\.1 to 10, wanted a range above 0, at most 1"):
-        make_plan("euler", SD3, 5, spacing="karras:sigma_min=0.1:sigma_max=10")
+        sd3.plan("euler", 5, spacing="karras:sigma_min=0.1:sigma_max=10")
 
 
-def test_a_first_level_that_a_rounding_error_lifts_above_1() -> None:
+def test_a_first_level_that_a_rounding_error_lifts_above_1(sd3: Pipeline) -> None:
     """s of timestep 999 is 1 + 2e-16 for SD3's shift: sigma is minus infinity, nearly."""
-    plan = make_plan("dpmpp_2s_a", SD3, 5, spacing="normal")
+    plan = sd3.plan("dpmpp_2s_a", 5, spacing="normal")
     assert plan.level[0, 0] < 0
-    assert plan.level[1] == pytest.approx(make_plan("dpmpp_2s_a", SD3, 5, spacing="simple").level[1], rel=1e-3)
+    assert plan.level[1] == pytest.approx(sd3.plan("dpmpp_2s_a", 5, spacing="simple").level[1], rel=1e-3)

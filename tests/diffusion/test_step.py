@@ -1,25 +1,19 @@
-"""The step, in float32: against textbook loops of each sampler, the goldens, and its guidance."""
+"""The step, in float32: against textbook loops of each sampler and the goldens."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import toy
-from torch import Tensor, nn
+from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
 from ldm_lite.diffusion.guidance import (
     Conditioning,
     Guidance,
-    classifier_free,
     dynamic_threshold,
-    guide,
-    mixed,
     rescaled,
 )
 from ldm_lite.diffusion.names import make_plan
@@ -27,8 +21,6 @@ from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, scaled_linear_betas
 from ldm_lite.diffusion.step import Row, denoise_step, rows
-from ldm_lite.generate import stream
-from ldm_lite.zoo.families import FAMILIES
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = scaled_linear_betas(0.00085, 0.012)
@@ -172,18 +164,6 @@ def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
 # ---- guidance -------------------------------------------------------------------------------------------------------
 
 
-def weights(scale: float) -> Tensor:
-    return torch.tensor(classifier_free(Conditioning(COND), Conditioning(UNCOND), scale).weights[-2:])
-
-
-def test_guidance_extrapolates_from_the_unconditional_half() -> None:
-    uncond, cond = toy.normal(0, 2, 4, 3, 3), toy.normal(1, 2, 4, 3, 3)
-    for scale in (0.0, 0.5, 7.5):
-        wanted = (1 - scale) * uncond + scale * cond
-        torch.testing.assert_close(mixed(torch.stack([uncond, cond]), weights(scale)), wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(mixed(torch.stack([uncond, cond]), weights(0.0)), uncond)
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_scale_1_equals_no_guidance(name: str) -> None:
     plan = make_plan(name, SD, 10)
@@ -218,65 +198,11 @@ def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(percentile
     assert torch.equal(torch.from_numpy(found[0]), x0[0].clamp(-1, 1))
 
 
-@pytest.mark.parametrize("prediction", ["eps", "v", "x0"])
-def test_guide_thresholds_x0_whatever_the_network_predicts(prediction: str) -> None:
-    """The x0 that the thresholded output stands for is the threshold of the x0 that the output stands for."""
-    a, s = (float(value) for value in SD.at(300)[1:])
-    p, q = {"eps": (1 / a, -s / a), "v": (a, -s), "x0": (0.0, 1.0)}[prediction]
-    x, out = toy.normal(0, *toy.SHAPE), toy.normal(1, *toy.SHAPE)
-    found = p * x + q * guide(guidance(percentile=0.9), out, x, torch.tensor([p, q]))
-    wanted = dynamic_threshold(p * x + q * out, torch.tensor(0.9))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_guide_is_guidance_then_rescale() -> None:
-    uncond, cond, x = (toy.normal(seed, *toy.SHAPE) for seed in range(3))
-    found = guide(guidance(7.5, 0.7), torch.cat([uncond, cond]), x, torch.zeros(2))
-    wanted = rescaled(mixed(torch.stack([uncond, cond]), weights(7.5)), cond, torch.tensor(0.7))
-    assert torch.equal(found, wanted)
-
-
 # ---- contract -------------------------------------------------------------------------------------------------------
 
 
 def row_of(plan: Plan, i: int) -> Row:
     return rows(plan, CPU)[i]
-
-
-class Denoiser(nn.Module):
-    """toy.denoiser as a UNet, which keeps what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.zeros(()))
-        self.calls: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
-        self.calls.append((x[: len(x) // 2], t[: len(t) // 2]))
-        return toy.denoiser(x, t, context)
-
-
-@pytest.mark.parametrize("prediction", ["eps", "v"])
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "dpm_adaptive"])  # whose steps are no table's
-def test_the_state_after_a_step_has_the_x0_that_it_predicted(name: str, prediction: str) -> None:
-    """Song et al. 2021, eq. 9, with what guidance makes of both outputs, of the last call; of the first in PLMS's first
-    step, whose second is not remembered."""
-    schedule = Schedule.from_betas(BETAS, prediction)
-    plan, unet = SAMPLERS[name](schedule, 6), Denoiser()
-    family = replace(FAMILIES["sd1"], unet=replace(FAMILIES["sd1"].unet, in_channels=2, context_dim=3))
-    vae = SimpleNamespace(spec=SimpleNamespace(embed_dim=2))
-    model = Model("toy", family, schedule, unet, vae, None, None, None, "")  # type: ignore[arg-type]
-    branches = classifier_free(Conditioning(COND), Conditioning(UNCOND), 3.0)
-    states = list(stream(model, toy.normal(8, *toy.SHAPE), branches, plan, draw=lambda: toy.normal(9, *toy.SHAPE)))
-    assert [state.step for state in states] == list(range(1, plan.num_steps + 1))
-    assert len(unet.calls) == len(plan.t)
-    for state in states:
-        calls = np.flatnonzero(plan.step == state.step - 1)
-        call = calls[0] if name == "plms" and state.step == 1 else calls[-1]
-        (x, t), (a, s) = unet.calls[call], torch.from_numpy(plan.level[call]).float()
-        uncond, cond = (toy.denoiser(x, t, each) for each in (UNCOND, COND))
-        out = uncond + 3.0 * (cond - uncond)
-        torch.testing.assert_close(state.x0, (x - s * out) / a if prediction == "eps" else a * x - s * out)
 
 
 def test_rows_are_the_plan_in_float32() -> None:

@@ -23,14 +23,11 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import _blocks
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
-from ldm_lite.tasks.txt2img import txt2img
 
 
 class Device:
@@ -93,12 +90,13 @@ def test_the_image_is_the_same_and_the_device_is_empty_after_it(small_path: Path
 
 def test_the_text_of_a_whole_job_is_embedded_first(small_path: Path, device: Device, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("cat\ndog\napple\n")
-    pipe, options = load(small_path, offload="model"), Options(from_file=str(tmp_path / "prompts.txt"), steps=1)
-    results = [result.pixels for result in txt2img(pipe, options)]
+    options = {"from_file": str(tmp_path / "prompts.txt"), "steps": 1, "output": "tensor"}
+    pipe = load(small_path, offload="model")
+    results = pipe.txt2img(**options)
     assert device.shapes.count(tuple(pipe.text_encoder.embeddings.token_embedding.weight.shape)) == 1
-    for result, wanted in zip(results, txt2img(load(small_path), options), strict=True):
+    for result, wanted in zip(results, load(small_path).txt2img(**options), strict=True):
         # Not bit for bit: a matrix product of more rows may add them up in another order.
-        torch.testing.assert_close(result, wanted.pixels, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
     assert (results[0] - results[1]).abs().max() > 1e-2
 
 
@@ -218,28 +216,27 @@ def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_
     save_file(weights, tmp_path / "net.safetensors")
     deltas = {key: value - base[key] if key in base else value for key, value in weights.items()}
     save_file({**deltas, "difference": torch.ones(1)}, tmp_path / "difference.safetensors")
-    adapter = toy.fill(T2IAdapter(AdapterSpec(3, 8, (32, 64), num_res_blocks=2, light=False)))
-    save_file(adapter.state_dict(), tmp_path / "adapter.safetensors")
+    save_file(toy.adapter(), tmp_path / "adapter.safetensors")
     Image.fromarray(toy.photo()).save(tmp_path / "photo.png")
     names = ("net.safetensors", "difference.safetensors", "adapter.safetensors")
     controls = tuple(f"{tmp_path / name}:{tmp_path / 'photo.png'}:0.5" for name in names)
-    options = Options(prompt="a red apple", steps=2, control=controls)
-    [wanted], pipe = txt2img(load(small_path), options), load(small_path, offload="sequential")
+    options = {"steps": 2, "control": controls, "output": "tensor"}
+    [wanted], pipe = load(small_path).txt2img("a red apple", **options), load(small_path, offload="sequential")
     device.peak = 0
-    [result] = txt2img(pipe, options)
-    torch.testing.assert_close(result.pixels, wanted.pixels, rtol=1e-4, atol=1e-4)  # differences are rounded
+    [result] = pipe.txt2img("a red apple", **options)
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)  # differences are rounded
     assert device.shapes.count((16, 3, 3, 3)) == 2  # the control images are encoded once a job
     nets = [control.network for control in load_controls(pipe, parse(controls))]
     assert all(sum(map(size, _blocks(net))) == size(net) for net in nets), "a weight is outside of all blocks"
     assert device.now == 0
     assert device.peak == max(size(block) for net in (*pipe.networks.values(), *nets) for block in _blocks(net))
     results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.extend(r.pixels for r in txt2img(pipe, options))) for _ in "ab"]
+    threads = [threading.Thread(target=lambda: results.extend(pipe.txt2img("a red apple", **options))) for _ in "ab"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [torch.equal(each, result.pixels) for each in results] == [True, True]
+    assert [torch.equal(each, result) for each in results] == [True, True]
     storages = [weakref.ref(value.untyped_storage()) for net in nets for value in net.state_dict().values()]
     del nets
     gc.collect()

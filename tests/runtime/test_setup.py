@@ -11,7 +11,6 @@ import toy
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
-from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.transformer import CrossAttention
 from ldm_lite.runtime import attention, fused_norm, setup
@@ -21,7 +20,6 @@ from ldm_lite.runtime.cpu.attention import timed
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
 from ldm_lite.runtime.setup import prepare
-from ldm_lite.tasks.txt2img import txt2img
 
 
 def functions(network: torch.nn.Module) -> set[object]:
@@ -158,9 +156,8 @@ def test_a_pipeline_of_two_dtypes_makes_images(tuning: dict[str, str]) -> None:
     assert pipe.dtype == torch.bfloat16
     assert next(pipe.vae.parameters()).dtype == torch.float32
     assert "bf16 (vae fp32, text_encoder fp32) on cpu" in pipe.description
-    options = Options(prompt="a red apple", steps=2)
-    [result] = txt2img(pipe, options)
-    assert result.image.size == (64, 64)
+    [image] = pipe.txt2img("a red apple", steps=2)
+    assert image.size == (64, 64)
 
 
 def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.serve.ticket import RUNNING, Ticket
-from ldm_lite.tasks.enlarge import Upscaler
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("fastapi")
@@ -125,7 +124,7 @@ def test_progress_is_that_of_both_passes(server: Any) -> None:
 
 def test_extras_enlarge_as_python(server: Any, folder: Path) -> None:
     """Sides are multiples of 8, as there; a second upscaler is mixed in; a size is filled, and cut."""
-    image, network = photo(), Upscaler(folder / "x2net.pth", device="cpu")
+    image, network = photo(), ldm_lite.Upscaler(folder / "x2net.pth", device="cpu")
 
     def made(**given: Any) -> np.ndarray:
         status, answer = server.ask("/sdapi/v1/extra-single-image", {"image": b64(image), **given})
