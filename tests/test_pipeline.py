@@ -14,6 +14,7 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
+from ldm_lite.generate import encode
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.zoo.detection import detect_family
@@ -59,6 +60,9 @@ def test_autoencoder(bundled: Pipeline) -> None:
     assert relative(torch.cat([mean, 2 * deviation.log()], dim=1), golden("moments")) < 1e-5
     with pytest.raises(ValueError, match="got latents with 3 channels, wanted 16"):
         bundled.decode(torch.zeros(1, 3, 8, 8))
+
+
+def test_only_pixels_of_whole_latents_are_encoded(bundled: Pipeline) -> None:
     for shape in ((1, 4, 16, 16), (1, 1, 16, 16), (1, 3, 17, 16), (1, 3, 16, 12)):
         with pytest.raises(ValueError, match=r"wanted \(B, 3, H, W\) with H and W multiples of 8") as error:
             encode(bundled, torch.zeros(shape))

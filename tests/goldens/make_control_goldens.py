@@ -31,7 +31,7 @@ from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor
 
 from ldm_lite.bench import peers
-from ldm_lite.diffusion.schedule import SECTIONS
+from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.unet import UNet
 
