@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from random_checkpoint import SMALL
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
+import ldm_lite
+from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import attention, timing
-from ldm_lite.runtime.attention import available, head_dim_of, layers, names, record, resolve, use
+from ldm_lite.runtime.attention import available, head_dim_of, layers, names, resolve, use
 
 CPU = torch.device("cpu")
 HERE = [name for name in available(CPU, torch.float32, 40) if name not in ("mha", "fastest")] + ["sliced:1", "sliced:3"]
@@ -63,15 +65,23 @@ def unet() -> nn.Module:
     return toy.network(SMALL.unet)
 
 
-@pytest.mark.parametrize("name", [*HERE, "mha", "fastest"])
-def test_a_network_gives_the_same_with_each(name: str, unet: nn.Module) -> None:
+@pytest.fixture
+def pipe(small_path: Path) -> Pipeline:
+    """With the UNet of SMALL, whose latents (2,4,8,12) and texts of 5 tokens are toy.unet_inputs."""
+    return ldm_lite.load(small_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["sdpa", "vanilla", "math", "flash", "sliced", "sliced:1", "sliced:3", "blocked", "mha", "fastest"]
+)
+def test_a_network_gives_the_same_with_each(name: str, pipe: Pipeline) -> None:
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    wanted, keys = unet(x, toy.T, context), list(unet.state_dict())
-    use(unet, name)
-    assert toy.relative_error(unet(x, toy.T, context), wanted.numpy()) < 2e-6
-    assert list(unet.state_dict()) == keys
-    use(unet, "sdpa")
-    assert torch.equal(unet(x, toy.T, context), wanted)
+    wanted, keys = pipe.unet(x, toy.T, context), list(pipe.unet.state_dict())
+    pipe.use_attention(name)
+    assert toy.relative_error(pipe.unet(x, toy.T, context), wanted.numpy()) < 2e-6
+    assert list(pipe.unet.state_dict()) == keys
+    pipe.use_attention("sdpa")
+    assert torch.equal(pipe.unet(x, toy.T, context), wanted)
 
 
 def test_each_name_has_an_effect(unet: nn.Module) -> None:
@@ -83,18 +93,18 @@ def test_each_name_has_an_effect(unet: nn.Module) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_mha_runs_torchs_own(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mha_runs_torchs_own(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = nn.functional.multi_head_attention_forward
     monkeypatch.setattr(
         nn.functional, "multi_head_attention_forward", lambda *a, **k: calls.append(1) or original(*a, **k)
     )
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    use(unet, "mha")
-    copied = copy.deepcopy(unet)
-    nn.init.zeros_(layers(copied)["middle_block.1.transformer_blocks.0.attn1"].to_out[0].weight)  # type: ignore[attr-defined]
-    assert not torch.equal(copied(x, toy.T, context), unet(x, toy.T, context))  # the copy has weights of its own
-    assert len(calls) == 2 * len(layers(unet))
+    pipe.use_attention("mha")
+    copied = copy.deepcopy(pipe.unet)
+    nn.init.zeros_(copied.get_submodule("middle_block.1.transformer_blocks.0.attn1").to_out[0].weight)  # type: ignore[index,union-attr]
+    assert not torch.equal(copied(x, toy.T, context), pipe.unet(x, toy.T, context))  # the copy has its own weights
+    assert len(calls) == 2 * 8  # of itself and of the text, in four transformers
 
 
 class Timings:
@@ -155,11 +165,11 @@ def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytes
     assert (len(clock.timed), counter.frame_count) == (count, 1)
 
 
-def test_a_fork_brings_its_own(unet: nn.Module) -> None:
+def test_a_fork_brings_its_own(pipe: Pipeline) -> None:
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    before = unet(x, toy.T, context)
-    use(unet, lambda q, k, v: torch.zeros_like(q))
-    assert not torch.allclose(unet(x, toy.T, context), before)
+    before = pipe.unet(x, toy.T, context)
+    pipe.use_attention(lambda q, k, v: torch.zeros_like(q))
+    assert not torch.allclose(pipe.unet(x, toy.T, context), before)
 
 
 def test_a_registered_function_is_used_by_its_name(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +212,9 @@ def test_an_unavailable_backend_is_one_line(unet: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "math", "flash", "vanilla", "sliced", "mha"])
-def test_gradients_flow(name: str) -> None:
-    network = UNet(SMALL.unet)
-    use(network, name)
+def test_gradients_flow(name: str, pipe: Pipeline) -> None:
+    network = pipe.unet.requires_grad_(True)
+    pipe.use_attention(name)
     x, context, _ = toy.unet_inputs(SMALL.unet)
     network(x, toy.T, context).square().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
@@ -236,37 +246,37 @@ def test_each_compiles_to_one_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "mha"])
-def test_maps_by_layer_name(name: str, unet: nn.Module) -> None:
-    use(unet, name)
+def test_maps_by_layer_name(name: str, pipe: Pipeline) -> None:
+    pipe.use_attention(name)
     x, context, _ = toy.unet_inputs(SMALL.unet)  # latents 8 by 12, 5 tokens of text
-    before = unet(x, toy.T, context)
-    with record(unet, "*attn2") as maps:
+    before = pipe.unet(x, toy.T, context)
+    with pipe.attention_maps("*attn2") as maps:
         for _ in range(2):
-            torch.testing.assert_close(unet(x, toy.T, context), before, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(pipe.unet(x, toy.T, context), before, rtol=1e-4, atol=1e-5)
     assert "middle_block.1.transformer_blocks.0.attn2" in maps
     assert not any("attn1" in layer for layer in maps)
     shapes = {layer: [tuple(each.shape) for each in given] for layer, given in maps.items()}
     assert shapes["input_blocks.1.1.transformer_blocks.0.attn2"] == [(2, 4, 96, 5)] * 2
     for given in maps.values():
         torch.testing.assert_close(given[0].sum(-1), torch.ones(given[0].shape[:-1]))
-    assert torch.equal(unet(x, toy.T, context), before)
+    assert torch.equal(pipe.unet(x, toy.T, context), before)
     assert all(len(given) == 2 for given in maps.values())
 
 
-def test_a_map_is_that_of_the_layers_own_queries_and_keys(unet: nn.Module) -> None:
+def test_a_map_is_that_of_the_layers_own_queries_and_keys(pipe: Pipeline) -> None:
     name = "middle_block.1.transformer_blocks.0.attn2"
     x, context, _ = toy.unet_inputs(SMALL.unet)
     seen: list[Tensor] = []
-    handle = unet.get_submodule(name).to_q.register_forward_hook(lambda module, args, out: seen.append(out))  # type: ignore[union-attr]
-    with record(unet, name) as maps:
-        unet(x, toy.T, context)
+    handle = pipe.unet.get_submodule(name).to_q.register_forward_hook(lambda module, args, out: seen.append(out))  # type: ignore[union-attr]
+    with pipe.attention_maps(name) as maps:
+        pipe.unet(x, toy.T, context)
     handle.remove()
     q = seen[0].unflatten(2, (4, -1))
-    k = unet.get_submodule(name).to_k(context).unflatten(2, (4, -1))  # type: ignore[operator]
+    k = pipe.unet.get_submodule(name).to_k(context).unflatten(2, (4, -1))  # type: ignore[operator]
     logits = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
     torch.testing.assert_close(maps[name][0], logits.softmax(-1))
 
 
-def test_recording_nothing_is_an_error(unet: nn.Module) -> None:
+def test_recording_nothing_is_an_error(pipe: Pipeline) -> None:
     with pytest.raises(ValueError, match=r"no attention layer matches '\*attn3': they are input_blocks\.1\.1"):
-        record(unet, "*attn3").__enter__()
+        pipe.attention_maps("*attn3").__enter__()

@@ -1,15 +1,15 @@
 """Prompt syntax: A1111's rules, its chunks, and contexts of equal length."""
 
+import dataclasses
+
 import pytest
 import torch
-from runs import unet_calls
+from runs import text_ids, unet_calls
 
 from ldm_lite import Pipeline
-from ldm_lite.text.prompt import chunks, parse, weighted
-from ldm_lite.text.tokenizer import EOT, SOT, CLIPTokenizer
+from ldm_lite.text.prompt import parse, weighted
 
-TOKENIZER = CLIPTokenizer()
-EMPTY = [SOT, *[EOT] * 76]
+SOT, EOT = 49406, 49407  # the ids of CLIP's start and end of a text
 
 
 @pytest.mark.parametrize(
@@ -38,49 +38,52 @@ def test_parse(text: str, pieces: list[tuple[str, float]]) -> None:
     assert [weight for _, weight in got] == pytest.approx([weight for _, weight in pieces])
 
 
-def test_plain_text_is_plain_text() -> None:
+def test_plain_text_is_plain_text(sd: Pipeline) -> None:
     text = "a (red:1.4) [apple] BREAK \\("
-    assert torch.equal(chunks(TOKENIZER, text).ids, TOKENIZER([text]))
-    assert (chunks(TOKENIZER, text).weights == 1).all()
-    assert chunks(TOKENIZER, "word " * 200).ids.shape == (1, 77)
+    assert torch.equal(text_ids(sd, text), sd.tokenizer([text]))
+    assert torch.equal(sd.encode_prompt(text).context, sd.text_encoder(sd.tokenizer([text]), 1))
+    assert text_ids(sd, "word " * 200).shape == (1, 77)
 
 
-def test_one_chunk_without_weights_is_the_plain_one() -> None:
+def test_one_chunk_without_weights_is_the_plain_one(sd: Pipeline) -> None:
     for text in ("", "a red apple", "word " * 75):
-        assert torch.equal(chunks(TOKENIZER, text, "a1111").ids, TOKENIZER([text]))
+        assert torch.equal(text_ids(sd, text, prompt_syntax="a1111"), sd.tokenizer([text]))
 
 
-def test_weights_stand_beside_their_tokens() -> None:
-    part = chunks(TOKENIZER, "a (red:1.4) apple", "a1111")
-    assert part.ids[0, :5].tolist() == [SOT, *TOKENIZER.encode("a red apple"), EOT]
-    assert part.weights[0].tolist() == pytest.approx([1.0, 1.0, 1.4, *[1.0] * 74])
+def test_weights_stand_beside_their_tokens(sd: Pipeline) -> None:
+    text = "a (red:1.4) apple"
+    assert text_ids(sd, text, prompt_syntax="a1111")[0, :5].tolist() == [SOT, *sd.tokenizer.encode("a red apple"), EOT]
+    ratio = sd.encode_prompt(text, prompt_syntax="a1111").context[0] / sd.encode_prompt("a red apple").context[0]
+    weights = ratio.median(dim=1).values
+    assert (weights / weights[0]).tolist() == pytest.approx([1.0, 1.0, 1.4, *[1.0] * 74], rel=1e-4)
 
 
-def test_long_prompts_take_chunks() -> None:
-    part = chunks(TOKENIZER, "word " * 180, "a1111")
-    assert part.ids.shape == (3, 77)
-    [word] = TOKENIZER.encode("word")
-    assert (part.ids == word).sum(dim=1).tolist() == [75, 75, 30]
-    assert (part.ids[:, 0] == SOT).all()
-    assert (part.ids[:, 76] == EOT).all()
+def test_long_prompts_take_chunks(sd: Pipeline) -> None:
+    ids = text_ids(sd, "word " * 180, prompt_syntax="a1111")
+    assert ids.shape == (3, 77)
+    [word] = sd.tokenizer.encode("word")
+    assert (ids == word).sum(dim=1).tolist() == [75, 75, 30]
+    assert (ids[:, 0] == SOT).all()
+    assert (ids[:, 76] == EOT).all()
 
 
 @pytest.mark.parametrize(("before", "first"), [(70, 71), (55, 56), (54, 75), (74, 75)])
-def test_a_chunk_ends_after_a_comma_near_its_end(before: int, first: int) -> None:
+def test_a_chunk_ends_after_a_comma_near_its_end(sd: Pipeline, before: int, first: int) -> None:
     """The comma is token `before`; a chunk holds 75, and a comma counts if it is among the last 20 of them."""
-    part = chunks(TOKENIZER, "word " * before + ", " + "more " * 60, "a1111")
-    lengths = [int((row != EOT).sum()) - 1 for row in part.ids]
+    ids = text_ids(sd, "word " * before + ", " + "more " * 60, prompt_syntax="a1111")
+    lengths = [int((row != EOT).sum()) - 1 for row in ids]
     assert lengths == [first, before + 61 - first]
 
 
-def test_break_begins_a_chunk() -> None:
-    part = chunks(TOKENIZER, "one BREAK two BREAK", "a1111")
-    assert part.ids.tolist() == TOKENIZER(["one", "two"]).tolist()
+def test_break_begins_a_chunk(sd: Pipeline) -> None:
+    ids = text_ids(sd, "one BREAK two BREAK", prompt_syntax="a1111")
+    assert ids.tolist() == sd.tokenizer(["one", "two"]).tolist()
 
 
-def test_other_padding() -> None:
-    part = chunks(CLIPTokenizer(pad_id=0), "(one)", "a1111")
-    assert part.ids[0, 2:].tolist() == [EOT, *[0] * 74]
+def test_other_padding(sd: Pipeline) -> None:
+    padded = dataclasses.replace(sd, tokenizer=dataclasses.replace(sd.tokenizer, pad_id=0))
+    ids = text_ids(padded, "(one)", prompt_syntax="a1111")
+    assert ids[0, 2:].tolist() == [EOT, *[0] * 74]
 
 
 def test_weighted_keeps_the_mean() -> None:
