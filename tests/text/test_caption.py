@@ -18,3 +18,10 @@ def test_equals_the_original(text: str, wanted: str) -> None:
 
 def test_a_plain_prompt_stays_as_it_is_but_for_its_case() -> None:
     assert clean("A red apple on a blue background") == "a red apple on a blue background"
+
+
+@pytest.mark.slow
+def test_longer_texts_are_refused() -> None:
+    for text in ("a" * 10**8, "a " * 10**7):
+        with pytest.raises(ValueError, match="wanted at most 2,000"):
+            clean(text)

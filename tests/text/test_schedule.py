@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from runs import run_latents
 
+from ldm_lite import Pipeline
 from ldm_lite.text.prompt import parse
 from ldm_lite.text.schedule import Calls, schedule, split
 
@@ -25,14 +28,17 @@ def test_prompts_are_read_as_in_the_web_ui(start: int) -> None:
         assert pieces == ([tuple(piece) for piece in attention if piece[0]] or [("", 1.0)]), prompt
 
 
-def test_numbers_beyond_all_steps_and_far_beyond() -> None:
+def test_numbers_beyond_all_steps_and_far_beyond(sd: Pipeline) -> None:
     """The web UI fails at a number that is infinite."""
-    assert schedule("[a:b:1e999]", Calls(10)) == [(10, "a")]
-    assert schedule("[a:b:-1e999]", Calls(10)) == [(10, "b")]
+    run = {"steps": 3, "prompt_syntax": "a1111"}
+    always_a, always_b = (run_latents(sd, prompt, **run) for prompt in ("[a:b:1e999]", "[a:b:-1e999]"))
+    assert torch.equal(always_a, run_latents(sd, "a", **run))
+    assert torch.equal(always_b, run_latents(sd, "b", **run))
+    assert not torch.equal(always_a, always_b)
 
 
-@pytest.mark.parametrize("prompt", ["[" * 101, "(" * 101 + "a" + ")" * 101, "[a|b]" + "word " * 10_000])
-def test_prompts_that_take_too_much_are_refused(prompt: str) -> None:
+@pytest.mark.parametrize("prompt", ["[" * 101, "(" * 101 + "a" + ")" * 101, "[a|b]" + "word " * 3900])
+def test_prompts_that_take_too_much_are_refused(sd: Pipeline, prompt: str) -> None:
     with pytest.raises(ValueError, match="got a prompt") as caught:
-        schedule(prompt, Calls(1000))
+        sd.txt2img(prompt, steps=1000, prompt_syntax="a1111")
     assert "\n" not in str(caught.value)
