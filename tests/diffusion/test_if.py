@@ -4,47 +4,49 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import plan_runner
 import pytest
 import torch
 import toy
 from torch import Tensor
 
+from ldm_lite import Pipeline
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, dynamic_threshold
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.plan import NUM_REGISTERS, LearnedVariancePlan
+from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import Schedule, cosine_betas, levels_of, scaled_linear_betas
-from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.step import Row, denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "if.npz")
-IF = Schedule.from_betas(cosine_betas(), "eps")
 
 
-def test_the_cosine_schedule_is_the_originals() -> None:
-    assert IF.betas[0] == pytest.approx(4.12842248e-5, rel=1e-8)
-    assert IF.alpha_bar[250] == pytest.approx(0.84588799, rel=1e-8)
-    assert IF.alpha_bar[-1] == pytest.approx(2.43e-9, rel=1e-2)
+@pytest.fixture(scope="module")
+def deepfloyd(sd: Pipeline) -> Pipeline:
+    return plan_runner.cosine(sd)
 
 
-@pytest.mark.parametrize("name", [*SECTIONS, *map(str, toy.IF_STEPS)])
-def test_timesteps_are_the_originals(name: str) -> None:
-    steps = sum(SECTIONS[name]) if name in SECTIONS else int(name)
-    levels = levels_of(name if name in SECTIONS else "respaced", IF, steps)
-    assert [level.t for level in levels[:-1]] == GOLDEN[f"timesteps.{name}"].tolist()
-    assert levels[-1].s == 0
+def test_the_cosine_schedule_is_the_originals(deepfloyd: Pipeline) -> None:
+    assert deepfloyd.schedule.betas[0] == pytest.approx(4.12842248e-5, rel=1e-8)
+    assert deepfloyd.schedule.alpha_bar[250] == pytest.approx(0.84588799, rel=1e-8)
+    assert deepfloyd.schedule.alpha_bar[-1] == pytest.approx(2.43e-9, rel=1e-2)
 
 
-def test_a_table_has_its_own_number_of_steps() -> None:
+@pytest.mark.parametrize("name", [key.removeprefix("timesteps.") for key in GOLDEN if key.startswith("timesteps.")])
+def test_timesteps_are_the_originals(deepfloyd: Pipeline, name: str) -> None:
+    wanted = GOLDEN[f"timesteps.{name}"].tolist()
+    plan = deepfloyd.plan("ddpm", len(wanted), spacing="respaced" if name.isdigit() else name)
+    assert plan.t.tolist() == wanted
+    assert plan.end.s == 0
+
+
+def test_a_table_has_its_own_number_of_steps(deepfloyd: Pipeline) -> None:
     with pytest.raises(ValueError, match="got 20 steps, but the spacing smart27 has 27: leave steps out"):
-        make_plan("ddpm", IF, 20, spacing="smart27")
+        deepfloyd.plan("ddpm", 20, spacing="smart27")
 
 
-def trajectory(name: str, dtype: torch.dtype) -> list[Tensor]:
+def trajectory(deepfloyd: Pipeline, name: str, dtype: torch.dtype) -> list[Tensor]:
     respacing, percentile, limit, scale = toy.IF_RUNS[name]
-    spacing = respacing if respacing in SECTIONS else "respaced"
-    steps = sum(SECTIONS[spacing]) if spacing in SECTIONS else int(respacing)
-    plan = make_plan("ddpm", IF, steps, spacing=spacing)
+    steps, spacing = (int(respacing), "respaced") if respacing.isdigit() else (27, respacing)
+    plan = deepfloyd.plan("ddpm", steps, spacing=spacing)
     fresh = iter(torch.from_numpy(toy.noises(60)).to(dtype))
     uncond, cond = (torch.from_numpy(value).to(dtype) for value in toy.contexts())
     context = torch.zeros(2, 1, 1, dtype=dtype) if scale is None else torch.cat([uncond, cond])
@@ -63,23 +65,25 @@ def trajectory(name: str, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 @pytest.mark.parametrize("name", toy.IF_RUNS)
-def test_equals_the_original_at_every_step(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_the_original_at_every_step(
+    deepfloyd: Pipeline, name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     """With its learned variance, taken from the conditional branch alone, and its clamped threshold.
 
     In float64, where the step's own casts to float32 are left out; in float32 the first steps, at a signal of 5e-5,
     leave a few digits less.
     """
     with mock.patch.object(Tensor, "float", lambda self: self.to(dtype)):
-        ours = trajectory(name, dtype)
+        ours = trajectory(deepfloyd, name, dtype)
     for state, theirs in zip(ours, GOLDEN[f"run.{name}"], strict=True):
         assert toy.relative_error(state, theirs) < tolerance
 
 
-def test_other_samplers_leave_the_variance_out() -> None:
+def test_other_samplers_leave_the_variance_out(deepfloyd: Pipeline) -> None:
     x = torch.from_numpy(toy.noises(1)[0]).float()
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
     nothing = Conditioning(torch.zeros(2, 1, 1))
-    row = rows(make_plan("euler_a", IF, 10), torch.device("cpu"))[3]
+    row = rows(deepfloyd.plan("euler_a", 10), torch.device("cpu"))[3]
     plain, variance = (
         denoise_step(model, registers, row, x, nothing, Guidance(None, None, None))
         for model in (lambda x, t, c, y: toy.denoiser(x, t, c), toy.denoiser_with_variance)
@@ -88,17 +92,16 @@ def test_other_samplers_leave_the_variance_out() -> None:
 
 
 @pytest.mark.parametrize("sampler", sorted(set(SAMPLERS) - {"ddpm"}))
-def test_only_ddpm_stretches_its_noise(sampler: str) -> None:
-    sd = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
-    assert not isinstance(make_plan(sampler, sd, 10), LearnedVariancePlan)
+def test_only_ddpm_stretches_its_noise(sd: Pipeline, sampler: str) -> None:
+    assert hasattr(sd.plan("ddpm", 10), "stretch")
+    assert not hasattr(sd.plan(sampler, 10), "stretch")
 
 
-def test_the_stretch_goes_from_the_posteriors_variance_to_beta() -> None:
+def test_the_stretch_goes_from_the_posteriors_variance_to_beta(deepfloyd: Pipeline) -> None:
     """Ho et al. 2020, sec. 3.2: sigma^2 = beta, and beta (1 - alpha_bar') / (1 - alpha_bar)."""
-    plan = make_plan("ddpm", IF, 1000, spacing="respaced")
-    assert isinstance(plan, LearnedVariancePlan)
+    plan, schedule = deepfloyd.plan("ddpm", 1000, spacing="respaced"), deepfloyd.schedule
     sigma = plan.mix[:-1, 0, -1]
-    betas, alpha_bar = IF.betas[:0:-1], IF.alpha_bar[::-1]
+    betas, alpha_bar = schedule.betas[:0:-1], schedule.alpha_bar[::-1]
     np.testing.assert_allclose(sigma**2, betas * (1 - alpha_bar[1:]) / (1 - alpha_bar[:-1]), rtol=1e-6)
     np.testing.assert_allclose((sigma * np.exp(plan.stretch[:-1])) ** 2, betas, rtol=1e-6)
 
