@@ -6,21 +6,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runs import encoded_pixels, pixels_of
 
+from ldm_lite import Pipeline
 from ldm_lite.image import (
     extend,
     list_images,
     mask_latent,
     mask_weights,
-    open_image,
-    open_mask,
     pad,
     read_image,
     resize,
-    to_array,
-    to_image,
     to_mask,
-    to_pixels,
     to_rgb,
 )
 
@@ -34,22 +31,20 @@ def two_halves(mode: str = "RGB") -> Image.Image:
     return image.convert(mode)
 
 
-def test_exif_orientation(tmp_path: Path) -> None:
+def test_exif_orientation(sd: Pipeline, tmp_path: Path) -> None:
     """A camera held sideways: stored 6 x 4 with the tag "rotate by 90 degrees", shown 4 x 6 with red on top."""
     exif = Image.Exif()
     exif[0x0112] = 6
     two_halves().save(tmp_path / "a.png", exif=exif)
-    image = open_image(tmp_path / "a.png")
-    assert image.size == (4, 6)
-    assert image.getpixel((0, 0)) == image.getpixel((3, 2)) == RED
-    assert image.getpixel((0, 5)) == (0, 0, 255)
+    pixels = pixels_of(sd, tmp_path / "a.png")
+    assert (pixels[:3] == RED).all()
+    assert (pixels[3:] == (0, 0, 255)).all()
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK", "YCbCr", "HSV"])
-def test_modes_of_colour(mode: str) -> None:
-    image = to_rgb(two_halves(mode))
-    assert image.mode == "RGB"
-    assert np.abs(np.asarray(image, dtype=int) - np.asarray(two_halves(), dtype=int)).max() <= 2
+def test_modes_of_colour(sd: Pipeline, mode: str) -> None:
+    pixels = pixels_of(sd, two_halves(mode))[:4, :6]
+    assert np.abs(pixels.astype(int) - np.asarray(two_halves(), dtype=int)).max() <= 2
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "I;16B", "I"])
@@ -66,9 +61,9 @@ def test_modes_of_grey(mode: str) -> None:
     assert np.array_equal(np.asarray(to_mask(image)), grey)
 
 
-def test_16_bit_files_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+def test_16_bit_files_are_scaled_and_not_clipped(sd: Pipeline, tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "a.png")
-    assert np.asarray(open_image(tmp_path / "a.png"))[0, :, 0].tolist() == [0, 128, 255]
+    assert pixels_of(sd, tmp_path / "a.png")[0, :3, 0].tolist() == [0, 128, 255]
 
 
 def test_transparency_is_white_in_images_and_black_in_masks(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,28 +82,36 @@ def test_transparency_is_white_in_images_and_black_in_masks(caplog: pytest.LogCa
     assert to_rgb(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_files_that_are_no_images(tmp_path: Path) -> None:
+def test_files_that_are_no_images(sd: Pipeline, tmp_path: Path) -> None:
     two_halves().resize((99, 99)).save(tmp_path / "whole.png")
     (tmp_path / "half.png").write_bytes((tmp_path / "whole.png").read_bytes()[:200])
     (tmp_path / "text.png").write_text("hello")
     Image.fromarray(np.zeros((2, 2), dtype=np.float32)).save(tmp_path / "float.tif")
     for name in ("half.png", "text.png", "float.tif"):
         with pytest.raises(ValueError, match=rf"{name}: is not an image that can be read"):
-            open_image(tmp_path / name)
+            sd.encode(tmp_path / name)
     with pytest.raises(
         ValueError, match=r"text\.png: is not an image that can be read, wanted PNG,"
     ):  # without Pillow's own words
-        open_image(tmp_path / "text.png")
+        sd.encode(tmp_path / "text.png")
     with pytest.raises(FileNotFoundError):
-        open_mask(tmp_path / "none.png")
+        sd.inpaint("a", tmp_path / "whole.png", tmp_path / "none.png")
 
 
-def test_pixels_come_back_bit_for_bit() -> None:
+def test_pixels_come_back_bit_for_bit(sd: Pipeline) -> None:
+    """An autoencoder that changes nothing gives them back."""
     array = np.arange(768, dtype=np.int64).astype(np.uint8).reshape(16, 16, 3)
-    pixels = to_pixels(Image.fromarray(array))
+    with encoded_pixels(sd) as seen:
+        sd.encode(Image.fromarray(array))
+    [pixels] = seen
     assert pixels.dtype == torch.float32
     assert (pixels.min(), pixels.max()) == (-1, 1)
-    assert np.array_equal(to_array(pixels), array)
+    hook = sd.vae.decoder.register_forward_hook(lambda decoder, args, out: pixels)
+    try:
+        [decoded] = sd.decode(torch.zeros(1, 4, 2, 2), output="numpy")
+    finally:
+        hook.remove()
+    assert np.array_equal(decoded, array)
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -167,13 +170,12 @@ def test_extending() -> None:
             extend(two_halves(), bad)
 
 
-def test_padding() -> None:
-    pixels = to_pixels(two_halves())
-    padded = pad(pixels, 8)
-    assert padded.shape == (3, 8, 8)
-    assert torch.equal(padded[:, :4, :6], pixels)
-    assert torch.equal(padded[:, 7], padded[:, 3])
-    assert pad(padded, 8).shape == (3, 8, 8)
+def test_padding(sd: Pipeline) -> None:
+    padded = pixels_of(sd, two_halves())
+    assert padded.shape == (8, 8, 3)
+    assert np.array_equal(padded[:4, :6], np.asarray(two_halves()))
+    assert np.array_equal(padded[7], padded[3])
+    assert pixels_of(sd, padded).shape == (8, 8, 3)
 
 
 def test_list_images_skips_hidden_files_and_folders(tmp_path: Path) -> None:
@@ -212,13 +214,13 @@ def test_whatever_a_damaged_file_raises_is_one_line(tmp_path: Path, error: Excep
         Image.new("RGB", (0, 8)),
     ],
 )
-def test_arrays_and_tensors_that_are_no_images_are_refused(value: object) -> None:
+def test_arrays_and_tensors_that_are_no_images_are_refused(sd: Pipeline, value: object) -> None:
     with pytest.raises(ValueError, match=r"as an image, wanted|got an image of 0 x 8 pixels"):
-        to_image(value)
+        sd.encode(value)
 
 
-def test_arrays_of_other_types_are_scaled() -> None:
+def test_arrays_of_other_types_are_scaled(sd: Pipeline) -> None:
     values = np.array([[0, 255], [128, 64]], np.uint8)
-    for same in (values.astype(np.uint16) * 257, values[:, :, None], values.astype(np.int64), values / 255):
-        assert np.array_equal(np.asarray(to_image(same)), values)
-    assert np.array_equal(np.asarray(to_image(values > 100)), 255 * (values > 100))
+    for same in (values, values.astype(np.uint16) * 257, values[:, :, None], values.astype(np.int64), values / 255):
+        assert np.array_equal(pixels_of(sd, same)[:2, :2], np.stack([values] * 3, axis=2))
+    assert np.array_equal(pixels_of(sd, values > 100)[:2, :2, 0], 255 * (values > 100))

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import EpsImagePlugin, Image
+from runs import pixels_of
 
-from ldm_lite import image
+from ldm_lite import Pipeline, image
 from ldm_lite.control.control import Control
 from ldm_lite.image import clip_crop, open_depth, open_image, open_mask, resize, to_image
 
@@ -87,12 +88,12 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, siz
             read(path)
 
 
-def test_too_many_bytes_are_refused(tmp_path: Path) -> None:
+def test_too_many_bytes_are_refused(sd: Pipeline, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(encoded("PNG"))
     os.truncate(path, 2**28 + 1)
     with pytest.raises(ValueError, match=r"a\.png: is too large, wanted at most 256 MiB"):
-        open_image(path)
+        sd.encode(path)
 
 
 def test_a_pipe_a_device_and_a_folder_are_refused(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_pipe_a_device_and_a_folder_are_refused(tmp_path: Path) -> None:
                 read(path)
 
 
-def test_what_expands_when_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_what_expands_when_it_is_read_is_refused(sd: Pipeline, tmp_path: Path) -> None:
     """Text, profiles and EXIF data of a PNG; tags of a TIFF file, which become millions of Python objects."""
     bomb = zlib.compress(b"A" * 2**25, 9)
     exif = b"II*\0\x08\0\0\0" + struct.pack("<HHHIII", 1, 0x112, 3, 2**20, 26, 0) + b"\1\0" * 2**20
@@ -120,15 +121,15 @@ def test_what_expands_when_it_is_read_is_refused(tmp_path: Path) -> None:
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*(large|wanted at most)"):
-            open_image(tmp_path / name)
+            sd.encode(tmp_path / name)
 
 
-def test_of_several_frames_the_first_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_several_frames_the_first_is_taken(sd: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     for name in ("a.gif", "a.png", "a.tiff", "a.webp"):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
-        assert open_image(tmp_path / name).getpixel((0, 0)) == (255, 0, 0)
+        assert (pixels_of(sd, tmp_path / name) == (255, 0, 0)).all()
         assert f"{name}: holds several images: the first is taken" in caplog.text
 
 
