@@ -5,8 +5,6 @@ Networks go by their roles: "unet", "vae", "text_encoder", "text_encoder_2", ...
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,24 +12,18 @@ from torch import Tensor, nn
 from ldm_lite import generate
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.checkpoint.lora import file_names
-from ldm_lite.checkpoint.parts import autoencoder_spec, open_autoencoder
-from ldm_lite.checkpoint.reader import load_weights, prefix
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
 from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
+from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import Block, UNet
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.runtime.precision import has_fast_bf16, pick_device
-from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.zoo.describe import describe
-from ldm_lite.zoo.detection import parse_prediction
-from ldm_lite.zoo.families import Family
-from ldm_lite.zoo.networks import build
 from ldm_lite.zoo.transformers import BLOCKS
 
 __all__ = [
@@ -44,7 +36,6 @@ __all__ = [
     "has_fast_bf16",
     "lora_layers",
     "network_inputs",
-    "new_model",
     "token_tables",
     "unread_parameters",
 ]
@@ -52,49 +43,18 @@ __all__ = [
 # ---- models and files -----------------------------------------------------------------------------------------------
 
 
-def new_model(family: Family, options: LoadOptions) -> Pipeline:
-    """Return a model of a family that reads text with one CLIP, with new weights as torch initialises them.
-
-    Of the options count device, prediction, and vae, the file of an autoencoder that is taken in place of the family's.
-    Raises FileNotFoundError or ValueError, one line that says what to do.
-    """
-    device, autoencoder = pick_device(options.device), None
-    if options.prediction is not None:
-        family = replace(family, prediction=parse_prediction(options.prediction))
-    if options.vae is not None:
-        autoencoder = open_autoencoder(options.vae)
-        family = replace(family, vae=autoencoder_spec(autoencoder))
-    assert isinstance(family.text, CLIPTextSpec)
-    with torch.device(device):
-        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
-    if autoencoder is not None:
-        load_weights(networks["vae"], autoencoder, "vae", device, torch.float32)
-    return Pipeline(
-        name="model",
-        family=family,
-        schedule=family.noise.schedule(family.prediction),
-        text_encoder_2=None,
-        tokenizer=CLIPTokenizer(family.text.length),
-        description=f"{family.title}, new weights",
-        **networks,
-    )
-
-
 def checkpoint_content(
     model: Pipeline, weights: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors (float16, on the CPU) and the metadata of a .safetensors file in the original layout.
 
-    weights are state dicts by role, which replace those of the model: of all of its networks for a file that
-    ldm_lite.load reads, or of "vae" alone for one that `vae=FILE` reads.
+    weights are state dicts of all of the model's networks, by role.
     """
     tensors = {
         prefix(role, values, model.family.sgm) + key: value.to("cpu", torch.float16).contiguous()
         for role, values in weights.items()
         for key, value in values.items()
     }
-    if "unet" not in weights:
-        return tensors, {}
     tensors["betas"] = torch.from_numpy(model.schedule.betas).float()  # the family's, or the first checkpoint's own
     return tensors, describe(model.family)
 

@@ -36,7 +36,6 @@ from ldm_lite.runtime.setup import prepare
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.norm import use_fast_backward
 from ldm_lite.train.run import lay_out
 from ldm_lite.train.trainer import TrainConfig, Trainer
 from ldm_lite.zoo.families import SD1, Family
@@ -83,8 +82,6 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
         seed=0, minutes=None, save_every=10**6, workers=0, bf16=False,
     )  # fmt: skip
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
-    for network in networks.values():
-        use_fast_backward(network)
 
     def step(number: int) -> float:
         value = trainer._step(iter([batch(number, options, family.unet.context_dim)]), lambda step: None)

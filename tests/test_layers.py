@@ -121,8 +121,8 @@ TOOLS = ("train", "batch", "serve", "bench")
 FACADE = ("toolkit", "networks")
 OPEN_TO_TOOLS = ("cli", "image", "core", *FACADE)  # besides the public names of ldm_lite
 BESIDE_THE_FACADE = {
-    # What training learns and what it leaves alone are layers: it tells kinds of networks apart, and builds some.
-    "train": {"models", "runtime.patching", "zoo.families", "zoo.networks"},
+    # What training learns and what it leaves alone are layers: it tells kinds of networks apart.
+    "train": {"models", "runtime.patching"},
     # `--encode` writes what training reads.
     "batch": {"train"},
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.

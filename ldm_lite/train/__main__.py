@@ -1,7 +1,7 @@
-"""Train a latent diffusion model: `python -m ldm_lite.train --stage autoencoder`, then `--stage diffusion --vae ...`.
+"""Train a latent diffusion model, or additions to one: `python -m ldm_lite.train --ckpt FILE --data FOLDER`.
 
-Starts from scratch (--preset) or from a checkpoint (--ckpt), on a folder of captioned images (--data) or on images that
-a Python file draws (--renderer).  Writes checkpoints in the original layout, whose weights are the EMA weights.
+Starts from a checkpoint, on a folder of captioned images (--data) or on images that a Python file draws (--renderer).
+Writes files in the original layout, whose weights are the EMA weights.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Losses, with the networks they train: an autoencoder, or a diffusion model with its text encoder.
+"""The loss of a diffusion model, with the networks that it trains.
 
 A loss owns the trained networks and computes the loss of a batch; the trainer does everything else.
 """
@@ -34,33 +34,6 @@ class Loss(Protocol):
 
         All random numbers come from `draws`, so that they do not depend on how examples are batched.
         """
-
-
-@dataclass
-class AutoencoderLoss:
-    """Reconstruction: L1, 0.5 L2, 0.5 L1 of the differences of neighbouring pixels, and a small KL term."""
-
-    vae: AutoencoderKL
-    train_encoder: bool = True  # False: train only the decoder, so that latents do not change
-    kl_weight: float = 1e-4
-
-    def __post_init__(self) -> None:
-        self.networks: dict[str, nn.Module] = {"vae": self.vae}
-        self.vae.requires_grad_(self.train_encoder)
-        for part in (self.vae.decoder, self.vae.post_quant_conv):
-            part.requires_grad_(True)
-
-    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return the loss of one batch; captions are ignored."""
-        device = next(self.vae.parameters()).device
-        x = to_float(batch.pixels, device)
-        with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
-            mean, logvar = moments(self.vae, x)
-        noise = draws.normal(mean.shape[1:]).to(device)
-        y = self.vae.decode(mean + (logvar / 2).exp() * noise)
-        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        edges = sum(F.l1_loss(y.diff(dim=dim), x.diff(dim=dim)) for dim in (2, 3))
-        return F.l1_loss(y, x) + 0.5 * F.mse_loss(y, x) + 0.5 * edges + self.kl_weight * kl
 
 
 class Noised(NamedTuple):
@@ -233,10 +206,3 @@ def moments_of(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tupl
         return moments(vae, to_float(pixels, device))
     mean, logvar = pixels.to(device).float().chunk(2, dim=1)
     return mean, logvar
-
-
-@torch.no_grad()
-def measure_scale(vae: AutoencoderKL, pixels: Tensor) -> float:
-    """Return the factor that scales the latents of a batch's pixels to unit variance.  Rombach 2022, app. G."""
-    mean, logvar = moments_of(vae, pixels, next(vae.parameters()).device)
-    return float(1 / (mean.var() + logvar.exp().mean()).sqrt())

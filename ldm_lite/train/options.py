@@ -45,13 +45,10 @@ class LearnedOptions(CheckedOptions):
 
     stage: str = option(
         "diffusion",
-        "what to train: the diffusion model, the autoencoder, vectors for a name (textual inversion), a ControlNet, or "
-        "a preset's text encoder alone, by guessing latents from captions: a start for its diffusion model",
-        choices=("autoencoder", "text", "diffusion", "embedding", "control"),
+        "what to train: the diffusion model, vectors for a name (textual inversion), or a ControlNet",
+        choices=("diffusion", "embedding", "control"),
         common=True,
     )
-    preset: str | None = option(None, "train a small model from scratch: emoji64, emoji128")
-    freeze_encoder: bool = option(False, "train only the decoder of the autoencoder: latents do not change")
     freeze_text: bool = option(False, "do not train the text encoders")
     lora_rank: int | None = option(
         None,
@@ -147,15 +144,11 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
             return None
 
 
-# Options that a preset cannot use, since it does not come from a file.
-_OF_CHECKPOINTS = (
-    *("ckpt", "unet", "text_encoder", "lora", "ema", "zero_snr", "metadata"),
-    *("attention", "matmul_precision", "vae_tiling"),
-)
-_OF_WEIGHTS = ("freeze_text", "min_snr", "weighting", "class_data", "class_prompt", "validation")
-_OF_DIFFUSION = (*_OF_WEIGHTS, "lora_alpha", "lora_text", "caption_dropout", "tokens", "samples", "masked", "buckets")
 _OF_LORA = ("lora_alpha", "lora_text", "lora_kind", "lokr_factor", "lcm")
-_NOT_OF_LCM = ("lora_text", "caption_dropout", "masked", *_OF_WEIGHTS[1:])
+_NOT_OF_LCM = (
+    *("lora_text", "caption_dropout", "masked"),
+    *("min_snr", "weighting", "class_data", "class_prompt", "validation"),
+)
 _OF_EMBEDDING = ("token", "init_word", "vectors")
 _OF_FOLDERS = ("caption", "buckets", "masked")
 
@@ -168,47 +161,31 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
             raise ValueError(f"`{name}` has no effect on training: leave it out{instead}")
     if load.dtype not in (None, "fp32", "float32"):
         raise ValueError(f"got `dtype={load.dtype}`, but weights are trained in float32: leave it out")
-    if options.lora_rank is not None and (options.stage != "diffusion" or options.preset is not None):
-        raise ValueError(
-            "`lora_rank` trains a LoRA for the diffusion model of a checkpoint: leave out `stage` and `preset`"
-        )
-    if options.stage != "diffusion" or options.preset is not None or options.lora_rank is not None:
-        _refuse(options, ("shard",), "but on the whole diffusion model of a checkpoint")
-    if options.preset is not None:
-        _refuse(load, _OF_CHECKPOINTS, "with `preset`, which starts from new weights")
-        _refuse(options, ("buckets", "resolution"), "with `preset`, which has its own size")
+    if options.lora_rank is not None and options.stage != "diffusion":
+        raise ValueError("`lora_rank` trains a LoRA for the diffusion model: leave out `stage`")
+    if options.stage != "diffusion" or options.lora_rank is not None:
+        _refuse(options, ("shard",), "but on the whole diffusion model")
     if unknown := sorted(set(options.log_to) - {"tensorboard", "wandb"}):
         raise ValueError(f"got `log_to` {unknown[0]!r}, wanted tensorboard or wandb")
     if options.optimizer != "adamw":
         _refuse(options, ("shard",), f"with `optimizer={options.optimizer}`")
     if options.shard:
         _refuse(options, ("ema_lengths",), "with `shard`")
-    _check_stage(options, load)
+    _check_stage(options)
     _check_data(options)
 
 
-def _check_stage(options: TrainOptions, load: LoadOptions) -> None:
+def _check_stage(options: TrainOptions) -> None:
     """Raise ValueError for options that what is trained does not use."""
-    if options.stage == "autoencoder":
-        _refuse(options, (*_OF_DIFFUSION, "checkpointing"), "with `stage=autoencoder`")
-        _refuse(load, ("lora", "zero_snr"), "with `stage=autoencoder`")
-    else:
-        _refuse(options, ("freeze_encoder",), "without `stage=autoencoder`")
-    if options.stage == "text":
-        if options.preset is None:
-            raise ValueError("`stage=text` begins a new text encoder: give `preset` in place of `ckpt`")
-        _refuse(options, (*_OF_WEIGHTS, "samples", "checkpointing"), "with `stage=text`")
     if options.stage == "embedding":
         if not options.token:
             raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")
-        if options.preset is not None:
-            raise ValueError("`stage=embedding` needs a trained model: give `ckpt` in place of `preset`")
     else:
         _refuse(options, _OF_EMBEDDING, "without `stage=embedding`")
     if options.stage in ("embedding", "control"):
         _refuse(options, ("freeze_text",), f"with `stage={options.stage}`, which keeps the model frozen")
     if options.stage == "control":
-        _refuse(options, ("class_data", "class_prompt", "renderer", "preset"), "with `stage=control`")
+        _refuse(options, ("class_data", "class_prompt", "renderer"), "with `stage=control`")
     if options.lora_rank is None:
         _refuse(options, _OF_LORA, "without `lora_rank`")
     else:
@@ -241,9 +218,9 @@ def _check_data(options: TrainOptions) -> None:
         raise ValueError("`validation` as a share needs finite data: give `scenes`, or a folder")
 
 
-def _refuse(options: TrainOptions | LoadOptions, names: Iterable[str], when: str) -> None:
+def _refuse(options: TrainOptions, names: Iterable[str], when: str) -> None:
     """Raise ValueError if one of these options is not at its default."""
-    defaults = {each.name: each.default for each in fields(options)}
+    defaults = {field.name: field.default for field in fields(options)}
     for name in names:
         if getattr(options, name) != defaults[name]:
             raise ValueError(f"`{name}` has no effect {when}: leave it out")

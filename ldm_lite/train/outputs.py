@@ -44,25 +44,19 @@ def save(
 
     hint (3,H,W) uint8 is the image that a ControlNet reads for all samples.
     """
-    untrained = None
-    if options.preset is not None and "text_encoder" in ema:
-        untrained = trainer.untrained_tokens()
-    _store(checkpoint_path(options), _content(options, model, ema, untrained), trainer.step)
+    _store(checkpoint_path(options), _content(options, model, ema), trainer.step)
     if trainer.averages is not None:
         trainer.averages.store(trainer.folder, trainer.step)
-    if options.stage not in ("autoencoder", "text"):
-        with _with_ema(model, trainer, ema) as averaged:
-            sheet = _sample_grid(averaged, options, ema.get("control"), hint)
-        write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+    with _with_ema(model, trainer, ema) as averaged:
+        sheet = _sample_grid(averaged, options, ema.get("control"), hint)
+    write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
     plot_losses(trainer.folder)
 
 
 Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
 
 
-def _content(
-    options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], untrained: Tensor | None = None
-) -> Content:
+def _content(options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module]) -> Content:
     """Return the content of the file of a run, with the weights of networks that it trained, by name."""
     if options.stage == "embedding":
         return embedding_file(networks["embedding"], model)
@@ -70,7 +64,7 @@ def _content(
         return control_file(networks["control"])
     if options.lora_rank is not None:
         return kohya_file(networks["lora"], model)
-    return _checkpoint(options, model, networks, untrained)
+    return checkpoint(model, networks)
 
 
 def _store(path: Path, content: Content, step: int) -> None:
@@ -104,18 +98,10 @@ def _replaced(model: Pipeline, networks: Mapping[str, nn.Module]) -> Pipeline:
     return replace(model, **{role: net for role, net in networks.items() if role in model.family.networks})  # type: ignore[arg-type]
 
 
-def _checkpoint(
-    options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], untrained: Tensor | None
-) -> Content:
-    """Return the tensors (float16) and the metadata of a checkpoint in the original layout."""
-    roles = ["vae"] if options.stage == "autoencoder" else list(model.family.networks)
+def checkpoint(model: Pipeline, networks: Mapping[str, nn.Module]) -> Content:
+    """Return tensors (float16) and metadata of a checkpoint in the original layout, with these networks by role."""
     whole = _replaced(model, networks)
-    weights = {role: getattr(whole, role).state_dict() for role in roles}
-    if untrained is not None:
-        table = weights["text_encoder"]["embeddings.token_embedding.weight"].clone()
-        table[untrained] = 0  # tokens in no caption: random values carry no information
-        weights["text_encoder"]["embeddings.token_embedding.weight"] = table
-    return checkpoint_content(model, weights)
+    return checkpoint_content(model, {role: getattr(whole, role).state_dict() for role in model.family.networks})
 
 
 def _sample_grid(

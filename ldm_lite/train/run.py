@@ -28,7 +28,6 @@ from ldm_lite.train.files import write_atomically
 from ldm_lite.train.loggers import open_logger
 from ldm_lite.train.lora import AttachedLoRA, LoRA
 from ldm_lite.train.losses import DiffusionLoss, Loss, Prior, checkpoint_activations
-from ldm_lite.train.norm import use_fast_backward
 from ldm_lite.train.options import TrainOptions, check
 from ldm_lite.train.setup import (
     check_encoded,
@@ -41,7 +40,6 @@ from ldm_lite.train.setup import (
     side_of,
     text_encoders,
     trained_networks,
-    with_measured_scale,
 )
 from ldm_lite.train.state import STATE, locked
 from ldm_lite.train.trainer import TrainConfig, Trainer
@@ -64,16 +62,26 @@ def train(
     if distributed.rank() > 0:
         log.setLevel(logging.WARNING)
         on_step = lambda step, loss: None  # noqa: E731
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) if distributed.rank() == 0 else contextlib.nullcontext():
-        if os.path.lexists(folder / STATE) and not options.resume:
-            raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
+    with run_folder(options) as folder:
         if distributed.rank() == 0:
             text = as_toml(options, load)
             write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
         _train(options, load, on_step)
     return outputs.checkpoint_path(options)
+
+
+@contextlib.contextmanager
+def run_folder(options: TrainOptions) -> Iterator[Path]:
+    """Within the block no other run trains in the options' folder, which is made if it is missing.
+
+    Raises ValueError if one does, or if the folder holds a run that is not to be continued.
+    """
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder) if distributed.rank() == 0 else contextlib.nullcontext():
+        if os.path.lexists(folder / STATE) and not options.resume:
+            raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
+        yield folder
 
 
 class Data(NamedTuple):
@@ -92,15 +100,7 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
     model = replace(model, family=replace(model.family, resolution=side_of(options, model)))
     for network in model.networks.values():
         network.requires_grad_(False).eval()
-    given = open_dataset(options, model, options.data)
-    if options.stage == "autoencoder":
-        if isinstance(given, EncodedDataset):
-            raise ValueError(f"{options.data}: holds latents: an autoencoder is trained on images")
-        data = Data(given, None, None, False, None)
-    else:
-        if options.preset is not None:
-            model = with_measured_scale(model, given, options.seed)
-        data = _data(options, model, given)
+    data = _data(options, model)
     loss = make_loss(options, model, data.empty)
     if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
         model = loss.model  # whose prompts know the name
@@ -113,7 +113,13 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
             attached = stack.enter_context(lora.attach(trained_networks(options, model)))
         if isinstance(loss, DiffusionLoss):
             loss.prior = _prior(options, model, attached)
-        trainer = _trainer(options, model, loss)
+        if not options.shard:  # which takes contiguous weights only
+            lay_out([*loss.networks.values(), *model.networks.values()])
+        trainer = make_trainer(options, loss)
+        if options.compile_network:
+            whole = options.lora_rank is None and options.stage != "embedding"
+            for network in loss.networks.values() if whole else [model.unet]:
+                network.compile()
         if isinstance(loss, ConsistencyLoss) and attached is not None:
             loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
         if data.validation is not None and isinstance(loss, DiffusionLoss):
@@ -139,8 +145,9 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
         trainer.fit(data.train, on_step, save, data.prior)
 
 
-def _data(options: TrainOptions, model: Pipeline, given: Dataset) -> Data:
-    """Open and encode the data of a diffusion model's run."""
+def _data(options: TrainOptions, model: Pipeline) -> Data:
+    """Open and encode the data of a run."""
+    dataset = open_dataset(options, model, options.data)
     reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
     others = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
 
@@ -151,7 +158,7 @@ def _data(options: TrainOptions, model: Pipeline, given: Dataset) -> Data:
             return encoded(options, dataset, model.vae, name)
         return dataset
 
-    train = latents(given, "latents")
+    train = latents(dataset, "latents")
     prior = validation = None
     if options.class_data is not None:
         prior = latents(open_dataset(options, model, options.class_data), "latents-class")
@@ -162,9 +169,9 @@ def _data(options: TrainOptions, model: Pipeline, given: Dataset) -> Data:
         if validation.shards is None:
             raise ValueError("`validation` needs finite data: give a folder of images")
     empty = None
-    if isinstance(given, EncodedDataset) and reads_text and not any(others):
-        empty = no_caption(model, given)
-    return Data(train, prior, validation, isinstance(given, EncodedDataset), empty)
+    if isinstance(dataset, EncodedDataset) and reads_text and not any(others):
+        empty = no_caption(model, dataset)
+    return Data(train, prior, validation, isinstance(dataset, EncodedDataset), empty)
 
 
 def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None) -> Prior | None:
@@ -185,12 +192,10 @@ def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None
     return Prior(options.prior_weight, caption, base)
 
 
-def _trainer(options: TrainOptions, model: Pipeline, loss: Loss) -> Trainer:
-    """Return a trainer at the run's current step, with networks set up for training."""
-    networks = loss.networks.values()
-    if not options.shard:  # which takes contiguous weights only
-        lay_out([*networks, *model.networks.values()])
-    trainer = Trainer(loss, _config(options, model.device), Path(options.out))
+def make_trainer(options: TrainOptions, loss: Loss) -> Trainer:
+    """Return a trainer of a loss's networks, at the run's current step.  Raises as Trainer does."""
+    device = next(p for network in loss.networks.values() for p in network.parameters()).device
+    trainer = Trainer(loss, _config(options, device), Path(options.out))
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
         log.info("continuing at step %d", trainer.step)
@@ -200,12 +205,6 @@ def _trainer(options: TrainOptions, model: Pipeline, loss: Loss) -> Trainer:
         trainer.log.others = [
             open_logger(name, trainer.folder, dataclasses.asdict(options), trainer.step) for name in options.log_to
         ]
-    if model.device.type == "cpu":
-        for network in networks:
-            use_fast_backward(network)
-    if options.compile_network:
-        for network in networks if options.lora_rank is None and options.stage != "embedding" else [model.unet]:
-            network.compile()
     return trainer
 
 

@@ -16,15 +16,16 @@ from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.unet import UNet
-from ldm_lite.networks import digest, new_model, token_tables, unread_parameters
+from ldm_lite.networks import digest, token_tables, unread_parameters
 from ldm_lite.toolkit import load_model
 from ldm_lite.train import distributed
-from ldm_lite.train.batches import Batch, Order, in_order, reported_workers
+from ldm_lite.train.batches import Batch, in_order, reported_workers
 from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.control import new_control
 from ldm_lite.train.data import (
     BESIDE,
     ImageFolder,
+    RenderedScenes,
     beside,
     in_buckets,
     open_data,
@@ -36,43 +37,18 @@ from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
 from ldm_lite.train.examples import Buckets, Dataset, Part
 from ldm_lite.train.lora import LoRA
-from ldm_lite.train.losses import AutoencoderLoss, DiffusionLoss, Loss, measure_scale, moments_of
+from ldm_lite.train.losses import DiffusionLoss, Loss, moments_of
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.presets import PRESETS, initialise, initialise_text
 from ldm_lite.train.tars import TarShards
-from ldm_lite.train.text import TextLoss
 from ldm_lite.train.weighting import LearnedWeighting, Weighting, of_x0, uniform
 
 log = logging.getLogger("ldm_lite")
 
 
 def make_model(options: TrainOptions, load_options: LoadOptions) -> Pipeline:
-    """Return the model to start from, in float32: a checkpoint, or a preset with new weights.
-
-    Raises ValueError, one line, for an unknown preset, and for a model that cannot be trained here.
-    """
-    if options.preset is None:
-        model = load_model(replace(load_options, dtype="fp32"))
-    else:
-        model = _new_model(options, load_options)
+    """Return the model to start from, in float32.  Raises ValueError, one line, if it cannot be trained here."""
+    model = load_model(replace(load_options, dtype="fp32"))
     check_model(options, model)
-    return model
-
-
-def _new_model(options: TrainOptions, load_options: LoadOptions) -> Pipeline:
-    """Return a preset with new weights, except for an autoencoder from a file."""
-    if options.preset not in PRESETS:
-        raise ValueError(f"unknown preset {options.preset!r}: wanted one of {', '.join(PRESETS)}")
-    if load_options.vae is None and options.stage != "autoencoder":
-        raise ValueError(
-            "a new diffusion model needs an autoencoder: train one with `stage=autoencoder`, then give it as `vae=FILE`"
-        )
-    model = new_model(PRESETS[options.preset], load_options)
-    if not isinstance(model.vae, AutoencoderKL):
-        raise ValueError(f"{load_options.vae}: is not a KL autoencoder, the only kind that can be trained with here")
-    text_encoder: Any = model.text_encoder
-    initialise(model.unet)
-    initialise_text(text_encoder)
     return model
 
 
@@ -81,8 +57,6 @@ def check_model(options: TrainOptions, model: Pipeline) -> None:
     family = model.family
     if not isinstance(model.vae, AutoencoderKL):
         raise ValueError(f"{family.title}: has no KL autoencoder, the only kind that can be trained with here")
-    if options.stage == "autoencoder":
-        return
     if options.lcm and (model.schedule.is_flow or family.unet.guidance_dim is not None):
         raise ValueError(f"{family.title}: `lcm` distils Stable Diffusion 1, 2 and XL only: leave it out")
     if model.schedule.is_flow and family.task == "txt2img":
@@ -121,7 +95,7 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
     """Open a folder of data, or the options' renderer.  Raises ValueError, one line, if they are not usable."""
     resolution = side_of(options, model)
     if path is None:
-        return _renderer(options, resolution)
+        return open_scenes(options, resolution)
     folder, kind = Path(path), "class_data" if path == options.class_data else "data"
     if (folder / INDEX).exists():
         plain: Dataset = open_encoded(folder)
@@ -142,7 +116,8 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
     return plain
 
 
-def _renderer(options: TrainOptions, resolution: int) -> Dataset:
+def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
+    """Open the options' renderer.  Raises ValueError, one line, if it is not usable."""
     try:
         arguments = json.loads(options.renderer_options)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -171,16 +146,6 @@ def held_out(options: TrainOptions, dataset: Dataset, share: float) -> tuple[Dat
                 parts.append(Part(part, own))
         divided.append(Buckets(tuple(parts)))
     return divided[0], divided[1]
-
-
-def with_measured_scale(model: Pipeline, dataset: Dataset, seed: int) -> Pipeline:
-    """Return a new model with the scale factor that gives the latents of up to 512 images unit variance."""
-    assert isinstance(model.vae, AutoencoderKL)
-    count = 512 if dataset.shards is None else min(512, sum(dataset.shards))
-    order = Order(dataset, seed)
-    scale = measure_scale(model.vae, torch.stack([dataset.example(order[i]).pixels for i in range(count)]))
-    log.info("scale factor %.4f", scale)
-    return replace(model, family=replace(model.family, scale_factor=scale))
 
 
 def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
@@ -258,18 +223,13 @@ def no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
 
 
 def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor] | None = None) -> Loss:
-    """Return the loss with the networks to train: the autoencoder, the diffusion model, or what is new.
+    """Return the loss with the networks to train: the diffusion model, or what is new.
 
     `empty` holds the embeddings of no caption, if those of all captions are in the data.  A LoRA is not attached yet.
     """
-    if options.stage == "autoencoder":
-        assert isinstance(model.vae, AutoencoderKL)
-        return AutoencoderLoss(model.vae, not options.freeze_encoder)
     if options.tokens is not None:
         assert model.tokenizer is not None
         model = replace(model, tokenizer=replace(model.tokenizer, length=options.tokens))
-    if options.stage == "text":
-        return TextLoss(model, options.caption_dropout)
     networks, control = trained_networks(options, model), None
     if options.stage == "embedding":
         vectors = Vectors(model, options.init_word, options.vectors)

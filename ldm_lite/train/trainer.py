@@ -178,11 +178,6 @@ class Trainer:
         values = dataclasses.asdict(self.config)
         return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
 
-    def untrained_tokens(self) -> Tensor:
-        """Return a mask (V,) of the rows of the token embedding that never had a gradient, on the CPU."""
-        table = self.loss.networks["text_encoder"].get_parameter("embeddings.token_embedding.weight")
-        return (self.optimizer.state[table]["exp_avg_sq"] == 0).all(dim=1).cpu()
-
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def fit(

@@ -7,6 +7,7 @@ from types import MethodType
 import pytest
 import torch
 import toy
+from fast_group_norm import use_fast_backward
 from random_checkpoint import SMALL
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from ldm_lite.runtime.cpu import convolutions, group_norm
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow, kernel, patch, patch_of, runs_as_written, unpatch, unpatched
 from ldm_lite.runtime.setup import prepare
-from ldm_lite.train.norm import use_fast_backward
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,323 @@
+"""What the bundled model needs before `python -m ldm_lite.train`, which goes on from a checkpoint, can train it.
+
+    python scripts/train_emoji.py autoencoder --out vae [--vae FILE] [--freeze-encoder] [--resolution 128] ...
+    python scripts/train_emoji.py new --size 64 --vae vae/model.safetensors --out start.safetensors
+    python scripts/train_emoji.py text --ckpt start.safetensors --out text ...            # if you like
+    python -m ldm_lite.train --ckpt start.safetensors --renderer scripts/render_emoji.py --out run ...
+
+`autoencoder` trains a KL autoencoder on reconstruction, a new one or that of a file (--freeze-encoder: its decoder
+alone, so that latents do not change).  `new` writes a checkpoint with new weights, whose scale factor gives the latents
+unit variance.  `text` trains the text encoder of such a checkpoint: a small network that is thrown away afterwards
+guesses the latents of an image from its caption.  A diffusion model that starts with this encoder need not learn what
+each word looks like from noisy latents, at ten times the cost of an image.  Runs are stopped and continued (--resume)
+as those of `python -m ldm_lite.train`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from fast_group_norm import use_fast_backward
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite import Pipeline
+from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.checkpoint.reader import prefix
+from ldm_lite.cli import console
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.progress import TrainingBar
+from ldm_lite.core.vae import AutoencoderKL
+from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
+from ldm_lite.models.transformer import AttentionBlock, BasicTransformerBlock, SpatialTransformer
+from ldm_lite.models.unet import ResBlock, UNet
+from ldm_lite.runtime.precision import pick_device
+from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.toolkit import load_model
+from ldm_lite.train.batches import Batch, Draws, Order
+from ldm_lite.train.examples import Dataset, to_float
+from ldm_lite.train.files import write_tensors
+from ldm_lite.train.losses import Loss, moments, moments_of, read
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.outputs import Content, checkpoint, plot_losses
+from ldm_lite.train.run import lay_out, make_trainer, run_folder
+from ldm_lite.train.setup import check_model, encoded, open_scenes
+from ldm_lite.zoo.families import SD1, Family
+from ldm_lite.zoo.networks import CLIP_L, KL_F8, SD1_UNET
+
+# ---- new models -----------------------------------------------------------------------------------------------------
+
+EMOJI_64 = replace(
+    SD1,
+    title="emoji, 64 px",
+    unet=replace(
+        SD1_UNET,
+        in_channels=16,
+        out_channels=16,
+        model_channels=64,
+        channel_mult=(1, 3),
+        num_res_blocks=(1, 1),
+        transformer_depth=(1, 1),
+        num_heads=4,
+        context_dim=128,
+        cross_only=(False, False),
+    ),
+    vae=replace(KL_F8, channels=32, num_res_blocks=1, z_channels=16, embed_dim=16),
+    prediction="v",  # at t = T, where x is pure noise, the target is still the image
+    text_encoders=(replace(CLIP_L, length=32, width=128, mlp_width=512, layers=3, heads=4),),
+    resolution=64,
+    scale=2.5,
+    steps=20,
+)
+EMOJI_128 = replace(
+    EMOJI_64,
+    title="emoji, 128 px",
+    unet=replace(
+        EMOJI_64.unet,
+        channel_mult=(1, 1, 3),  # of 20 M parameters in all, a file of 40 MB
+        num_res_blocks=(1, 1, 1),
+        transformer_depth=(0, 1, 1),
+        cross_only=(False, False, False),
+    ),
+    resolution=128,
+)
+SIZES: dict[int, Family] = {64: EMOJI_64, 128: EMOJI_128}
+MEASURED = 512  # images whose latents give the scale factor, and whose captions the tokens that begin above 0
+
+
+def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -> Pipeline:
+    """Return a model with new weights but for its autoencoder, whose latents get unit variance (Rombach 2022, app. G).
+
+    Embeddings of tokens that the first captions do not have begin at 0, and stay there if no caption has them: random
+    numbers could not be compressed.
+    """
+    torch.manual_seed(seed)
+    assert isinstance(family.text, CLIPTextSpec)
+    device = next(vae.parameters()).device
+    with torch.device(device):
+        unet, text = UNet(family.unet), CLIPTextEncoder(family.text)
+    initialise(unet)
+    tokenizer = CLIPTokenizer(text.spec.length)
+    order = Order(dataset, seed)
+    examples = [dataset.example(order[i]) for i in range(min(MEASURED, sum(dataset.shards or (MEASURED,))))]
+    seen = tokenizer([example.caption for example in examples]).unique()
+    # Small values, as the code of CLIP has them.  Radford et al. 2021.
+    table = text.embeddings.token_embedding.weight
+    nn.init.normal_(table, std=0.02)
+    nn.init.normal_(text.embeddings.position_embedding.weight, std=0.01)
+    with torch.no_grad():
+        table[~torch.isin(torch.arange(len(table)), seen)] = 0
+    mean, logvar = moments_of(vae, torch.stack([example.pixels for example in examples]), device)
+    scale = float(1 / (mean.var() + logvar.exp().mean()).sqrt())
+    family = replace(family, vae=vae.spec, scale_factor=scale)
+    schedule = family.noise.schedule(family.prediction)
+    return Pipeline("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
+
+
+def initialise(unet: UNet) -> None:
+    """Zero the last layer of each residual branch, as the original does: every block starts as the identity."""
+    lasts: list[nn.Module] = [unet.out[2]]
+    for module in unet.modules():
+        if isinstance(module, ResBlock):
+            lasts.append(module.out_layers[3])
+        elif isinstance(module, (SpatialTransformer, AttentionBlock)):
+            lasts.append(module.proj_out)
+    for last in lasts:
+        for parameter in last.parameters():
+            nn.init.zeros_(parameter)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AutoencoderLoss:
+    """Reconstruction: L1, 0.5 L2, 0.5 L1 of the differences of neighbouring pixels, and a small KL term."""
+
+    vae: AutoencoderKL
+    train_encoder: bool = True  # False: train only the decoder, so that latents do not change
+    kl_weight: float = 1e-4
+
+    def __post_init__(self) -> None:
+        self.networks: dict[str, nn.Module] = {"vae": self.vae}
+        self.vae.requires_grad_(self.train_encoder)
+        for part in (self.vae.decoder, self.vae.post_quant_conv):
+            part.requires_grad_(True)
+
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return the loss of one batch; captions are ignored."""
+        device = next(self.vae.parameters()).device
+        x = to_float(batch.pixels, device)
+        with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
+            mean, logvar = moments(self.vae, x)
+        noise = draws.normal(mean.shape[1:]).to(device)
+        y = self.vae.decode(mean + (logvar / 2).exp() * noise)
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        edges = sum(F.l1_loss(y.diff(dim=dim), x.diff(dim=dim)) for dim in (2, 3))
+        return F.l1_loss(y, x) + 0.5 * F.mse_loss(y, x) + 0.5 * edges + self.kl_weight * kl
+
+
+PATCH = 2  # positions of latents per side that are guessed at once
+
+
+class LatentGuess(nn.Module):
+    """Context (B,T,D) -> latents (B,C,h,w): each patch of them reads the text twice, and has its own last layer."""
+
+    def __init__(self, width: int, shape: tuple[int, int, int], heads: int = 4, depth: int = 2) -> None:
+        """shape is that of an image's latents, whose sides are even."""
+        super().__init__()
+        self.shape, patches = shape, shape[1] * shape[2] // PATCH**2
+        self.places = nn.Parameter(torch.randn(patches, width) * 0.5)
+        self.blocks = nn.ModuleList(BasicTransformerBlock(width, width, heads, cross_only=True) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, 2 * width)
+        self.last = nn.Parameter(torch.randn(patches, 2 * width, shape[0] * PATCH**2) * 0.02)
+
+    def forward(self, context: Tensor) -> Tensor:
+        """Return the latents guessed from a context (B,T,D)."""
+        x = self.places.expand(len(context), -1, -1)  # (B,P,D)
+        for block in self.blocks:
+            x = block(x, context)
+        x = torch.einsum("bph,pho->bop", F.gelu(self.hidden(self.norm(x))), self.last)  # (B,4C,P)
+        _, h, w = self.shape
+        return F.pixel_shuffle(x.reshape(*x.shape[:2], h // PATCH, w // PATCH), PATCH)
+
+
+@dataclass
+class TextLoss:
+    """Mean squared error of the latents guessed from captions, of variance 1."""
+
+    model: Pipeline  # with a KL autoencoder and a CLIP text encoder
+    caption_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        family, text = self.model.family, self.model.text_encoder
+        assert isinstance(text, CLIPTextEncoder)
+        shape = self.model.latent_shape(family.resolution, family.resolution)
+        self.networks: dict[str, nn.Module] = {"text_encoder": text.requires_grad_(True)}
+        self.networks["guess"] = LatentGuess(text.spec.width, shape).to(self.model.device)
+
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return the loss of one batch."""
+        assert isinstance(self.model.vae, AutoencoderKL)
+        mean, _ = moments_of(self.model.vae, batch.pixels, self.model.device)
+        text = read(self.model, batch, draws.uniform() < self.caption_dropout)
+        return F.mse_loss(self.networks["guess"](text["context"]), self.model.family.scale_factor * mean)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="autoencoder | new | text")
+    autoencoder, new, text = (commands.add_parser(name) for name in ("autoencoder", "new", "text"))
+    defaults = TrainOptions()
+    for command, body in ((autoencoder, train_autoencoder), (new, write_new), (text, train_text)):
+        command.set_defaults(body=body)
+        command.add_argument("--out", required=True, help="the checkpoint to write (new), or the folder of the run")
+        command.add_argument("--renderer", default=os.fspath(Path(__file__).with_name("render_emoji.py")))
+        command.add_argument("--renderer-options", default="{}", help="arguments of its scenes(), as JSON")
+        command.add_argument("--scenes", type=int, help="draw this many scenes once (default: new ones at every step)")
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--device")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for command in (autoencoder, text):
+        for name in ("steps", "batch", "accumulate", "warmup", "save_every", "workers"):
+            command.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
+        for name in ("lr", "weight_decay", "ema_decay", "clip"):
+            command.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
+        command.add_argument("--minutes", type=float, help="stop after this many minutes; --resume continues")
+        command.add_argument("--resume", action="store_true", help="continue the run in that folder")
+    autoencoder.add_argument("--vae", help="begin with the autoencoder of this file (default: new weights)")
+    autoencoder.add_argument("--freeze-encoder", action="store_true", help="train the decoder alone: latents stay")
+    autoencoder.add_argument("--resolution", type=int, default=64, help="pixels per side")
+    new.add_argument("--size", type=int, choices=SIZES, default=64, help="pixels per side")
+    new.add_argument("--vae", required=True, help="file with the autoencoder")
+    text.add_argument("--ckpt", required=True, help="a checkpoint of `new`")
+    text.add_argument("--caption-dropout", type=float, default=defaults.caption_dropout)
+    args = parser.parse_args(argv)
+    kept = "the state of the last save is kept, `resume=True` continues"
+    return console.run(lambda: args.body(args, options_of(args)), (args,), kept)
+
+
+def options_of(args: argparse.Namespace) -> TrainOptions:
+    """Return the arguments as the options of the package's trainer.  Raises ValueError for values out of range."""
+    names = [field.name for field in fields(TrainOptions) if field.name in args]
+    return TrainOptions(**{name: getattr(args, name) for name in names})
+
+
+def open_kl(path: str, device: str | None) -> AutoencoderKL:
+    """Load an autoencoder to train, or to train with.  Raises ValueError unless it is a KL autoencoder."""
+    vae = load_autoencoder(path, device=device, dtype="fp32")
+    if not isinstance(vae, AutoencoderKL):
+        raise ValueError(f"{path}: is not a KL autoencoder, the only kind that can be trained with here")
+    return vae
+
+
+def write_new(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Write a checkpoint with new weights."""
+    family = SIZES[args.size]
+    model = new_model(family, open_kl(args.vae, args.device), open_scenes(options, family.resolution), args.seed)
+    write_tensors(Path(args.out), *checkpoint(model, {}))
+    print(args.out)
+
+
+def train_autoencoder(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Train an autoencoder on reconstruction."""
+    with run_folder(options):
+        torch.manual_seed(args.seed)
+        if args.vae is None:
+            vae = AutoencoderKL(EMOJI_64.vae).to(pick_device(args.device))
+        else:
+            vae = open_kl(args.vae, args.device)
+
+        def content(ema: Mapping[str, nn.Module]) -> Content:
+            weights = ema["vae"].state_dict()
+            front = prefix("vae", weights)
+            return {front + key: value.to("cpu", torch.float16).contiguous() for key, value in weights.items()}, {}
+
+        fit(options, AutoencoderLoss(vae, not args.freeze_encoder), open_scenes(options, args.resolution), content)
+
+
+def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Train the text encoder of a checkpoint on guessing latents."""
+    with run_folder(options):
+        torch.manual_seed(args.seed)
+        model = load_model(LoadOptions(ckpt=args.ckpt, device=args.device, dtype="fp32"))
+        check_model(options, model)
+        for network in model.networks.values():
+            network.requires_grad_(False).eval()
+        dataset = open_scenes(options, model.family.resolution)
+        if dataset.shards is not None:
+            dataset = encoded(options, dataset, model.vae)
+        fit(options, TextLoss(model, args.caption_dropout), dataset, lambda ema: checkpoint(model, ema))
+
+
+def fit(
+    options: TrainOptions, loss: Loss, dataset: Dataset, content: Callable[[Mapping[str, nn.Module]], Content]
+) -> None:
+    """Train the networks of a loss; at each save write what `content` makes of their EMA to model.safetensors."""
+    lay_out(loss.networks.values())
+    trainer = make_trainer(options, loss)
+    if trainer.device.type == "cpu":
+        for network in loss.networks.values():
+            use_fast_backward(network)
+    path = trainer.folder / "model.safetensors"
+
+    def save(step: int) -> None:
+        tensors, metadata = content(trainer.ema)
+        write_tensors(path, tensors, metadata | {"step": str(step)})
+        plot_losses(trainer.folder)
+
+    trainer.fit(dataset, TrainingBar(options.steps), save)
+    print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

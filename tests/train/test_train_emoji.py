@@ -1,0 +1,161 @@
+"""What stands beside the renderer to train the bundled model from nothing: new weights, autoencoder, text encoder."""
+
+import copy
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import train_emoji
+from fast_group_norm import use_fast_backward
+
+import ldm_lite
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.text.tokenizer import EOT, SOT
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.run import train
+
+SMALL_RUN = ("--batch", "4", "--workers", "0", "--warmup", "2", "--save-every", "99", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six plain images, with a colour each."""
+    path = tmp_path_factory.mktemp("renderer") / "colours.py"
+    path.write_text(
+        "from PIL import Image\n"
+        "COLOURS = ('red', 'green', 'blue', 'white', 'black', 'orange')\n"
+        "def draw(resolution, index):\n"
+        "    return Image.new('RGB', (resolution, resolution), COLOURS[index % 6]), f'picture {COLOURS[index % 6]}'\n"
+        "def scenes(resolution):\n"
+        "    return lambda index: draw(resolution, index)\n"
+    )
+    return path
+
+
+def run(command: str, renderer: Path, out: Path, *more: str) -> Path:
+    """Run a command of the script on the CPU; return what it wrote."""
+    small_run = () if command == "new" else SMALL_RUN
+    assert train_emoji.main([command, "--renderer", str(renderer), "--out", str(out), *small_run, *more]) == 0
+    return out if command == "new" else out / "model.safetensors"
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def start(renderer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new model around the bundled autoencoder."""
+    out = tmp_path_factory.mktemp("new") / "start.safetensors"
+    return run("new", renderer, out, "--vae", str(hub.bundled()), "--scenes", "6", "--device", "cpu")
+
+
+def used_tokens(path: Path) -> set[int]:
+    text_encoder = ldm_lite.load(path, device="cpu").text_encoder
+    used = text_encoder.embeddings.token_embedding.weight.abs().sum(dim=1) > 0
+    return set(used.nonzero().flatten().tolist())
+
+
+def test_a_new_model_has_the_sizes_of_the_bundled_one_and_its_own_scale_factor(start: Path) -> None:
+    new, bundled = (ldm_lite.load(path, device="cpu") for path in (start, None))
+    assert (new.unet.spec, new.vae.spec, new.text_encoder.spec) == (
+        bundled.unet.spec,
+        bundled.vae.spec,
+        bundled.text_encoder.spec,
+    )
+    assert new.family.scale_factor != bundled.family.scale_factor
+    assert torch.equal(new.vae.decoder.conv_in.weight, bundled.vae.decoder.conv_in.weight)
+    assert (new.unet.out[2].weight == 0).all()
+    assert new.schedule.prediction == "v"
+
+
+def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_path: Path) -> None:
+    options = TrainOptions(
+        renderer=str(renderer), scenes=6, steps=2, batch=2, workers=0, out=str(tmp_path), samples="a"
+    )
+    after = train(options, LoadOptions(ckpt=start, device="cpu"))
+    tokenizer = ldm_lite.load(start, device="cpu").tokenizer
+    captions = [f"picture {colour}" for colour in ("red", "green", "blue", "white", "black", "orange")]
+    tokens = {token for caption in captions for token in tokenizer.encode(caption)} | {SOT, EOT}
+    assert used_tokens(start) == used_tokens(after) == tokens
+
+
+@pytest.mark.slow
+def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(
+    start: Path, renderer: Path, tmp_path: Path
+) -> None:
+    more = ("--ckpt", str(start), "--scenes", "6", "--steps", "60", "--lr", "1e-3", "--caption-dropout", "0")
+    path = run("text", renderer, tmp_path / "a", *more)
+    values = losses(tmp_path / "a")
+    assert np.mean(values[-5:]) < 0.5 * np.mean(values[:5])
+    parts = run("text", renderer, tmp_path / "b", *more, "--minutes", "0")
+    run("text", renderer, tmp_path / "b", *more, "--resume")
+    assert losses(tmp_path / "b") == values
+    assert parts.read_bytes() == path.read_bytes()
+    before, after = (ldm_lite.load(file, device="cpu") for file in (start, path))
+    assert after.family == before.family
+    assert torch.equal(after.unet.input_blocks[0][0].weight, before.unet.input_blocks[0][0].weight)
+    assert used_tokens(path) == used_tokens(start)
+    assert (tmp_path / "a" / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    options = TrainOptions(renderer=str(renderer), steps=1, batch=2, workers=0, out=str(tmp_path / "c"), samples="a")
+    assert ldm_lite.load(train(options, LoadOptions(ckpt=path, device="cpu")), device="cpu").family == before.family
+
+
+@pytest.mark.slow
+def test_an_autoencoder_learns(renderer: Path, tmp_path: Path, small_path: Path) -> None:
+    path = run("autoencoder", renderer, tmp_path / "a", "--vae", str(small_path), "--steps", "9", "--lr", "2e-3")
+    values = losses(tmp_path / "a")
+    assert np.mean(values[-3:]) < np.mean(values[:3])
+    assert ldm_lite.load(small_path, vae=path, device="cpu").vae.spec == load_autoencoder(small_path).spec
+    new = run("autoencoder", renderer, tmp_path / "b", "--steps", "1")
+    assert load_autoencoder(new, device="cpu").spec == train_emoji.EMOJI_64.vae
+
+
+@pytest.mark.slow
+def test_the_decoder_alone(renderer: Path, tmp_path: Path, small_path: Path) -> None:
+    """Latents, and so every diffusion model of them, stay what they are."""
+    path = run("autoencoder", renderer, tmp_path, "--vae", str(small_path), "--freeze-encoder", "--steps", "2")
+    after, before = (load_autoencoder(file, device="cpu") for file in (path, small_path))
+    assert torch.equal(after.encoder.conv_out.weight, before.encoder.conv_out.weight.half().float())
+    assert not torch.equal(after.decoder.conv_out.weight, before.decoder.conv_out.weight.half().float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("autoencoder", "--renderer", "none.py"), "none.py: is not a Python file"),
+        (("autoencoder", "--batch", "0"), "got --batch 0, wanted 1 to"),
+        (("new", "--vae", "none.safetensors"), "none.safetensors: no such file"),
+        (("text", "--ckpt", "none.safetensors"), "none.safetensors: no such file"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_emoji.main([*arguments, "--out", os.fspath(tmp_path / "out")]) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in error
+
+
+def test_the_fast_backward_pass_of_group_normalisation_is_torchs() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.GroupNorm(4, 32)
+    with torch.no_grad():
+        plain.weight.normal_(), plain.bias.normal_()
+    fast = copy.deepcopy(plain)
+    use_fast_backward(fast)
+    x = (torch.randn(3, 32, 6, 5) * 2 + 1).bfloat16().contiguous(memory_format=torch.channels_last)
+    weights = torch.randn(3, 32, 6, 5)
+    grads = []
+    for module, value in ((plain, x.float()), (fast, x)):
+        value.requires_grad_()
+        (module(value).float() * weights).sum().backward()
+        grads.append([value.grad.float(), module.weight.grad, module.bias.grad])
+    for wanted, got in zip(*grads, strict=True):
+        assert (wanted - got).abs().max() < 0.02 * wanted.abs().max()  # bfloat16 has 8 bits
