@@ -24,9 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ldm_lite.batch.store import JOB, Store, check_job, write_file
+from ldm_lite.batch.store import JOB, Store, check_job
 from ldm_lite.batch.task import Report, Task, collected
 from ldm_lite.cli.files import read_json
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
 from ldm_lite.train.data import ImageFolder, open_data
@@ -130,7 +131,7 @@ def write_index(store: Store, examples: int) -> Path:
         values = store.out / store.name(0) / f"{name}.npy"
         about[name] = list(np.load(values, mmap_mode="r").shape[1:]) if values.exists() else None
     about |= {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
-    write_file(path, json.dumps(about, indent=1).encode())
+    write_whole(path, json.dumps(about, indent=1), unique=True)
     return path
 
 

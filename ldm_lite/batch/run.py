@@ -10,7 +10,7 @@ from pathlib import Path
 from ldm_lite.batch.encode import EncodeWorker, count, write_index
 from ldm_lite.batch.image_worker import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
-from ldm_lite.batch.store import locked, write_manifest
+from ldm_lite.batch.store import job_locked, write_manifest
 from ldm_lite.batch.table import Table, open_table
 from ldm_lite.batch.task import Report, Task, Worker
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
@@ -30,7 +30,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
     out = Path("outputs/batch" if options.out is None else os.path.expanduser(options.out)).absolute()
     (out / "parts").mkdir(parents=True, exist_ok=True)
     task = Task(options, defaults, load, table, out, Path.cwd())
-    with locked(out, (which, of)):
+    with job_locked(out, (which, of)):
         if beyond := task.store.beyond(table.shards):
             raise ValueError(
                 f"{out}: holds {beyond[0]}, but {table.path} has {table.shards} shards of {table.size} rows: "

@@ -5,23 +5,18 @@ shard is done if its list tells of the rows that it is asked for, and if all its
 """
 
 import contextlib
-import fcntl
 import io
 import json
-import logging
 import os
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 from ldm_lite.batch.table import extra
 from ldm_lite.cli.files import read_json
-
-log = logging.getLogger("ldm_lite")
+from ldm_lite.cli.writing import flush, locked, remove, replacing, write_whole
 
 JOB = "job.json"
 COLUMNS = {  # of the manifest, with their types in Parquet
@@ -83,40 +78,25 @@ class Store:
             shard.close()
             lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
             head = {"rows": rows, "size": _size(shard.part), "lines": len(lines)}
-            write_file(self.list_of(number), _json(head) + lines)
+            write_whole(self.list_of(number), _json(head) + lines, unique=True)
 
     @contextlib.contextmanager
     def placing(self, name: str) -> Iterator[Shard]:
         """Write a tar file if this name ends so, else a folder; at the end of the block it has its name."""
         path = self.out / name
-        with _named(path):
+        with replacing(path, unique=True) as part, contextlib.ExitStack() as stack:
             if path.suffix == ".tar":
-                descriptor, made = tempfile.mkstemp(".part", f".{name}.", self.out)
-                file = os.fdopen(descriptor, "wb")
-                tar = tarfile.open(None, "w", file, format=tarfile.USTAR_FORMAT)  # noqa: SIM115  # closed below
-                shard = Shard(path, Path(made), lambda key, content: _add(tar, key, content), lambda: _close(tar, file))
+                tar = stack.enter_context(tarfile.open(part, "w", format=tarfile.USTAR_FORMAT))
+                shard = Shard(path, part, lambda key, content: _add(tar, key, content), tar.close)
             else:
-                part = Path(tempfile.mkdtemp(".part", f".{name}.", self.out))
+                part.mkdir()
                 shard = Shard(path, part, lambda key, content: _write(part / key, content), lambda: None)
-            try:
-                yield shard
-                shard.close()
-                shard.part.chmod(0o755 if shard.part.is_dir() else 0o644)
-                _flush(shard.part)
-                try:
-                    shard.part.rename(path)
-                except OSError:
-                    if not path.is_dir():  # another worker was quicker
-                        raise
-                _flush(self.out)
-            finally:
-                with contextlib.suppress(OSError):
-                    shard.close()
-                _remove(shard.part)
+            yield shard
+            shard.close()
 
     def _remove(self, number: int) -> None:
         for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
-            _remove(self.out / name)
+            remove(self.out / name)
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return a shard's lines of the manifest.  Raises OSError."""
@@ -128,7 +108,7 @@ class Store:
         for path in (*self.out.glob(".*.part"), *(self.out / "parts").glob(".*.part")):
             number = path.name[1:].partition(".")[0]
             if not number.isdecimal() or mine(int(number)):
-                _remove(path)
+                remove(path)
 
     def beyond(self, count: int) -> list[str]:
         """The names of shards whose number is `count` or more."""
@@ -136,16 +116,10 @@ class Store:
         return sorted(self.name(int(each)) for each in numbers if each.isdecimal() and int(each) >= count)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file beside its name and rename it.  Raises OSError."""
-    with _replacing(path) as part:
-        part.write_bytes(content)
-
-
 def write_manifest(store: Store, count: int, kind: str) -> Path:
     """Write the manifest of all `count` shards from their lists, one shard in memory at a time; return its path."""
     path = store.out / f"manifest.{kind}"
-    with _replacing(path) as part:
+    with replacing(path, unique=True) as part:
         if kind == "jsonl":
             with open(part, "wb") as file:
                 for number in range(count):
@@ -159,33 +133,6 @@ def write_manifest(store: Store, count: int, kind: str) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a new file to write, which at the end of the block gets its name."""
-    with _named(path):
-        descriptor, name = tempfile.mkstemp(".part", f".{path.name}.", path.parent)
-        os.close(descriptor)
-        part = Path(name)
-        try:
-            yield part
-            part.chmod(0o644)
-            _flush(part)
-            part.replace(path)
-        finally:
-            _remove(part)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Name the file in an error of the system that names none, as when the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.fspath(path)
-        raise
-
-
 def check_job(out: Path, job: Mapping[str, Any]) -> None:
     """Write what the job is, or compare it with what the folder's results were made with.
 
@@ -194,7 +141,7 @@ def check_job(out: Path, job: Mapping[str, Any]) -> None:
     path = out / JOB
     content = json.dumps(job, indent=1, sort_keys=True).encode()
     if not path.exists():
-        write_file(path, content)
+        write_whole(path, content, unique=True)
         return
     before, now = read_json(path), json.loads(content)
     for name in sorted(before.keys() | now.keys()):
@@ -204,31 +151,20 @@ def check_job(out: Path, job: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path, turn: tuple[int, int]) -> Iterator[None]:
+def job_locked(out: Path, turn: tuple[int, int]) -> Iterator[None]:
     """Keep other processes from the folder within the block, but for those with other turns of as many.
 
-    The system ends a lock with its process.  Raises ValueError, one line, if another process has it.
+    Raises ValueError, one line, if another process is writing to it.
     """
     advice = "wait for its end, or share the work: `shard=1/2` and `shard=2/2`"
+    which, of = turn
     with contextlib.ExitStack() as stack:
-
-        def take(name: str, kind: int) -> TextIO:
-            file = stack.enter_context(open(out / name, "a"))
-            try:
-                fcntl.flock(file, kind | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(f"{out}: another process is writing to it ({name} is locked): {advice}") from error
-            except OSError as error:  # some network file systems
-                log.warning("%s: has no locks (%s): take care that only one process writes to it", out, error.strerror)
-            return file
-
-        which, of = turn
-        take(".lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)
+        stack.enter_context(locked(out / ".lock", advice, shared=of > 1))
         if of > 1:
             for path in out.glob(".lock-*-of-*"):
                 if not path.name.endswith(f"-of-{of}"):
-                    take(path.name, fcntl.LOCK_EX)
-            take(f".lock-{which + 1}-of-{of}", fcntl.LOCK_EX)
+                    stack.enter_context(locked(path, advice))
+            stack.enter_context(locked(out / f".lock-{which + 1}-of-{of}", advice))
         yield
 
 
@@ -238,14 +174,9 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(info, io.BytesIO(content))
 
 
-def _close(tar: tarfile.TarFile, file: BinaryIO) -> None:
-    tar.close()
-    file.close()
-
-
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    _flush(path)
+    flush(path)
 
 
 def _json(line: Mapping[str, Any]) -> bytes:
@@ -256,20 +187,3 @@ def _json(line: Mapping[str, Any]) -> bytes:
 def _size(path: Path) -> int:
     """The bytes of a file, or of the files in a folder."""
     return sum(each.stat().st_size for each in path.iterdir()) if path.is_dir() else path.stat().st_size
-
-
-def _flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

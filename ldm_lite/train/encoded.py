@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ldm_lite.cli.files import read_json, read_text
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.networks import digest
 from ldm_lite.train.batches import Batch
 from ldm_lite.train.examples import Example
-from ldm_lite.train.files import write_atomically
 from ldm_lite.train.tars import OPEN_SHARDS
 
 INDEX = "index.json"
@@ -119,7 +119,7 @@ def write_encoded(
     if not origin.is_file() or read_text(origin) != key:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_atomically(origin, lambda path: path.write_text(key, encoding="utf-8"))
+        write_whole(origin, key)
     done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
     examples = (
         (arrays, caption)
@@ -134,7 +134,7 @@ def write_encoded(
         name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
     }
     index = {"format": FORMAT, "examples": count, "shard": SHARD, **shapes, **about}
-    write_atomically(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1), encoding="utf-8"))
+    write_whole(folder / INDEX, json.dumps(index, indent=1))
     return open_encoded(folder)
 
 

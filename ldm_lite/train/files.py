@@ -1,42 +1,43 @@
-"""Write the files of a run: whole or not at all, whenever it is killed and however full the disk is."""
+"""Write the tensors of a run; an earlier file stays as it is if that fails."""
 
 import contextlib
 import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ldm_lite.cli.writing import replacing
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file and rename it to `path`; an earlier file stays as it is if writing fails.
 
-    Raises OSError, also for the errors of torch and safetensors when a disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        try:
-            write(temporary)
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # a machine that loses power must not keep the name without the content
-        except (RuntimeError, SafetensorError) as error:
-            full = shutil.disk_usage(path.parent).free < 2**20  # they do not tell
-            why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
-            raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write what torch.load reads.  Raises OSError."""
+    with replacing(path) as part, _os_errors(path):
+        torch.save(state, part)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file atomically; equal content has equal bytes.  Raises as write_atomically does."""
-    write_atomically(path, lambda part: _write(dict(tensors), dict(metadata or {}), part))
+    """Write a .safetensors file; equal content has equal bytes.  Raises OSError."""
+    with replacing(path) as part, _os_errors(path):
+        _write(dict(tensors), dict(metadata or {}), part)
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """Make the errors of torch and safetensors an OSError: they do not tell when a disk is full."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        full = shutil.disk_usage(path.parent).free < 2**20
+        why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
+        raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
 
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.writing import replacing
 from ldm_lite.image import grid
 from ldm_lite.networks import checkpoint_content, control_with
 from ldm_lite.train.averages import Weights, using
 from ldm_lite.train.config import CONFIG, with_config
 from ldm_lite.train.control import control_file
 from ldm_lite.train.embedding import embedding_file
-from ldm_lite.train.files import write_atomically, write_tensors
+from ldm_lite.train.files import write_tensors
 from ldm_lite.train.lora import kohya_file
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.setup import make_loss, make_model
@@ -49,7 +50,8 @@ def save(
         trainer.averages.store(trainer.folder, trainer.step)
     with _with_ema(model, trainer, ema) as averaged:
         sheet = _sample_grid(averaged, options, ema.get("control"), hint)
-    write_atomically(trainer.folder / f"samples-{trainer.step:07}.png", lambda path: sheet.save(path, format="PNG"))
+    with replacing(trainer.folder / f"samples-{trainer.step:07}.png") as part:
+        sheet.save(part, format="PNG")
     plot_losses(trainer.folder)
 
 
@@ -140,4 +142,5 @@ def plot_losses(folder: Path) -> None:
     axes.legend()
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
-    write_atomically(folder / "loss.png", lambda path: figure.savefig(path, format="png"))
+    with replacing(folder / "loss.png") as part:
+        figure.savefig(part, format="png")

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.writing import locked, write_whole
 from ldm_lite.networks import has_fast_bf16
 from ldm_lite.train import distributed, outputs
 from ldm_lite.train.averages import using
@@ -24,7 +25,6 @@ from ldm_lite.train.config import CONFIG, as_toml, with_config
 from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.examples import Dataset
-from ldm_lite.train.files import write_atomically
 from ldm_lite.train.loggers import open_logger
 from ldm_lite.train.lora import AttachedLoRA, LoRA
 from ldm_lite.train.losses import DiffusionLoss, Loss, Prior, checkpoint_activations
@@ -41,7 +41,7 @@ from ldm_lite.train.setup import (
     text_encoders,
     trained_networks,
 )
-from ldm_lite.train.state import STATE, locked
+from ldm_lite.train.state import STATE
 from ldm_lite.train.trainer import TrainConfig, Trainer
 from ldm_lite.train.validation import Validation
 
@@ -64,8 +64,7 @@ def train(
         on_step = lambda step, loss: None  # noqa: E731
     with run_folder(options) as folder:
         if distributed.rank() == 0:
-            text = as_toml(options, load)
-            write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+            write_whole(folder / CONFIG, as_toml(options, load))
         _train(options, load, on_step)
     return outputs.checkpoint_path(options)
 
@@ -78,7 +77,8 @@ def run_folder(options: TrainOptions) -> Iterator[Path]:
     """
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) if distributed.rank() == 0 else contextlib.nullcontext():
+    alone = locked(folder / "lock", "wait for it, or choose another `out`")
+    with alone if distributed.rank() == 0 else contextlib.nullcontext():
         if os.path.lexists(folder / STATE) and not options.resume:
             raise ValueError(f"{folder}: already holds a run: continue it with `resume=True`, or choose another `out`")
         yield folder

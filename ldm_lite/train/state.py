@@ -1,4 +1,4 @@
-"""The files that a run goes on from: its state and its log, and the lock that keeps other runs out of its folder.
+"""The files that a run goes on from: its state and its log.
 
 Whatever happens while they are written, the last good ones stay.
 """
@@ -6,69 +6,22 @@ Whatever happens while they are written, the last good ones stay.
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file, read_bytes
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.train import distributed
-from ldm_lite.train.files import write_atomically
 from ldm_lite.train.loggers import Logger
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("ldm_lite")
 
 STATE = "state.pt"
 LOG = "log.jsonl"
-LOCK = "lock"
-
-
-_own: set[Path] = set()  # folders that this process has locked: a process's lock does not keep out itself
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Within the block nothing else trains in this folder.  The lock ends with the process, however that ends.
-
-    Raises ValueError, one line, if another process, or another thread, trains there.  On Windows, and where files
-    cannot be locked, other processes are not kept out.
-    """
-    folder = folder.resolve()
-    if folder in _own:
-        raise ValueError(f"{folder}: a run of this process is training there: choose another `out`")
-    _own.add(folder)
-    try:
-        with open(folder / LOCK, "a+", encoding="utf-8") as file:
-            _lock(file, folder)
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-            yield
-    finally:
-        _own.remove(folder)
-
-
-def _lock(file: TextIO, folder: Path) -> None:
-    """Take the lock, which belongs to the process: those that it forks do not hold it after its death."""
-    if fcntl is None:
-        return
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.seek(0)
-        raise ValueError(
-            f"{folder}: process {file.read(20).strip()} is training there: wait for it, or choose another `out`"
-        ) from error
-    except OSError as error:
-        log.warning("%s: its file system has no locks (%s): start no second run there", folder, error.strerror)
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -148,7 +101,7 @@ class Log:
         """Drop the rows after a step, which will be done again, and lines that cannot be read."""
         if self.path.exists():
             kept = "".join(json.dumps(row) + "\n" for row in read_log(self.path) if row["step"] <= step)
-            write_atomically(self.path, lambda part: part.write_text(kept, encoding="utf-8"))
+            write_whole(self.path, kept)
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

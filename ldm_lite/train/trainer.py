@@ -27,7 +27,7 @@ from ldm_lite.train import distributed
 from ldm_lite.train.averages import PowerAverages, using
 from ldm_lite.train.batches import Batch, Draws, Share, batches, reported_workers
 from ldm_lite.train.examples import Dataset
-from ldm_lite.train.files import write_atomically
+from ldm_lite.train.files import write_state
 from ldm_lite.train.losses import Loss
 from ldm_lite.train.optimizers import make_optimizer, restore
 from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state
@@ -131,7 +131,7 @@ class Trainer:
             state["averages"] = self.averages.state()
         state = tree_map_only(Tensor, distributed.whole, state)
         if distributed.rank() == 0:
-            write_atomically(self.folder / STATE, lambda path: torch.save(state, path))
+            write_state(self.folder / STATE, state)
         self.saved = self.step
 
     def resume(self) -> None:

@@ -1,5 +1,6 @@
 """Whatever happens to a job, the same command finishes it, and the result has the same bytes."""
 
+import contextlib
 import errno
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from PIL import Image
 
 from ldm_lite.batch import store
 from ldm_lite.batch.__main__ import main
-from ldm_lite.batch.store import locked
 
 Batch = Callable[..., list[dict[str, Any]]]
 Write = Callable[..., Path]
@@ -124,6 +124,25 @@ def test_fewer_rows_leave_no_stale_shards(table: Write, batch: Batch, capsys: py
     assert "has 1 shards of 3 rows" in errors
 
 
+@contextlib.contextmanager
+def held_by_another_process(out: Path, turn: tuple[int, int]) -> Iterator[None]:
+    """Within the block a process of its own has its turn in the folder."""
+    read, write = os.pipe()
+    if not (process := os.fork()):
+        try:
+            with store.job_locked(out, turn):
+                os.write(write, b".")
+                time.sleep(600)
+        finally:
+            os._exit(1)
+    assert os.read(read, 1) == b"."
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
 @pytest.mark.slow
 def test_processes_share_a_job_or_are_locked_out(
     tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
@@ -132,12 +151,12 @@ def test_processes_share_a_job_or_are_locked_out(
     batch(path)
     assert batch(path, "--shard", "2/2", out="shared") == []
     assert "2 of 3 shards are missing: the last process writes the manifest" in capsys.readouterr().err
-    with locked(tmp_path / "shared", (1, 2)):
+    with held_by_another_process(tmp_path / "shared", (1, 2)):
         batch(path, out="shared", status=2)
         batch(path, "--shard", "2/2", out="shared", status=2)
         batch(path, "--shard", "1/3", out="shared", status=2)
         errors = capsys.readouterr().err
-        assert errors.count("another process is writing to it") == 3
+        assert errors.count("is writing to it: wait for its end, or share the work") == 3
         assert "--shard 1/2" in errors
         assert len(batch(path, "--shard", "1/2", out="shared")) == 8
     assert contents(tmp_path / "out") == contents(tmp_path / "shared")

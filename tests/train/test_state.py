@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
 from ldm_lite.train.examples import Example
 from ldm_lite.train.files import write_tensors
-from ldm_lite.train.state import locked, read_log
+from ldm_lite.train.state import read_log
 from ldm_lite.train.trainer import Trainer
 
 
@@ -310,34 +309,6 @@ def test_weights_that_are_broken_are_not_saved(tmp_path: Path, done: Path) -> No
     with pytest.raises(ValueError, match=r"the loss is (nan|inf) .*step \d: .*; the state of step 2 is kept"):
         run.fit(Grey(), lambda step, loss: None, lambda step: None)
     assert (tmp_path / "state.pt").read_bytes() == (done / "state.pt").read_bytes()
-
-
-def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
-    """By another process, though the first has forked workers; the lock ends with its process."""
-    read, write = os.pipe()
-    if not (process := os.fork()):
-        try:
-            with locked(tmp_path):
-                worker = os.fork()
-                if worker:
-                    os.write(write, b"%d\n" % worker)
-                time.sleep(600)
-        finally:
-            os._exit(1)
-    worker = int(os.read(read, 100))
-    try:
-        with pytest.raises(ValueError, match=f"process {process} is training there: wait for it, or choose"):
-            locked(tmp_path).__enter__()
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        with locked(tmp_path):
-            assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
-            with pytest.raises(ValueError, match="a run of this process is training there"):
-                locked(tmp_path / ".").__enter__()
-    finally:
-        os.kill(worker, signal.SIGKILL)
-    with locked(tmp_path):
-        pass
 
 
 def test_a_file_of_tensors_leaves_nothing_beside_it_and_others_may_read_it(tmp_path: Path) -> None:
