@@ -7,31 +7,26 @@ Shard K is the folder K of .npy files, which training maps into memory:
     00000/context.npy     (n,T,D) float16: what the UNet reads of the captions, if it reads text
     00000/y.npy           (n,V) float32: the vectors that some families read besides (Z-Image: the number of tokens)
     00000/captions.jsonl  n lines, each a JSON string
-    empty/                context.npy and y.npy of the empty caption, for caption dropout
+    empty/                the same of the empty caption, without moments, for caption dropout
 """
 
 import hashlib
-import io
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ldm_lite.batch.store import JOB, Store, check_job
 from ldm_lite.batch.task import Report, Task, collected
 from ldm_lite.cli.files import read_json
-from ldm_lite.cli.writing import write_whole
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
 from ldm_lite.train.data import ImageFolder, open_data
-from ldm_lite.train.encoded import FORMAT, encoder_digest
+from ldm_lite.train.encoded import Row, encoder_digest, rows, write_index, write_shard
 from ldm_lite.train.examples import to_float
 from ldm_lite.train.tars import TarShards
 
@@ -49,8 +44,7 @@ class EncodeWorker:
         self._readers = ThreadPoolExecutor(4)
         if not (task.out / "empty").exists():
             with self.store.placing("empty") as empty:
-                for name, values in self._text([""]).items():
-                    empty.add(f"{name}.npy", _npy(values))
+                write_shard(empty.part, rows([""], self._text([""])), 1)
 
     def make(self, number: int) -> Report:
         """Make a shard, unless it is there and made of the same images.  Raises ValueError for a broken image."""
@@ -60,19 +54,11 @@ class EncodeWorker:
         if self.store.is_done(number, code):
             return Report(number, len(indices), False)
         with collected() as messages, self.store.writing(number, code) as shard:
-            captions: list[str] = []
-            parts: dict[str, list[NDArray[Any]]] = {}
-            for pixels, texts in self._batches(indices):
-                captions += texts
-                for name, values in {"moments": self._moments(pixels), **self._text(texts)}.items():
-                    parts.setdefault(name, []).append(values)
-            for name, each in parts.items():
-                shard.add(f"{name}.npy", _npy(np.concatenate(each)))
-            shard.add("captions.jsonl", "".join(f"{json.dumps(caption)}\n" for caption in captions).encode())
+            write_shard(shard.part, self._rows(indices), len(indices))
         return Report(number, len(indices), True, 0, tuple(messages))
 
-    def _batches(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[str]]]:
-        """Yield pixels (B,3,R,R) uint8 and captions, while the next ones are read."""
+    def _rows(self, indices: Sequence[int]) -> Iterator[Row]:
+        """Encode examples batch by batch, while the next images are read."""
         size = self.task.options.batch_size
         groups = [indices[first : first + size] for first in range(0, len(indices), size)]
         ahead = [self._readers.submit(self.data.example, index) for index in groups[0]]
@@ -80,19 +66,19 @@ class EncodeWorker:
             now = ahead
             ahead = [self._readers.submit(self.data.example, index) for index in following]
             examples = [future.result() for future in now]
-            yield torch.stack([each[0] for each in examples]), [each[1] for each in examples]
+            moments = self._moments(torch.stack([example.pixels for example in examples]))
+            captions = [example.caption for example in examples]
+            yield from rows(captions, {"moments": moments, **self._text(captions)})
 
-    def _moments(self, pixels: Tensor) -> NDArray[np.float16]:
-        return encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu().numpy()
+    def _moments(self, pixels: Tensor) -> Tensor:
+        return encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu()
 
-    def _text(self, captions: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def _text(self, captions: Sequence[str]) -> dict[str, Tensor]:
         types = {"context": torch.float16, "y": torch.float32}
         text = encode_captions(self.model, captions)
         # Transformers trained in bfloat16 exceed float16 in few channels.
         most = {name: torch.finfo(kind).max for name, kind in types.items()}
-        return {
-            name: value.to(types[name]).clamp(-most[name], most[name]).cpu().numpy() for name, value in text.items()
-        }
+        return {name: value.to(types[name]).clamp(-most[name], most[name]).cpu() for name, value in text.items()}
 
     def _digest(self, indices: Sequence[int]) -> str:
         """Digest images and captions, by the files' contents; of tar files, by all of them."""
@@ -123,19 +109,8 @@ def count(path: Path) -> int:
     return sum(open_data(path, 8).shards or ())
 
 
-def write_index(store: Store, examples: int) -> Path:
+def finish(store: Store, examples: int) -> Path:
     """Write the index of whole shards; return its path."""
-    job, path = read_json(store.out / JOB), store.out / "index.json"
-    about: dict[str, Any] = {"format": FORMAT, "examples": examples, "shard": job["shard"]}
-    for name in ("moments", "context", "y"):
-        values = store.out / store.name(0) / f"{name}.npy"
-        about[name] = list(np.load(values, mmap_mode="r").shape[1:]) if values.exists() else None
-    about |= {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
-    write_whole(path, json.dumps(about, indent=1), unique=True)
-    return path
-
-
-def _npy(values: NDArray[Any]) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
+    job = read_json(store.out / JOB)
+    about = {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
+    return write_index(store.out, examples, job["shard"], about)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ldm_lite.batch.encode import EncodeWorker, count, write_index
+from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.image_worker import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
 from ldm_lite.batch.store import job_locked, write_manifest
@@ -47,7 +47,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
         if path.exists():
             return path
         if options.encode:
-            return write_index(task.store, table.count)
+            return finish(task.store, table.count)
         return write_manifest(task.store, table.shards, options.manifest)
 
 

@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ldm_lite.cli.files import read_json, read_text
-from ldm_lite.cli.writing import write_whole
+from ldm_lite.cli.writing import flush, replacing, write_whole
 from ldm_lite.networks import digest
 from ldm_lite.train.batches import Batch
 from ldm_lite.train.examples import Example
@@ -121,51 +121,63 @@ def write_encoded(
         folder.mkdir(parents=True)
         write_whole(origin, key)
     done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
-    examples = (
-        (arrays, caption)
-        for batch in (encode(done * SHARD) if done * SHARD < count else ())
-        for arrays, caption in _rows(batch)
+    batches = encode(done * SHARD) if done * SHARD < count else ()
+    others = [name for name in KINDS if name != "moments"]
+    examples = itertools.chain.from_iterable(
+        rows(batch.captions, {"moments": batch.pixels, **{name: getattr(batch, name) for name in others}})
+        for batch in batches
     )
     while done * SHARD < count:
-        _write_shard(folder / f"{done:05}", examples, min(SHARD, count - done * SHARD))
+        with replacing(folder / f"{done:05}") as part:
+            part.mkdir()
+            write_shard(part, examples, min(SHARD, count - done * SHARD))
         done += 1
-    paths = {name: folder / "00000" / f"{name}.npy" for name in KINDS}
-    shapes = {
-        name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
-    }
-    index = {"format": FORMAT, "examples": count, "shard": SHARD, **shapes, **about}
-    write_whole(folder / INDEX, json.dumps(index, indent=1))
+    write_index(folder, count, SHARD, about)
     return open_encoded(folder)
 
 
-def _rows(batch: Batch) -> Iterator[tuple[dict[str, NDArray[Any]], str]]:
-    """Yield the arrays and the caption of each example of a batch with moments."""
-    tensors = {name: getattr(batch, "pixels" if name == "moments" else name) for name in KINDS}
+Row = tuple[dict[str, NDArray[Any]], str]  # the arrays of an example by name, and its caption
+
+
+def rows(captions: Sequence[str], tensors: Mapping[str, Tensor | None]) -> Iterator[Row]:
+    """Yield the examples of a batch, from its tensors (B,...) of some KINDS."""
     arrays = {
-        name: each.numpy().astype(KINDS[name][0], copy=False) for name, each in tensors.items() if each is not None
+        name: values.numpy().astype(KINDS[name][0], copy=False)
+        for name, values in tensors.items()
+        if values is not None
     }
-    for i, caption in enumerate(batch.captions):
+    for i, caption in enumerate(captions):
         yield {name: values[i] for name, values in arrays.items()}, caption
 
 
-def _write_shard(folder: Path, examples: Iterable[tuple[dict[str, NDArray[Any]], str]], count: int) -> None:
-    """Write the next `count` examples.  Files are written one value after the other: a full disk is an OSError then."""
-    part, captions = folder.with_name(f".{folder.name}.part"), list[str]()
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
+def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
+    """Write the files of the next `count` examples, one value after the other: a full disk is an OSError then."""
+    captions = list[str]()
     with contextlib.ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
         for arrays, caption in itertools.islice(examples, count):
             for name, value in arrays.items():
                 if name not in files:
-                    files[name] = stack.enter_context(open(part / f"{name}.npy", "wb"))
+                    files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
                     header = {"descr": KINDS[name][0], "fortran_order": False, "shape": (count, *value.shape)}
                     np.lib.format.write_array_header_1_0(files[name], header)
                 files[name].write(value.tobytes())
-            captions.append(json.dumps(caption, ensure_ascii=False) + "\n")
+            captions.append(json.dumps(caption) + "\n")
     assert len(captions) == count
-    (part / "captions.jsonl").write_text("".join(captions), encoding="utf-8")
-    part.replace(folder)
+    (folder / "captions.jsonl").write_text("".join(captions), encoding="utf-8")
+    for path in folder.iterdir():
+        flush(path)
+
+
+def write_index(folder: Path, examples: int, shard: int, about: Mapping[str, Any]) -> Path:
+    """Write the index of a folder whose shards, of `shard` examples, are there; return its path.  Raises OSError."""
+    paths = {name: folder / "00000" / f"{name}.npy" for name in KINDS}
+    shapes = {
+        name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
+    }
+    index = {"format": FORMAT, "examples": examples, "shard": shard, **shapes, **about}
+    write_whole(folder / INDEX, json.dumps(index, indent=1), unique=True)
+    return folder / INDEX
 
 
 def encoder_digest(vae: nn.Module) -> str:
