@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from PIL import Image
 
@@ -11,16 +11,26 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.serve.library import Loras
 from ldm_lite.toolkit import Result
 
-if TYPE_CHECKING:
-    from ldm_lite.serve.queue import Engine
-
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+
+
+class Runner(Protocol):
+    """What has a ticket in its queue and runs it: the Engine."""
+
+    def position(self, ticket: "Ticket") -> int:
+        """Return the number of images that come before a waiting ticket."""
+
+    def cancel(self, ticket: "Ticket", error: Exception | None = None) -> None:
+        """End a ticket without a result."""
+
+    def interrupt(self, ticket: "Ticket") -> None:
+        """Stop a ticket after the step that runs, with what is there."""
 
 
 class Ticket:
     """A request of one or more images.  Any thread may read it; the engine's thread writes it."""
 
-    def __init__(self, engine: "Engine", task: str, options: Txt2imgOptions, model: str, loras: Loras) -> None:
+    def __init__(self, engine: Runner, task: str, options: Txt2imgOptions, model: str, loras: Loras) -> None:
         self.task, self.options, self.model, self.loras = task, options, model, loras
         self.count = 0  # images
         self.num_partials = 0  # of each image: shown on the way

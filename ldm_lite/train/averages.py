@@ -1,78 +1,26 @@
-"""Averages of weights over training: the EMA of a given length, chosen afterwards.
+"""Write the EMA of a given length afterwards: `python -m ldm_lite.train.averages RUN --length 0.1`.
 
-A run keeps two power-function averages and stores snapshots of them; from these the average of any length and step is
-a linear combination.  `python -m ldm_lite.train.averages RUN --length 0.1` writes it as a checkpoint.
-
-The average of exponent g after step t has the weights p(s) ~ s^g, s <= t; its length is the standard deviation of p as
-a share of t.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
+A run with --ema-lengths stores snapshots of two power-function averages (ema.py); from these the average of any length
+and step is a linear combination.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
 """
 
-import contextlib
-import copy
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import CheckedOptions, option
-from ldm_lite.train.files import write_tensors
+from ldm_lite.train.ema import FOLDER, Weights, exponent
 
-FOLDER = "averages"
-LENGTHS = (0.05, 0.1)  # of the two that a run keeps
 NAME = re.compile(r"(\d+)-(0\.\d+)\.safetensors")
-Weights = Mapping[str, Tensor]  # of all networks, "unet.out.2.weight"
-
-
-def exponent(length: float) -> float:
-    """Return the exponent of an average of a length in (0,0.28).  EDM2, algorithm 2."""
-    t = length**-2
-    return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
-
-
-class PowerAverages:
-    """Averages of networks by power functions, one for each of LENGTHS."""
-
-    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
-        self.exponents = [exponent(length) for length in LENGTHS]
-        self.networks = [
-            {name: copy.deepcopy(net).requires_grad_(False) for name, net in networks.items()} for _ in LENGTHS
-        ]
-
-    @torch.no_grad()
-    def update(self, networks: Mapping[str, nn.Module], step: int) -> None:
-        """Add the weights after a step, counted from 1.  EDM2, eq. 127: the first replaces what was there."""
-        for g, averages in zip(self.exponents, self.networks, strict=True):
-            share = 1 - (1 - 1 / step) ** (g + 1)
-            for name, network in networks.items():
-                torch._foreach_lerp_(list(averages[name].parameters()), list(network.parameters()), share)
-
-    def state(self) -> list[dict[str, Weights]]:
-        """Return the averages, for the state of a run."""
-        return [{name: net.state_dict() for name, net in averages.items()} for averages in self.networks]
-
-    def store(self, folder: Path, step: int) -> None:
-        """Write snapshots, in float16, to the folder of a run.  Raises OSError."""
-        (folder / FOLDER).mkdir(exist_ok=True)
-        for length, averages in zip(LENGTHS, self.networks, strict=True):
-            values = {
-                f"{name}.{key}": each.detach().to("cpu", torch.float16).contiguous()
-                for name, network in averages.items()
-                for key, each in network.named_parameters()
-            }
-            path = folder / FOLDER / f"{step:07}-{length:.3f}.safetensors"
-            write_tensors(path, values)
-
-
-# ---- afterwards -----------------------------------------------------------------------------------------------------
 
 
 def products(steps: NDArray[np.float64], exponents: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -112,26 +60,6 @@ def reconstructed(folder: Path, length: float, step: int | None = None) -> tuple
                 value = factor * file.get_tensor(key).double()
                 total[key] = total[key] + value if key in total else value
     return {key: value.float() for key, value in total.items()}, last
-
-
-@contextlib.contextmanager
-def using(networks: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Within the block networks hold the parameters of others of the same kind, such as their averages."""
-    both = (zip(net.parameters(), others[name].parameters(), strict=True) for name, net in networks.items())
-    pairs = [pair for each in both for pair in each]
-    own = [p.detach().clone() for p, _ in pairs]
-    with torch.no_grad():
-        for p, q in pairs:
-            p.copy_(q)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for (p, _), value in zip(pairs, own, strict=True):
-                p.copy_(value)
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.writing import replacing
 from ldm_lite.image import grid
 from ldm_lite.networks import checkpoint_content, control_with
-from ldm_lite.train.averages import Weights, using
 from ldm_lite.train.config import CONFIG, with_config
 from ldm_lite.train.control import control_file
+from ldm_lite.train.ema import Weights, using
 from ldm_lite.train.embedding import embedding_file
 from ldm_lite.train.files import write_tensors
 from ldm_lite.train.lora import kohya_file

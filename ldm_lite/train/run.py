@@ -20,9 +20,9 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.writing import locked, write_whole
 from ldm_lite.networks import has_fast_bf16
 from ldm_lite.train import distributed, outputs
-from ldm_lite.train.averages import using
 from ldm_lite.train.config import CONFIG, as_toml, with_config
 from ldm_lite.train.consistency import ConsistencyLoss
+from ldm_lite.train.ema import using
 from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.examples import Dataset
 from ldm_lite.train.loggers import open_logger

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
-from ldm_lite.train.averages import PowerAverages, using
 from ldm_lite.train.batches import Batch, Draws, Share, batches, reported_workers
+from ldm_lite.train.ema import PowerAverages, using
 from ldm_lite.train.examples import Dataset
 from ldm_lite.train.files import write_state
 from ldm_lite.train.losses import Loss
