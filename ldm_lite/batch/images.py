@@ -1,8 +1,9 @@
-"""Make the images of a shard: rows with like settings and shapes run together, while earlier ones are finished.
+"""Make shards of images: rows with like settings and shapes run together, while earlier ones are finished.
 
 Which rows run together depends on the shard's rows alone, so that a shard has the same bytes whenever it is made.
 """
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -11,16 +12,104 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from ldm_lite import Pipeline
-from ldm_lite.batch.rows import Failed, Item, describe, group
-from ldm_lite.toolkit import Batch, Result, Row, Sample, out_of_memory, prepare_rows
+from ldm_lite.batch.rows import Failed, Item, Rows, describe, group
+from ldm_lite.batch.store import COLUMNS, Shard, check_job
+from ldm_lite.batch.table import Row as TableRow
+from ldm_lite.batch.task import Report, Task, collected
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.version import __version__
+from ldm_lite.networks import digest
+from ldm_lite.toolkit import (
+    Batch,
+    Result,
+    Row,
+    Sample,
+    contents,
+    load_model,
+    out_of_memory,
+    prepare,
+    prepare_rows,
+    short_name,
+    tasks_of,
+)
 
 PENDING = 4  # batches that may wait to be finished
+# Options of loading that a digest of the weights stands for, or that do not change an image.
+NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
+
+
+class ImageWorker:
+    """Makes shards of images."""
+
+    def __init__(self, task: Task) -> None:
+        """Load the model.  Raises ValueError, one line, for options that fit no row, or that are not the folder's."""
+        self.task, self.store = task, task.store
+        self.model = load_model(task.load)
+        able = tasks_of(self.model)
+        if not {"txt2img", "img2img", "inpaint"} & set(able):
+            raise ValueError(
+                f"{self.model.name}: {self.model.family.title} cannot be used here: take {' or '.join(able)}"
+            )
+        folders = [(task.folder / task.table.path).parent, task.folder]
+        self.rows = Rows(self.model, task.defaults, task.options.most_pixels, folders)
+        if "txt2img" in able:
+            self._check_defaults()
+        self.maker = Maker(self.model, task.options.batch_size)
+        check_job(task.out, self._job())
+
+    def make(self, number: int) -> Report:
+        """Make a shard, unless it is there and made of the same rows."""
+        rows = self.task.table.rows(number)
+        first, code = number * self.task.table.size, self._digest(rows)
+        if self.store.is_done(number, code):
+            return Report(number, len(rows), False)
+        num_failed = 0
+        with collected() as messages, self.store.writing(number, code) as shard:
+            readings = self.rows.read(first, rows)
+            items = [item for item in readings if isinstance(item, Item)]
+            unread = (failed for failed in readings if isinstance(failed, Failed))
+            for outcome in chain(unread, self.maker.make(items)):
+                _put(shard, outcome)
+                num_failed += isinstance(outcome, Failed)
+        return Report(number, len(rows), True, num_failed, tuple(messages))
+
+    def _digest(self, rows: Sequence[TableRow]) -> str:
+        """Digest rows, with the contents of the files that they name."""
+        code = hashlib.sha256()
+        for row in rows:
+            code.update(repr(row).encode("utf-8", "surrogatepass"))
+            for path in self.rows.files(row):
+                code.update(contents(path).encode("utf-8", "surrogatepass"))
+        return code.hexdigest()
+
+    def _check_defaults(self) -> None:
+        """Raises ValueError for options that would make every row fail."""
+        names = {field.name for field in dataclasses.fields(Txt2imgOptions)}
+        names &= {field.name for field in dataclasses.fields(self.task.defaults)}
+        prepare(self.model, Txt2imgOptions("", **{name: getattr(self.task.defaults, name) for name in names}))
+
+    def _job(self) -> dict[str, Any]:
+        """All that the images depend on besides the rows."""
+        options, model = self.task.options, self.model
+        changed = {
+            field.name: contents(getattr(options, field.name))
+            for options in (self.task.defaults, self.task.load)
+            for field in dataclasses.fields(options)
+            if field.name not in NOT_OF_THE_JOB and getattr(options, field.name) != field.default
+        }
+        shape = {name: getattr(options, name) for name in ("format", "shard_size", "batch_size", "most_pixels")}
+        family = f"{model.family.title}, {model.schedule.prediction}, {model.family.scale_factor:g}"
+        place = {"device": model.device.type, "dtype": short_name(model.dtype)}
+        versions = {"ldm_lite": __version__, "torch": torch.__version__}
+        return {**changed, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
 
 
 @dataclass(frozen=True)
@@ -64,7 +153,7 @@ class Maker:
 
     def _begun(self, items: Sequence[Item]) -> Iterator[Outcome]:
         """Denoise the items, and yield their images while these are finished.  All text is encoded first."""
-        for group_or_failed in [each for similar in group(items) for each in self._groups(similar)]:
+        for group_or_failed in [prepared for similar in group(items) for prepared in self._groups(similar)]:
             if isinstance(group_or_failed, Failed):
                 yield group_or_failed
                 continue
@@ -119,8 +208,8 @@ class Maker:
             for i, (item, sample) in enumerate(prepared):
                 yield self._finish(item, sample, batch.latents[i : i + 1], seconds)
             return
-        for each in prepared:  # here, where the error holds no memory any more
-            yield from self._run([each])
+        for item_and_sample in prepared:  # here, where the error holds no memory any more
+            yield from self._run([item_and_sample])
 
     def _finish(self, item: Item, sample: Sample, latents: Tensor, seconds: float) -> Future[Made | Failed]:
         """Decode latents (1,C,h,w) and write the file, in other threads, while the next batch is denoised."""
@@ -169,3 +258,16 @@ def _failed(item: Item, error: Exception) -> Failed:
     if out_of_memory(error):
         return Failed(item.number, item.name, "out of memory", item.seed)
     return Failed(item.number, item.name, describe(error), item.seed)
+
+
+def _put(shard: Shard, outcome: Made | Failed) -> None:
+    """Write an image, and its line or that of a failure."""
+    line = dict.fromkeys(COLUMNS) | {"shard": shard.path.name}
+    if isinstance(outcome, Failed):
+        about = {"id": outcome.name, "row": outcome.number, "seed": outcome.seed, "error": outcome.error}
+        shard.lines.append(line | about)
+        return
+    shard.lines.append(line | outcome.line)
+    key = f"{outcome.line['row']:09}"
+    shard.add(f"{key}.png", outcome.png)
+    shard.add(f"{key}.json", outcome.parameters)

@@ -20,7 +20,7 @@ SHARED = (
 FILES = {"init_image": "init_img", "init_img": "init_img", "mask": "mask"}  # columns that name files
 COLUMNS = ("id", "prompt", *SHARED, *FILES)
 
-_ALL = {each.name: each for kind in (InpaintOptions, Img2imgOptions) for each in dataclasses.fields(kind)}
+_ALL = {field.name: field for kind in (InpaintOptions, Img2imgOptions) for field in dataclasses.fields(kind)}
 _HINTS = typing.get_type_hints(InpaintOptions) | typing.get_type_hints(Img2imgOptions)
 
 RowOptions = dataclasses.make_dataclass(
@@ -85,8 +85,8 @@ def check(options: BatchOptions) -> None:
     if options.prompts is None:
         raise ValueError("no table of prompts: give a .parquet, .jsonl, .csv or .txt, or with `encode` a folder")
     if options.engine != "ray":
-        given = {name: getattr(options, name) for name in ("workers", "gpus_per_worker", "address")}
-        if used := [name for name, value in given.items() if value is not None]:
+        names = ("workers", "gpus_per_worker", "address")
+        if used := [name for name in names if getattr(options, name) is not None]:
             raise ValueError(f"`{used[0]}` is for the engine Ray: add `engine=ray`, or leave it out")
     assert options.turn
     assert options.pool

@@ -90,7 +90,7 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
     data.DataContext.get_current().enable_progress_bars = False
     try:
         shards = data.from_items([{"id": number} for number in numbers], override_num_blocks=len(numbers))
-        made = shards.map_batches(
+        reported = shards.map_batches(
             _Actor,
             fn_constructor_args=(task, make_worker),
             batch_size=1,
@@ -98,7 +98,7 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
             num_cpus=task.options.cpus_per_worker,
             num_gpus=gpus,
         )
-        for row in made.iter_rows():
+        for row in reported.iter_rows():
             if isinstance(row["report"], Exception):
                 raise row["report"]
             yield row["report"]

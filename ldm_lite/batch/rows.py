@@ -77,16 +77,16 @@ class Rows:
     def _item(self, number: int, name: str, prompt: str | None, seed: int, values: dict[str, Any]) -> Item:
         if "mask" in values and "init_img" not in values:
             raise ValueError("got a mask, but no init_image")
-        files = tuple(self._find(values.pop(each)) for each in ("init_img", "mask") if each in values)
+        files = tuple(self._find(values.pop(name)) for name in ("init_img", "mask") if name in values)
         if prompt is None and prompt_kind(self.model) != "none":
             raise ValueError("has no prompt")
         negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
         kind = KINDS[len(files)]
-        known = {each.name for each in dataclasses.fields(kind)}
-        if unused := sorted(values.keys() - known):
+        names = {field.name for field in dataclasses.fields(kind)}
+        if unused := sorted(values.keys() - names):
             needs = "" if files else ": it needs an init_image"
             raise ValueError(f"got {unused[0]}, which {kind.__name__.removesuffix('Options').lower()} has not{needs}")
-        shared = {each: getattr(self.defaults, each) for each in (*SHARED, "embedding") if each in known}
+        shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
         options = kind(**shared | values | {"seed": seed})
         options = dataclasses.replace(options, seed=0, negative_prompt=None)
         self._check_pixels(options)
@@ -95,12 +95,12 @@ class Rows:
 
     def files(self, row: Row) -> list[str]:
         """The files that a row names, and that exist."""
-        found: list[str] = []
-        given = {} if isinstance(row, str) else row
-        for path in (given[name] for name in FILES if name in given):
+        paths: list[str] = []
+        values = {} if isinstance(row, str) else row
+        for path in (values[name] for name in FILES if name in values):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(self._find(path))
-        return found
+                paths.append(self._find(path))
+        return paths
 
     def _find(self, path: str) -> str:
         """Return the first file of this name in the folders.  Raises OSError if there is none."""
@@ -112,10 +112,10 @@ class Rows:
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """The values of a row by option, with the types of their options."""
         values: dict[str, Any] = {}
-        for given, value in row.items():
-            name = as_column(given)
+        for column, value in row.items():
+            name = as_column(column)
             if name not in COLUMNS:
-                self._ignore(given)
+                self._ignore(column)
                 continue
             values[FILES.get(name, name)] = convert(name, value)
         return values
@@ -129,7 +129,8 @@ class Rows:
     def _check_pixels(self, options: Txt2imgOptions) -> None:
         side = self.model.family.resolution
         most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
-        height, width = (side if each is None else each for each in (options.height, options.width))
+        height = side if options.height is None else options.height
+        width = side if options.width is None else options.width
         if height * width > most:
             raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
 
@@ -143,9 +144,9 @@ def convert(name: str, value: Any) -> Any:
     elif kind is None or (kind is str and isinstance(value, str)):
         return value
     elif kind is bool:
-        known = {"true": True, "false": False, "1": True, "0": False}
-        if str(value).strip().lower() in known:
-            return known[str(value).strip().lower()]
+        words = {"true": True, "false": False, "1": True, "0": False}
+        if (word := str(value).strip().lower()) in words:
+            return words[word]
     elif kind in (int, float) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         try:
             number = kind(value)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ldm_lite.batch.encode import EncodeWorker, count, finish
-from ldm_lite.batch.image_worker import ImageWorker
+from ldm_lite.batch.images import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
 from ldm_lite.batch.store import job_locked, write_manifest
 from ldm_lite.batch.table import Table, open_table
@@ -65,23 +65,23 @@ def _open(options: BatchOptions, defaults: CheckedOptions) -> Table:
 
 def _report(task: Task, numbers: Sequence[int]) -> None:
     """Make shards, and say how it goes."""
-    begun, made, failed, there = time.perf_counter(), 0, 0, 0
+    begun, num_images, num_failed, num_there = time.perf_counter(), 0, 0, 0
     bar = ImagesBar(min(task.table.count, len(numbers) * task.table.size))
     for report in _reports(task, numbers):
         bar(report.rows)
         if not report.made:
-            there += 1
+            num_there += 1
             continue
-        made, failed = made + report.rows - report.failed, failed + report.failed
+        num_images, num_failed = num_images + report.rows - report.failed, num_failed + report.failed
         if report.messages:
             more = f" (and {len(report.messages) - 1} more)" if len(report.messages) > 1 else ""
             log.warning("%s: %s%s", task.store.name(report.number), report.messages[0], more)
     bar.close()
-    if there:
-        log.info("%d of %d shards were there", there, len(numbers))
-    if failed:
-        log.warning("%d rows failed: the manifest says why", failed)
-    log.info("%d image%s in %.1f s; %s", made, "s" * (made != 1), time.perf_counter() - begun, memory())
+    if num_there:
+        log.info("%d of %d shards were there", num_there, len(numbers))
+    if num_failed:
+        log.warning("%d rows failed: the manifest says why", num_failed)
+    log.info("%d image%s in %.1f s; %s", num_images, "s" * (num_images != 1), time.perf_counter() - begun, memory())
 
 
 def _reports(task: Task, numbers: Sequence[int]) -> Iterator[Report]:

@@ -113,7 +113,7 @@ class Store:
     def beyond(self, count: int) -> list[str]:
         """The names of shards whose number is `count` or more."""
         numbers = [path.stem for path in (self.out / "parts").glob("[!.]*.jsonl")]
-        return sorted(self.name(int(each)) for each in numbers if each.isdecimal() and int(each) >= count)
+        return sorted(self.name(int(number)) for number in numbers if number.isdecimal() and int(number) >= count)
 
 
 def write_manifest(store: Store, count: int, kind: str) -> Path:
@@ -146,8 +146,10 @@ def check_job(out: Path, job: Mapping[str, Any]) -> None:
     before, now = read_json(path), json.loads(content)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
-            a, b = (json.dumps(each.get(name), ensure_ascii=False) for each in (before, now))
-            raise ValueError(f"{out}: was made with {name} {a:.200}, now it is {b:.200}: take that, or another `out`")
+            a, b = (json.dumps(values.get(name), ensure_ascii=False) for values in (before, now))
+            raise ValueError(
+                f"{out}: was made with {name} {a:.200}, now it is {b:.200}: use the same value, or another `out`"
+            )
 
 
 @contextlib.contextmanager
@@ -186,4 +188,4 @@ def _json(line: Mapping[str, Any]) -> bytes:
 
 def _size(path: Path) -> int:
     """The bytes of a file, or of the files in a folder."""
-    return sum(each.stat().st_size for each in path.iterdir()) if path.is_dir() else path.stat().st_size
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size

@@ -52,9 +52,9 @@ class Table:
         if self._open is None or self._open[0] != shard:
             rows = self._parquet(shard) if self.path.suffix.lower() == ".parquet" else self._text(shard)
             self._open = shard, rows
-        found = list(islice(self._open[1], self.size))
+        shard_rows = list(islice(self._open[1], self.size))
         self._open = shard + 1, self._open[1]
-        return found
+        return shard_rows
 
     def _text(self, shard: int) -> Iterator[Row]:
         with open_file(self.path) as file:

@@ -55,17 +55,17 @@ class Worker(Protocol):
 @contextlib.contextmanager
 def collected() -> Iterator[list[str]]:
     """Within the block keep messages for the report: the first warnings, each once.  A job may have millions."""
-    found: list[str] = []
+    messages: list[str] = []
     logger = logging.getLogger("ldm_lite")
 
     def keep(record: logging.LogRecord) -> bool:
-        text = record.getMessage() if record.levelno >= logging.WARNING and len(found) < 10 else ""
-        if text and text not in found:
-            found.append(text)
+        text = record.getMessage() if record.levelno >= logging.WARNING and len(messages) < 10 else ""
+        if text and text not in messages:
+            messages.append(text)
         return False
 
     logger.addFilter(keep)
     try:
-        yield found
+        yield messages
     finally:
         logger.removeFilter(keep)

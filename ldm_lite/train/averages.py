@@ -33,10 +33,10 @@ def products(steps: NDArray[np.float64], exponents: NDArray[np.float64]) -> NDAr
 
 def coefficients(steps: Sequence[int], lengths: Sequence[float], step: int, length: float) -> NDArray[np.float64]:
     """Return the factors of snapshots whose sum is nearest to the average of a length after a step."""
-    every = np.array([*steps, step], dtype=np.float64)
-    matrix = products(every, np.array([exponent(each) for each in (*lengths, length)]))
-    found: Any = np.linalg.lstsq(matrix[:-1, :-1], matrix[:-1, -1], rcond=None)[0]
-    return found
+    exponents = np.array([exponent(snapshot) for snapshot in (*lengths, length)])
+    matrix = products(np.array([*steps, step], dtype=np.float64), exponents)
+    factors: Any = np.linalg.lstsq(matrix[:-1, :-1], matrix[:-1, -1], rcond=None)[0]
+    return factors
 
 
 def reconstructed(folder: Path, length: float, step: int | None = None) -> tuple[Weights, int]:
@@ -44,15 +44,15 @@ def reconstructed(folder: Path, length: float, step: int | None = None) -> tuple
 
     Raises ValueError, one line, if the folder holds no snapshots, or none of the step.
     """
-    found = {path: match for path in sorted(folder.glob(f"{FOLDER}/*")) if (match := NAME.fullmatch(path.name))}
-    if not found:
+    matches = {path: match for path in sorted(folder.glob(f"{FOLDER}/*")) if (match := NAME.fullmatch(path.name))}
+    if not matches:
         raise ValueError(f"{folder}: holds no averages: train with `ema_lengths`")
-    steps = [int(match[1]) for match in found.values()]
+    steps = [int(match[1]) for match in matches.values()]
     last = max(steps) if step is None else step
     if last not in steps:
         raise ValueError(f"got `step` {last}, wanted one of {', '.join(map(str, sorted(set(steps))))}")
-    used = [(path, at, float(match[2])) for (path, match), at in zip(found.items(), steps, strict=True) if at <= last]
-    factors = coefficients([at for _, at, _ in used], [each for _, _, each in used], last, length)
+    used = [(path, at, float(match[2])) for (path, match), at in zip(matches.items(), steps, strict=True) if at <= last]
+    factors = coefficients([at for _, at, _ in used], [stored for _, _, stored in used], last, length)
     total: dict[str, Tensor] = {}
     for (path, _, _), factor in zip(used, factors.tolist(), strict=True):
         with safe_open(path, "pt") as file:

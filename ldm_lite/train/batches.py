@@ -43,11 +43,9 @@ class Batch:
     @classmethod
     def of(cls, examples: Sequence[Example], numbers: Sequence[int]) -> "Batch":
         """Join examples."""
-        joined = {
-            name: None if (values := [getattr(each, name) for each in examples])[0] is None else torch.stack(values)
-            for name in TENSORS
-        }
-        return cls(captions=[each.caption for each in examples], numbers=tuple(numbers), **joined)  # type: ignore[arg-type]
+        tensors = {name: [getattr(example, name) for example in examples] for name in TENSORS}
+        joined = {name: None if values[0] is None else torch.stack(values) for name, values in tensors.items()}
+        return cls(captions=[example.caption for example in examples], numbers=tuple(numbers), **joined)  # type: ignore[arg-type]
 
 
 class Draws:
@@ -68,16 +66,16 @@ class Draws:
     def normal(self, shape: Sequence[int] = ()) -> Tensor:
         """Return normal numbers (B,*shape) float32."""
         return torch.from_numpy(
-            np.stack([each.standard_normal(tuple(shape), dtype=np.float32) for each in self._generators])
+            np.stack([numbers.standard_normal(tuple(shape), dtype=np.float32) for numbers in self._generators])
         )
 
     def uniform(self) -> Tensor:
         """Return numbers (B,) float32 in [0,1)."""
-        return torch.tensor([each.random(dtype=np.float32) for each in self._generators])
+        return torch.tensor([numbers.random(dtype=np.float32) for numbers in self._generators])
 
     def integers(self, end: int) -> Tensor:
         """Return whole numbers (B,) in [0,end)."""
-        return torch.tensor([int(each.integers(end)) for each in self._generators])
+        return torch.tensor([int(numbers.integers(end)) for numbers in self._generators])
 
 
 class Order:
@@ -102,9 +100,9 @@ class Order:
         _, shards, group_ends = self._epoch
         group = int(np.searchsorted(group_ends, position, side="right"))
         if self._group[0] != (epoch, group):
-            own = shards[group * MIXED : (group + 1) * MIXED]
+            mixed = shards[group * MIXED : (group + 1) * MIXED]
             starts = np.concatenate([[0], self.ends])
-            examples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in own])
+            examples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in mixed])
             self._group = ((epoch, group), np.random.default_rng([0, self.seed, epoch, group]).permutation(examples))
         return int(self._group[1][position - (group_ends[group - 1] if group else 0)])
 
@@ -131,8 +129,8 @@ class BucketOrder:
 
     def _chosen(self, block: int) -> NDArray[np.int64]:
         """Return the buckets of a block of batches."""
-        share = self.counts / self.counts.sum()
-        return np.random.default_rng([3, self.seed, block]).choice(len(share), BLOCK, p=share)
+        fractions = self.counts / self.counts.sum()
+        return np.random.default_rng([3, self.seed, block]).choice(len(fractions), BLOCK, p=fractions)
 
     def __getitem__(self, number: int) -> int:
         """Return the dataset's index of an example of the run."""
@@ -157,24 +155,24 @@ def order_of(dataset: Dataset, seed: int, batch: int) -> Order | BucketOrder:
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which batches a process takes: `own` of each `batch` examples, from batch `first` to before batch `end`."""
+class Slice:
+    """Which batches a process takes: `rows` of each `batch` examples, from batch `first` to before batch `end`."""
 
     batch: int
-    own: range
+    rows: range
     first: int
     end: int
 
 
-def batches(dataset: Dataset, seed: int, share: Share, workers: int, prior: Dataset | None = None) -> Generator[Batch]:
+def batches(dataset: Dataset, seed: int, part: Slice, workers: int, prior: Dataset | None = None) -> Generator[Batch]:
     """Yield the batches of a process, prefetched by worker processes, with as many images of `prior`.
 
     Raises what `example` raises.
     """
     loader = torch_data.DataLoader(
-        _Batches(dataset, seed, share, prior),
+        _Batches(dataset, seed, part, prior),
         batch_size=None,
-        sampler=range(share.first, share.end),
+        sampler=range(part.first, part.end),
         num_workers=workers,
         prefetch_factor=8 if workers else None,
         worker_init_fn=ignore_signals,
@@ -214,16 +212,16 @@ class _Examples(torch_data.Dataset["Example | Exception"]):
 class _Batches(torch_data.Dataset["Batch | Exception"]):
     """A process's part of each batch of the run, for torch's DataLoader."""
 
-    def __init__(self, dataset: Dataset, seed: int, share: Share, prior: Dataset | None) -> None:
-        self.share, self.dataset, self.prior = share, dataset, prior
-        self.order = order_of(dataset, seed, share.batch)
-        self.prior_order = None if prior is None else order_of(prior, seed, share.batch)
+    def __init__(self, dataset: Dataset, seed: int, part: Slice, prior: Dataset | None) -> None:
+        self.part, self.dataset, self.prior = part, dataset, prior
+        self.order = order_of(dataset, seed, part.batch)
+        self.prior_order = None if prior is None else order_of(prior, seed, part.batch)
 
     def __len__(self) -> int:
-        return self.share.end
+        return self.part.end
 
     def __getitem__(self, index: int) -> Batch | Exception:
-        return _caught(lambda: self._batch([index * self.share.batch + i for i in self.share.own]))
+        return _caught(lambda: self._batch([index * self.part.batch + i for i in self.part.rows]))
 
     def _batch(self, numbers: list[int]) -> Batch:
         batch = Batch.of([self.dataset.example(self.order[number]) for number in numbers], numbers)

@@ -21,10 +21,10 @@ def as_toml(options: TrainOptions, load: LoadOptions) -> str:
     lines = [f"# Of a run of ldm_lite {__version__}: `python -m ldm_lite.train --config FILE --out FOLDER` repeats it."]
     for title, group in (("train", options), ("load", load)):
         lines += ["", f"[{title}]"]
-        for each in dataclasses.fields(group):
-            value = getattr(group, each.name)
-            if value is not None and each.name not in _OF_A_CALL:
-                lines.append(f"{each.name} = {_toml(value)}")
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if value is not None and field.name not in _OF_A_CALL:
+                lines.append(f"{field.name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -57,12 +57,12 @@ def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions,
 
 
 def _filled(options: Any, table: dict[str, Any], path: Path) -> Any:
-    names = {each.name for each in dataclasses.fields(options)} - set(_OF_A_CALL)
+    names = {field.name for field in dataclasses.fields(options)} - set(_OF_A_CALL)
     if unknown := sorted(table.keys() - names):
         raise ValueError(f"{path}: {unknown[0]!r:.50} is not an option of training")
     assert isinstance(options, CheckedOptions)
-    own = {name: getattr(options, name) for name in given(options) if name != "config"}
+    explicit = {name: getattr(options, name) for name in given(options) if name != "config"}
     try:
-        return type(options)(**{**table, **own})
+        return type(options)(**{**table, **explicit})
     except TypeError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error

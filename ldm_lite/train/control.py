@@ -14,8 +14,8 @@ def new_control(model: Pipeline) -> ControlNet:
     """
     with torch.device(model.device):
         network = ControlNet(model.family.unet)
-    own, known = network.state_dict(), model.unet.state_dict()
-    network.load_state_dict({key: known.get(key, value).float() for key, value in own.items()})
+    new, unet = network.state_dict(), model.unet.state_dict()
+    network.load_state_dict({key: unet.get(key, value).float() for key, value in new.items()})
     for part in (network.input_hint_block[-1], network.zero_convs, network.middle_block_out):
         for parameter in part.parameters():
             nn.init.zeros_(parameter)

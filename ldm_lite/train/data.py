@@ -141,7 +141,7 @@ def _size(image: Image.Image) -> tuple[int, int]:
 
 def _from_text_files(folder: Path, caption: str | None) -> list[tuple[Path, str]]:
     folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
-    paths = sorted(path for each in folders for path in list_images(each) if not path.stem.endswith(BESIDE))
+    paths = sorted(path for place in folders for path in list_images(place) if not path.stem.endswith(BESIDE))
     without = [path for path in paths if not path.with_suffix(".txt").is_file()]
     if without and caption is None:
         raise ValueError(

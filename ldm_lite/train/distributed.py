@@ -45,7 +45,7 @@ def rank() -> int:
 
 def parallel(module: nn.Module) -> nn.Module:
     """Return a module whose backward pass leaves the mean of all processes' gradients in each; alone, the module."""
-    if world_size() == 1 or any(isinstance(each, FSDPModule) for each in module.modules()):
+    if world_size() == 1 or any(isinstance(part, FSDPModule) for part in module.modules()):
         return module
     return DistributedDataParallel(module, broadcast_buffers=False)
 
@@ -62,7 +62,7 @@ def shard(network: nn.Module) -> None:
         fully_shard(network, mesh=mesh)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     """Return a tensor that may be divided: whole, on the CPU of process 0.  All processes must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -70,27 +70,27 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.cpu() if rank() == 0 else tensor.new_empty(0)
 
 
-def divided_as(tensor: Tensor, other: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor divided among processes as another one, if that is."""
-    if not isinstance(other, DTensor):
+    if not isinstance(like, DTensor):
         return tensor
-    return distribute_tensor(tensor, other.device_mesh, other.placements)
+    return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
 @contextlib.contextmanager
 def without_exchange(module: nn.Module) -> Iterator[None]:
     """Within the block backward passes add to the gradients of this process only: for all but a step's last."""
-    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
-    for each in sharded:
-        each.set_requires_gradient_sync(False)
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in sharded:
+        part.set_requires_gradient_sync(False)
     with module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext():
         yield
-    for each in sharded:
-        each.set_requires_gradient_sync(True)
+    for part in sharded:
+        part.set_requires_gradient_sync(True)
 
 
 @torch.no_grad()
-def total(value: Tensor) -> Tensor:
+def all_reduce_sum(value: Tensor) -> Tensor:
     """Return the sum of a tensor over all processes."""
     if world_size() > 1:
         value = value.clone()

@@ -39,9 +39,9 @@ class PowerAverages:
     def update(self, networks: Mapping[str, nn.Module], step: int) -> None:
         """Add the weights after a step, counted from 1.  EDM2, eq. 127: the first replaces what was there."""
         for g, averages in zip(self.exponents, self.networks, strict=True):
-            share = 1 - (1 - 1 / step) ** (g + 1)
+            weight = 1 - (1 - 1 / step) ** (g + 1)
             for name, network in networks.items():
-                torch._foreach_lerp_(list(averages[name].parameters()), list(network.parameters()), share)
+                torch._foreach_lerp_(list(averages[name].parameters()), list(network.parameters()), weight)
 
     def state(self) -> list[dict[str, Weights]]:
         """Return the averages, for the state of a run."""

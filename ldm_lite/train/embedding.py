@@ -33,12 +33,12 @@ class Vectors(nn.Module):
         first = max(map(len, token_tables(model)))
         count = len(next(iter(self.vectors.values())))
         tokenizer = replace(model.tokenizer, added=((name, tuple(range(first, first + count))),))
-        return replace(model, tokenizer=tokenizer, learned={int(width): each for width, each in self.vectors.items()})
+        return replace(model, tokenizer=tokenizer, learned={int(width): rows for width, rows in self.vectors.items()})
 
 
 def embedding_file(vectors: nn.Module, model: Pipeline) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors (float32, on the CPU) and the metadata of a file in the layout of kohya's."""
     assert isinstance(vectors, Vectors)
-    values = [each.detach().to("cpu", torch.float32).contiguous() for each in vectors.vectors.values()]
+    values = [rows.detach().to("cpu", torch.float32).contiguous() for rows in vectors.vectors.values()]
     names = ("emb_params",) if len(values) == 1 else ("clip_l", "clip_g")
     return dict(zip(names, values, strict=True)), {"ss_sd_model_name": model.name}

@@ -122,9 +122,8 @@ def write_encoded(
         write_whole(origin, key)
     done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
     batches = encode(done * SHARD) if done * SHARD < count else ()
-    others = [name for name in KINDS if name != "moments"]
     examples = itertools.chain.from_iterable(
-        rows(batch.captions, {"moments": batch.pixels, **{name: getattr(batch, name) for name in others}})
+        rows(batch.captions, {name: batch.pixels if name == "moments" else getattr(batch, name) for name in KINDS})
         for batch in batches
     )
     while done * SHARD < count:
@@ -190,10 +189,10 @@ def _whole(sizes: list[object]) -> bool:
 
 
 def _finite(values: NDArray[Any], row: int) -> Tensor:
-    found = torch.from_numpy(values[row].copy())
-    if not bool(torch.isfinite(found).all()):
+    example = torch.from_numpy(values[row].copy())
+    if not bool(torch.isfinite(example).all()):
         raise ValueError(f"{getattr(values, 'filename', 'encoded data')}: row {row} is not finite: encode it again")
-    return found
+    return example
 
 
 @functools.lru_cache(maxsize=len(KINDS) * OPEN_SHARDS)

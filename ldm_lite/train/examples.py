@@ -92,12 +92,12 @@ def bucket_sizes(resolution: int, step: int) -> list[tuple[int, int]]:
 
     Podell et al. 2023, appendix I.
     """
-    most, found = 2 * resolution, set()
+    most, sizes = 2 * resolution, set()
     for long in range(resolution // step * step, most + 1, step):
         short = resolution**2 // long // step * step
         if short >= resolution // 2:
-            found |= {(long, short), (short, long)}
-    return sorted(found)
+            sizes |= {(long, short), (short, long)}
+    return sorted(sizes)
 
 
 def nearest(sizes: Sequence[tuple[int, int]], height: int, width: int) -> tuple[int, int]:
@@ -147,8 +147,8 @@ def check_caption(caption: str, path: object) -> None:
 
 def caption_in(row: object, where: object) -> str:
     """Return the caption in a JSON object.  Raises ValueError if there is none."""
-    found = row if isinstance(row, dict) else {}
+    values = row if isinstance(row, dict) else {}
     for name in CAPTIONS:
-        if isinstance(text := found.get(name), str):
+        if isinstance(text := values.get(name), str):
             return text.strip()
     raise ValueError(f"{where}: wanted a JSON object with a caption called {' or '.join(CAPTIONS)}")

@@ -110,7 +110,7 @@ def factorised(size: int, factor: int) -> tuple[int, int]:
     if factor > 0 and size % factor == 0:
         return min(factor, size // factor), max(factor, size // factor)
     most = math.isqrt(size) if factor < 0 else min(factor, math.isqrt(size))
-    small = next(each for each in range(most, 0, -1) if size % each == 0)
+    small = next(divisor for divisor in range(most, 0, -1) if size % divisor == 0)
     return small, size // small
 
 

@@ -38,10 +38,10 @@ def _tensorboard(folder: Path, options: Mapping[str, Any], step: int) -> Logger:
 
 
 def _wandb(folder: Path, options: Mapping[str, Any], step: int) -> Logger:
-    given = {key: value for key, value in options.items() if value is not None}
+    config = {key: value for key, value in options.items() if value is not None}
     name = folder.resolve().name
     run = _imported("wandb", "wandb").init(
-        project="ldm_lite", name=name, id=name, resume="allow", dir=folder, config=given
+        project="ldm_lite", name=name, id=name, resume="allow", dir=folder, config=config
     )
 
     def log(row: Mapping[str, float]) -> None:

@@ -31,8 +31,8 @@ class Place(NamedTuple):
     @property
     def bias(self) -> Tensor | None:
         """(out,), if there is one."""
-        found: Tensor | None = getattr(self.layer, "bias" if self.rows is None else "in_proj_bias")
-        return None if found is None else found[self.rows or slice(None)]
+        bias: Tensor | None = getattr(self.layer, "bias" if self.rows is None else "in_proj_bias")
+        return None if bias is None else bias[self.rows or slice(None)]
 
 
 class LoRA(nn.Module):

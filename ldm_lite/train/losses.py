@@ -1,4 +1,4 @@
-"""The loss of a diffusion model, with the networks that it trains.
+"""Losses of a diffusion model, with the networks that they train.
 
 A loss owns the trained networks and computes the loss of a batch; the trainer does everything else.
 """
@@ -63,7 +63,7 @@ class DiffusionLoss:
 
     model: Pipeline  # with a KL autoencoder, which stays frozen
     networks: dict[str, nn.Module]  # the model's trained networks, or others that change it
-    caption_dropout: float = 0.0  # share of captions left out
+    caption_dropout: float = 0.0  # fraction of captions left out
     weighting: Weighting = uniform
     empty: Mapping[str, Tensor] | None = None  # no caption, encoded: batches bring their text, no encoder runs
     prior: Prior | None = None
@@ -83,10 +83,11 @@ class DiffusionLoss:
             loss = loss + self.prior.weight * self._mean(batch.prior, draws.of(batch.prior.numbers))
         return loss
 
-    def errors(self, batch: Batch, draws: Draws, shares: Tensor) -> Tensor:
-        """Return the mean squared errors (B,), without weights, at the quantiles `shares` (B,) of the noise levels."""
-        noised = self._noised(batch, draws, shares)
-        out = self._run(self.model, noised, self._read(batch, torch.zeros(len(shares), dtype=torch.bool)), batch.hint)
+    def errors(self, batch: Batch, draws: Draws, quantiles: Tensor) -> Tensor:
+        """Return the mean squared errors (B,), without weights, at quantiles (B,) of the noise levels."""
+        noised = self._noised(batch, draws, quantiles)
+        text = self._read(batch, torch.zeros(len(quantiles), dtype=torch.bool))
+        out = self._run(self.model, noised, text, batch.hint)
         return self._errors(out, noised.target, batch.mask)
 
     def _mean(self, batch: Batch, draws: Draws) -> Tensor:
@@ -107,18 +108,18 @@ class DiffusionLoss:
         out = self._run(self.model, noised, read(self.model, of_class, kept), batch.hint)
         return self.weighting(self._errors(out, wanted, None), noised.snr).mean()
 
-    def _noised(self, batch: Batch, draws: Draws, shares: Tensor | None = None) -> Noised:
+    def _noised(self, batch: Batch, draws: Draws, quantiles: Tensor | None = None) -> Noised:
         """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
         mean, logvar = moments_of(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
         family, schedule = self.model.family, self.model.schedule
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
         if schedule.is_flow:
-            logits = draws.normal().double() if shares is None else torch.special.ndtri(shares.double())
+            logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
             t, a, s = self._flow_levels(logits, (x0.shape[1], x0.shape[2], x0.shape[3]))
         else:
             num = len(self._a)
-            t = draws.integers(num) if shares is None else (shares * num).long().clamp(max=num - 1)
+            t = draws.integers(num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
             t = t.to(self._device)
             a, s = self._a[t], self._s[t]
         snr, a, s = (a / s).square(), a[:, None, None, None], s[:, None, None, None]
@@ -129,7 +130,7 @@ class DiffusionLoss:
     def _flow_levels(self, logits: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return time, 1 - s and s (B,) of a flow's levels, for the logits (B,) of their places on the schedule."""
         schedule = self.model.sized(shape).schedule
-        levels = [schedule.between(1000 * float(share) - 1) for share in torch.sigmoid(logits)]
+        levels = [schedule.between(1000 * float(place) - 1) for place in torch.sigmoid(logits)]
         values = [[level.t, 1 - level.s, level.s] for level in levels]
         t, a, s = torch.tensor(values, dtype=torch.float32).to(self._device).unbind(1)
         return t, a, s
@@ -156,6 +157,59 @@ class DiffusionLoss:
         return squares.mean(dim=(1, 2, 3))
 
 
+TIMESTEPS = 50  # of the teacher's DDIM: every 20th of 1000, so its steps skip 20
+HUBER = 1e-3  # from squared to absolute errors
+
+
+@dataclass
+class ConsistencyLoss(DiffusionLoss):
+    """Distillation into a LoRA that makes images in a few steps: LCM-LoRA.
+
+    Pseudo-Huber distance of x0 at a noise level to the average's x0, one step of the guided base model later.
+
+    The prediction of x0 is skip x + sqrt(1 - skip) x0 with skip = 1/4 / ((10 t)^2 + 1/4), as the sampler "lcm" has it:
+    at timestep 0 it is x itself.  Luo et al. 2023a, "Latent Consistency Models", algorithm 1; 2023b, "LCM-LoRA".
+    """
+
+    guidance: float = 7.5  # w: that of the images, of which 0 is none (as a scale, w + 1)
+    base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # within it the model has no LoRA
+    average: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # within it the LoRA is its EMA
+
+    def _mean(self, batch: Batch, draws: Draws) -> Tensor:
+        stride = len(self._a) // TIMESTEPS
+        t = stride * (1 + draws.integers(TIMESTEPS)) - 1
+        now = self._noised(batch, draws, (t + 0.5) / len(self._a))
+        all_kept = torch.zeros(len(t), dtype=torch.bool)
+        text = self._read(batch, all_kept)
+        with torch.no_grad():
+            with self.base():
+                out = self._run(self.model, now, text, None)
+                out = out + self.guidance * (out - self._run(self.model, now, self._read(batch, ~all_kept), None))
+            x0 = self._x0(now, out)
+            (a, s), after = self._levels(now.t), (now.t - stride).clamp(min=0)
+            next_a, next_s = self._levels(after)
+            later = now._replace(x=next_a * x0 + next_s * (now.x - a * x0) / s, t=after)  # DDIM
+            with self.average():
+                target = self._mixed(later, self._run(self.model, later, text, None))
+        prediction = self._mixed(now, self._run(self.model, now, text, None))
+        return ((prediction - target).square() + HUBER**2).sqrt().mean() - HUBER
+
+    def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a and s (B,1,1,1) of timesteps (B,)."""
+        return self._a[t][:, None, None, None], self._s[t][:, None, None, None]
+
+    def _x0(self, noised: Noised, out: Tensor) -> Tensor:
+        """Return x0 of the network's output."""
+        (a, s), out = self._levels(noised.t), out.float()
+        kinds = {"eps": lambda: (noised.x - s * out) / a, "v": lambda: a * noised.x - s * out, "x0": lambda: out}
+        return kinds[self.model.schedule.prediction]()
+
+    def _mixed(self, noised: Noised, out: Tensor) -> Tensor:
+        """Return the consistency function's x0 of the network's output."""
+        skip = 0.25 / ((10 * noised.t.float()).square() + 0.25)[:, None, None, None]
+        return skip * noised.x + (1 - skip).sqrt() * self._x0(noised, out)
+
+
 def read(
     model: Pipeline, batch: Batch, dropped: Tensor, empty: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -168,9 +222,9 @@ def read(
     if empty is not None and batch.context is not None:
         encoded = {"context": batch.context, "y": batch.y}
         text = {
-            name: torch.where(dropped.view(-1, *[1] * (given.ndim - 1)), empty[name], given.float()).to(device)
-            for name, given in encoded.items()
-            if name in empty and given is not None
+            name: torch.where(dropped.view(-1, *[1] * (values.ndim - 1)), empty[name], values.float()).to(device)
+            for name, values in encoded.items()
+            if name in empty and values is not None
         }
     else:
         captions = [None if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]

@@ -27,12 +27,12 @@ class _AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         # This fills the lists: weights, gradients, averages, step numbers.
         result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        last, filled = torch.channels_last, [each for each in lists if each]
+        last, filled = torch.channels_last, [tensors for tensors in lists if tensors]
         for i, weight in enumerate(filled[0] if filled else ()):
             if weight.ndim == 4 and weight.is_contiguous(memory_format=last):
-                for each in filled:
-                    if each[i].ndim:
-                        each[i] = each[i].detach().contiguous(memory_format=last).permute(0, 2, 3, 1)
+                for tensors in filled:
+                    if tensors[i].ndim:
+                        tensors[i] = tensors[i].detach().contiguous(memory_format=last).permute(0, 2, 3, 1)
         return result
 
 
@@ -47,22 +47,21 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
         return _AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
     package, path = PACKAGES[name]
     try:
-        found: Any = importlib.import_module(package)
+        optimizer: Any = importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
     for part in path.split("."):
-        found = getattr(found, part)
-    made: torch.optim.Optimizer = found(groups, lr=lr, betas=BETAS, weight_decay=weight_decay)
-    return made
+        optimizer = getattr(optimizer, part)
+    return optimizer(groups, lr=lr, betas=BETAS, weight_decay=weight_decay)
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
     """Load an optimiser's own state, for those whose groups have state too.  Raises any exception for another's."""
-    own = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
+    settings_of_run = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
     for values in stored["state"].values():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{name} of the optimiser is not finite")
     optimizer.load_state_dict(stored)
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update(settings)  # those of the run
+    for group, settings in zip(optimizer.param_groups, settings_of_run, strict=True):
+        group.update(settings)

@@ -21,13 +21,12 @@ from ldm_lite.cli.writing import locked, write_whole
 from ldm_lite.networks import has_fast_bf16
 from ldm_lite.train import distributed, outputs
 from ldm_lite.train.config import CONFIG, as_toml, with_config
-from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.ema import using
 from ldm_lite.train.encoded import EncodedDataset
 from ldm_lite.train.examples import Dataset
 from ldm_lite.train.loggers import open_logger
 from ldm_lite.train.lora import AttachedLoRA, LoRA
-from ldm_lite.train.losses import DiffusionLoss, Loss, Prior, checkpoint_activations
+from ldm_lite.train.losses import ConsistencyLoss, DiffusionLoss, Loss, Prior, checkpoint_activations
 from ldm_lite.train.options import TrainOptions, check
 from ldm_lite.train.setup import (
     check_encoded,
@@ -130,7 +129,7 @@ def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, flo
                 stack.enter_context(checkpoint_activations(network))
 
         def save(step: int) -> None:
-            average = {role: tree_map(distributed.whole, net.state_dict()) for role, net in trainer.ema.items()}
+            average = {role: tree_map(distributed.gather, net.state_dict()) for role, net in trainer.ema.items()}
             if distributed.rank() == 0:
                 fresh = make_model(options, replace(load, device="cpu")) if released or options.shard else model
                 ema = dict(trainer.ema)
@@ -149,7 +148,7 @@ def _data(options: TrainOptions, model: Pipeline) -> Data:
     """Open and encode the data of a run."""
     dataset = open_dataset(options, model, options.data)
     reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
-    others = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
+    images = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
 
     def latents(dataset: Dataset, name: str) -> Dataset:
         if isinstance(dataset, EncodedDataset):
@@ -169,7 +168,7 @@ def _data(options: TrainOptions, model: Pipeline) -> Data:
         if validation.shards is None:
             raise ValueError("`validation` needs finite data: give a folder of images")
     empty = None
-    if isinstance(dataset, EncodedDataset) and reads_text and not any(others):
+    if isinstance(dataset, EncodedDataset) and reads_text and not any(images):
         empty = no_caption(model, dataset)
     return Data(train, prior, validation, isinstance(dataset, EncodedDataset), empty)
 
@@ -202,7 +201,7 @@ def make_trainer(options: TrainOptions, loss: Loss) -> Trainer:
     elif options.resume:
         log.info("%s: holds no state to continue from, a new run begins", trainer.folder)
     if distributed.rank() == 0:
-        trainer.log.others = [
+        trainer.log.loggers = [
             open_logger(name, trainer.folder, dataclasses.asdict(options), trainer.step) for name in options.log_to
         ]
     return trainer

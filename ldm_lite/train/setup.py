@@ -20,7 +20,6 @@ from ldm_lite.networks import digest, token_tables, unread_parameters
 from ldm_lite.toolkit import load_model
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, in_order, reported_workers
-from ldm_lite.train.consistency import ConsistencyLoss
 from ldm_lite.train.control import new_control
 from ldm_lite.train.data import (
     BESIDE,
@@ -37,7 +36,7 @@ from ldm_lite.train.embedding import Vectors
 from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
 from ldm_lite.train.examples import Buckets, Dataset, Part
 from ldm_lite.train.lora import LoRA
-from ldm_lite.train.losses import DiffusionLoss, Loss, moments_of
+from ldm_lite.train.losses import ConsistencyLoss, DiffusionLoss, Loss, moments_of
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.tars import TarShards
 from ldm_lite.train.weighting import LearnedWeighting, Weighting, of_x0, uniform
@@ -125,16 +124,16 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
     return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
 
 
-def held_out(options: TrainOptions, dataset: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Divide a finite dataset: what is learned, and the share that is only measured, at least one example each.
+def held_out(options: TrainOptions, dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """Divide a finite dataset: what is learned, and the fraction that is only measured, at least one example each.
 
     Raises ValueError if there are too few.
     """
     count = sum(dataset.shards or ())
     if count < 2:
-        raise ValueError(f"got `validation` {share:g} of {count} images: wanted two or more")
+        raise ValueError(f"got `validation` {fraction:g} of {count} images: wanted two or more")
     order = [int(index) for index in np.random.default_rng([5, options.seed]).permutation(count)]
-    most = min(count - 1, max(1, round(share * count)))
+    most = min(count - 1, max(1, round(fraction * count)))
     kept, out = sorted(order[most:]), sorted(order[:most])
     if not isinstance(dataset, Buckets):
         return Part(dataset, tuple(kept)), Part(dataset, tuple(out))
@@ -142,8 +141,8 @@ def held_out(options: TrainOptions, dataset: Dataset, share: float) -> tuple[Dat
     for indices in (kept, out):
         parts = []
         for part, end, size in zip(dataset.parts, dataset.ends.tolist(), dataset.counts, strict=True):
-            if own := tuple(index - end + size for index in indices if end - size <= index < end):
-                parts.append(Part(part, own))
+            if rows := tuple(index - end + size for index in indices if end - size <= index < end):
+                parts.append(Part(part, rows))
         divided.append(Buckets(tuple(parts)))
     return divided[0], divided[1]
 
@@ -181,7 +180,7 @@ def _origin(options: TrainOptions, dataset: Dataset) -> str:
     """Digest what identifies the data of a run: names, sizes and times of the files, captions, the renderer."""
     if isinstance(dataset, ImageFolder):
         files = [(path, caption) for path, caption in dataset.items]
-        files += [(other, "") for path, _ in files for what in BESIDE if (other := beside(path, what)).is_file()]
+        files += [(file, "") for path, _ in files for what in BESIDE if (file := beside(path, what)).is_file()]
         stats = [(path.stat(), path, caption) for path, caption in files]
         parts: list[object] = [(str(path), caption, stat.st_size, stat.st_mtime_ns) for stat, path, caption in stats]
         parts.append((dataset.size, dataset.masked, dataset.hinted))

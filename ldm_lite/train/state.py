@@ -34,11 +34,11 @@ def usable(tensor: Tensor) -> bool:
 
 def load_finite(network: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load a network's weights.  Raises any exception if they are not those of this network, or not finite."""
-    own = network.state_dict()
+    before = network.state_dict()
     for name, value in weights.items():
-        if name in own and (value.dtype != own[name].dtype or (value.is_floating_point() and not usable(value))):
+        if name in before and (value.dtype != before[name].dtype or (value.is_floating_point() and not usable(value))):
             raise ValueError(f"{name} is of {value.dtype}, or not finite")
-    network.load_state_dict(weights | {name: distributed.divided_as(weights[name], own[name]) for name in own})
+    network.load_state_dict(weights | {name: distributed.shard_like(weights[name], before[name]) for name in before})
 
 
 def check_averages(state: dict[int, dict[str, Tensor]], parameters: Sequence[Tensor], step: int) -> None:
@@ -78,13 +78,13 @@ class Log:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOG
-        self.others: list[Logger] = []  # that get each row too
+        self.loggers: list[Logger] = []  # that get each row too
         self._waiting: list[str] = []
 
     def add(self, row: dict[str, float]) -> None:
         """Append a row."""
-        for other in self.others:
-            other(row)
+        for logger in self.loggers:
+            logger(row)
         self._waiting.append(json.dumps(row) + "\n")
         try:
             with open(self.path, "ab", buffering=0) as file:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
-from ldm_lite.train.batches import Batch, Draws, Share, batches, reported_workers
+from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.ema import PowerAverages, using
 from ldm_lite.train.examples import Dataset
 from ldm_lite.train.files import write_state
@@ -109,11 +109,11 @@ class Trainer:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameters, with the settings of those that have their own."""
-        own = {id(p) for p in self.loss.networks.get("weighting", nn.Module()).parameters()}
-        rest = [p for p in self.parameters if id(p) in own]
-        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in own]}]
+        weighting = list(self.loss.networks.get("weighting", nn.Module()).parameters())
+        ids = {id(p) for p in weighting}
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
         # A weighting is far from the networks in scale: EDM2 trains both at 1e-2.
-        return groups + [{"params": rest, "peak": 1e-2, "weight_decay": 0.0}] * bool(rest)
+        return groups + [{"params": weighting, "peak": 1e-2, "weight_decay": 0.0}] * bool(weighting)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Trainer:
         }
         if self.averages is not None:
             state["averages"] = self.averages.state()
-        state = tree_map_only(Tensor, distributed.whole, state)
+        state = tree_map_only(Tensor, distributed.gather, state)
         if distributed.rank() == 0:
             write_state(self.folder / STATE, state)
         self.saved = self.step
@@ -169,9 +169,9 @@ class Trainer:
         check_averages(averages, self.parameters, step)
         for index, values in averages.items():
             for name in ("exp_avg", "exp_avg_sq"):
-                values[name] = distributed.divided_as(values[name], self.parameters[index])
-        own = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
-        self.optimizer.load_state_dict({"state": averages, "param_groups": own})
+                values[name] = distributed.shard_like(values[name], self.parameters[index])
+        groups = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
+        self.optimizer.load_state_dict({"state": averages, "param_groups": groups})
 
     def _settings(self) -> dict[str, object]:
         """The part of the config that results depend on."""
@@ -220,7 +220,7 @@ class Trainer:
             self.step += 1
             over = config.minutes is not None and time.perf_counter() - start > 60 * config.minutes
             # A signal to one process stops all of them.
-            signalled, over = (distributed.total(torch.tensor([bool(received), over]).float()) > 0).tolist()
+            signalled, over = (distributed.all_reduce_sum(torch.tensor([bool(received), over]).float()) > 0).tolist()
             last = signalled or over or self.step == config.steps
             mean = self._mean(time.perf_counter() - start)
             on_step(self.step, mean)
@@ -278,9 +278,9 @@ class Trainer:
     def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Generator[Batch]:
         """Yield this process's part of each batch, from the current step on."""
         config, rank, size = self.config, distributed.rank(), distributed.world_size()
-        own = range(rank * config.batch // size, (rank + 1) * config.batch // size)
-        share = Share(config.batch, own, self.step * config.accumulate, config.steps * config.accumulate)
-        return batches(dataset, config.seed, share, config.workers, prior)
+        rows = range(rank * config.batch // size, (rank + 1) * config.batch // size)
+        part = Slice(config.batch, rows, self.step * config.accumulate, config.steps * config.accumulate)
+        return batches(dataset, config.seed, part, config.workers, prior)
 
     def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> float:
         """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss.
@@ -290,7 +290,7 @@ class Trainer:
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = group.get("peak", config.lr) * learning_rate(self.step, config.warmup, config.steps)
-        own = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device)  # of this process
         for left in reversed(range(config.accumulate)):
             batch = next(data)
             part = len(batch.numbers) / (config.batch * config.accumulate)
@@ -298,10 +298,10 @@ class Trainer:
                 with self._autocast():
                     loss = part * self._module(batch, Draws(config.seed, batch.numbers))
                 (distributed.world_size() * loss).backward()  # whose gradients' mean is taken
-            own += loss.detach()
+            total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        value, size = torch.stack([distributed.total(own), norm]).tolist()
+        value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
         if not math.isfinite(value):
             raise self._stopped(f"the loss is {value} at step {self.step + 1}", on_save)
         if not math.isfinite(size):
@@ -349,11 +349,11 @@ class Trainer:
         # Compiled code is for steps with gradients: without them everything would be compiled once more.
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
             loss = self.loss(self._last, Draws(self.config.seed, self._last.numbers))
-        return float(distributed.total(loss)) / distributed.world_size()
+        return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Return the share of the peak learning rate: linear warm-up, then half a cosine down to 0."""
+    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

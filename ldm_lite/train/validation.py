@@ -36,7 +36,7 @@ class Validation:
                 places = [(level + GOLDEN * (example - FIRST) % 1) / LEVELS for example in batch.numbers]
                 errors = self.loss.errors(batch, Draws(0, numbers), torch.tensor(places, dtype=torch.float64))
                 sums += torch.tensor([float(errors.double().sum()), len(errors)], dtype=torch.float64)
-        total, count = distributed.total(sums).tolist()
+        total, count = distributed.all_reduce_sum(sums).tolist()
         return total / count
 
     def _batches(self) -> Iterator[Batch]:

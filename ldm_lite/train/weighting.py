@@ -32,9 +32,9 @@ def of_x0(kind: str, prediction: str, gamma: float = 5.0) -> Weighting:
 
 def _weighted(kind: str, prediction: str, gamma: float, errors: Tensor, snr: Tensor) -> Tensor:
     snr = snr.clamp(LEAST, MOST)
-    wanted = {"snr": snr, "min_snr": snr.clamp(max=gamma), "debiased": snr.sqrt()}[kind]
-    own = {"eps": snr, "v": snr + 1, "x0": torch.ones_like(snr)}[prediction]
-    return wanted / own * errors
+    weight_of_x0 = {"snr": snr, "min_snr": snr.clamp(max=gamma), "debiased": snr.sqrt()}[kind]
+    weight_there_is = {"eps": snr, "v": snr + 1, "x0": torch.ones_like(snr)}[prediction]
+    return weight_of_x0 / weight_there_is * errors
 
 
 class LearnedWeighting(nn.Module):

@@ -96,7 +96,7 @@ def test_a_changed_image_is_a_changed_row(tmp_path: Path, table: Write, batch: B
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        (["--steps", "2"], 'was made with steps "1", now it is "2": take that, or another --out'),
+        (["--steps", "2"], 'was made with steps "1", now it is "2": use the same value, or another --out'),
         (["--batch-size", "3"], "was made with batch_size 2, now it is 3"),
         (["--shard-size", "2"], "was made with shard_size 3, now it is 2"),
         (["--negative-prompt", "b"], "was made with negative_prompt null, now it is"),

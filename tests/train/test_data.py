@@ -21,7 +21,7 @@ from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.train import batches, encoded, setup
-from ldm_lite.train.batches import Batch, Draws, Order, Share
+from ldm_lite.train.batches import Batch, Draws, Order, Slice
 from ldm_lite.train.data import open_data
 from ldm_lite.train.examples import Dataset, Example
 from ldm_lite.train.tars import TarShards
@@ -159,7 +159,7 @@ def test_processes_share_the_batches_of_one(processes: int) -> None:
     taken, drawn = Counter[tuple[int, int]](), {}
     for rank in range(processes):
         own = range(rank * 5 // processes, (rank + 1) * 5 // processes)
-        for batch in batches.batches(Numbers(7, 4), 1, Share(5, own, 2, 6), workers=0):
+        for batch in batches.batches(Numbers(7, 4), 1, Slice(5, own, 2, 6), workers=0):
             assert len(batch.numbers) == len(own)
             taken.update(zip(batch.numbers, batch.pixels.flatten().tolist(), strict=True))
             drawn |= dict(zip(batch.numbers, Draws(1, batch.numbers).normal((2, 3)), strict=True))
