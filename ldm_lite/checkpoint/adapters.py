@@ -3,7 +3,7 @@
 A key is the name of a module and one of PARTS.  read_changes() checks the parts of a module and makes its changes.
 Shape letters: r rank, k kernel size.
 Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, norms.py and full.py; PEFT tuners/lora/layer.py.
-Other kinds of LyCORIS are in lycoris.py, those of PEFT in peft_kinds.py.
+Other kinds, of LyCORIS and PEFT, are in changes.py.
 """
 
 import math
@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint import lycoris, peft_kinds
+from ldm_lite.checkpoint.changes import PARTS as CHANGE_PARTS
+from ldm_lite.checkpoint.changes import DoRA, LoHa, LoKr, Settings, make_changes
 from ldm_lite.core.layers import Shapes
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
@@ -139,14 +140,6 @@ WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that
 Changes = Mapping[str, Change]  # "weight" or "bias" -> its change
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a configuration tells of a module beside the file's tensors."""
-
-    alpha: Callable[[int], float]  # rank -> alpha; 0 -> the scale, where no factor has a rank
-    peft: Mapping[str, Any]  # settings of PEFT, by name
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -167,8 +160,10 @@ def check_keys(keys: Sequence[str]) -> list[str]:
     if "lora_controlnet" in keys:
         raise ValueError("is a Control-LoRA, to be used with a checkpoint: `control=FILE:IMAGE`")
     for pattern, what in NOT_SUPPORTED.items():
-        if found := [key for key in keys if re.search(pattern, key)]:
-            raise ValueError(f"holds {what}, which is not supported: {SUPPORTED} ({len(found)} tensors: {found[0]})")
+        if refused := [key for key in keys if re.search(pattern, key)]:
+            raise ValueError(
+                f"holds {what}, which is not supported: {SUPPORTED} ({len(refused)} tensors: {refused[0]})"
+            )
     parts = {key: part_of(key) for key in keys}
     if all(part is None or (part[1].startswith("value") and "set_weight" not in key) for key, part in parts.items()):
         raise ValueError(f"is not a LoRA (has {min(keys, default='nothing')}): give a whole checkpoint as `ckpt`")
@@ -190,34 +185,32 @@ def read_changes(
     at = {part: shapes[key] for part, key in parts.items()}
     _check_shapes(at)
     tensors = {part: _numbers(part, read(key)) for part, key in parts.items()}
-    changes: dict[str, Change] = {}
     if "table_A" in tensors:  # of an embedding, whose weight PEFT transposes
         tensors |= {"up": tensors["table_A"].T, "down": tensors["table_B"].T}
 
-    def own_alpha(rank: int) -> float:
+    def alpha_of(rank: int) -> float:
         if "alpha" not in tensors:
             return settings.alpha(rank)
         return float(tensors["alpha"]) or float(rank) if rank else 1.0
 
-    for made in (lycoris.make(tensors, own_alpha), peft_kinds.make(tensors, settings.peft)):
-        if made.keys() & changes.keys() or (made and "up" in tensors):
-            raise ValueError("changes its weight twice: the file is damaged")
-        changes |= made
+    changes: dict[str, Change] = make_changes(tensors, Settings(alpha_of, settings.peft))
     if "up" in tensors:
+        if changes:
+            raise ValueError("changes its weight twice: the file is damaged")
         rank = len(tensors["down"])
-        own = own_alpha(rank)
-        changes["weight"] = LoraWeights(tensors["up"], tensors["down"], tensors.get("mid"), own)
+        alpha = alpha_of(rank)
+        changes["weight"] = LoraWeights(tensors["up"], tensors["down"], tensors.get("mid"), alpha)
         if "up_b" in tensors:
-            changes["bias"] = Difference(tensors["up_b"], own / rank)
+            changes["bias"] = Difference(tensors["up_b"], alpha / rank)
     for part, parameter, kind in WHOLE:
         if part in tensors:
             if parameter in changes:
                 raise ValueError(f"changes its {parameter} twice: the file is damaged")
             changes[parameter] = kind(tensors[part])
     if tensors.keys() & {"dora_scale", "magnitude"}:
-        if not isinstance(changes.get("weight"), LoraWeights | lycoris.LoHa | lycoris.LoKr):
+        if not isinstance(changes.get("weight"), LoraWeights | LoHa | LoKr):
             raise ValueError("has the lengths of DoRA without a LoRA, LoHa or LoKr: the file is damaged")
-        changes["weight"] = lycoris.DoRA.around(changes["weight"], tensors)
+        changes["weight"] = DoRA.around(changes["weight"], tensors)
     return changes
 
 
@@ -227,7 +220,7 @@ def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
     A negative size is any multiple of it.  Sizes of 1 at the end may be missing or in excess, since files of linears
     may have those of a 1x1 convolution and the reverse, and a kernel may be part of the second size.
     """
-    wanted, plain = (tuple(each[:2] if set(each[2:]) <= {1} else each) for each in (change, shape))
+    wanted, plain = (tuple(sizes[:2] if set(sizes[2:]) <= {1} else sizes) for sizes in (change, shape))
     flat = (*plain[:1], math.prod(plain[1:]))
     if min(wanted, default=0) < 0:
         sizes = flat if len(wanted) == 2 else plain
@@ -244,7 +237,7 @@ def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
     if math.prod(at.get("alpha", ())) != 1:
         raise ValueError(f"its alpha has {math.prod(at['alpha'])} elements, wanted one: the file is damaged")
     of_pair = [pair for pair in (("up", "down"), ("table_A", "table_B")) if pair[0] in at or pair[1] in at]
-    if not of_pair and not at.keys() & ({part for part, _, _ in WHOLE} | lycoris.PARTS | peft_kinds.PARTS):
+    if not of_pair and not at.keys() & ({part for part, _, _ in WHOLE} | CHANGE_PARTS):
         raise ValueError("lacks its up and down weights: the file is damaged")
     if (lacking := {"mid", "up_b"} & at.keys()) and "up" not in at:
         raise ValueError(f"has the part {min(lacking)} without an up weight: the file is damaged")

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from ldm_lite.checkpoint import adapters, peft
-from ldm_lite.checkpoint.adapters import Change, Changes, Settings, Value
+from ldm_lite.checkpoint.adapters import Change, Changes, Value
+from ldm_lite.checkpoint.changes import Settings
 from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
 from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
-from ldm_lite.checkpoint.peft_kinds import ColumnBOFT
+from ldm_lite.checkpoint.changes import ColumnBOFT
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "peft_kinds.npz"))
 NAMES = [name.removesuffix(".about") for name in GOLDEN if name.endswith(".about")]
@@ -91,15 +91,15 @@ IA3_CONFIG = {"peft_type": "IA3", "feedforward_modules": ["fc1"]}
         ({"oft_R.weight": torch.zeros(1, 3)}, None, "is any x a multiple of 3, here it is 256 x 64"),
         ({"oft_R.weight": torch.full((8, 28), float("nan"))}, None, "holds NaN"),
         ({"oft_R": torch.ones(8, 8, 8)}, None, "OFT in another layout than LyCORIS's and PEFT's since"),
-        ({"boft_R": torch.ones(1, 8, 8, 8)}, None, "has the parts boft_R, which no kind has"),
+        ({"boft_R": torch.ones(1, 8, 8, 8)}, None, "lacks its part boft_s"),
         ({"boft_R": torch.ones(1, 8, 8, 4), "boft_s": torch.ones(256, 1)}, None, "do not fit together"),
         ({"boft_R": torch.ones(9, 8, 8, 8), "boft_s": torch.ones(256, 1)}, None, "do not fit together"),
         ({"boft_R": torch.ones(1, 8, 8, 8), "boft_s": torch.ones(7, 1)}, None, "is 7 x 64, here it is 256 x 64"),
         ({"ia3_l": torch.ones(2, 64)}, IA3_CONFIG, "its part ia3_l is 2 x 64"),
         ({"ia3_l": torch.ones(1, 64, 1, 1)}, None, "keep it beside the file"),
         ({"ia3_l": torch.ones(1, 63)}, IA3_CONFIG, "is any x 63 x any, here it is 256 x 64"),
-        ({"ia3_l": torch.ones(1, 64), "oft_R.weight": torch.ones(8, 28)}, None, "which no kind has"),
-        ({"ia3_l": torch.ones(1, 64), "hada_w1_a": torch.ones(2, 2)}, None, "lacks its part hada_w1_b"),
+        ({"ia3_l": torch.ones(1, 64), "oft_R.weight": torch.ones(8, 28)}, None, "changes its weight twice"),
+        ({"ia3_l": torch.ones(1, 64), "hada_w1_a": torch.ones(2, 2)}, None, "changes its weight twice"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(

@@ -1,15 +1,15 @@
 """Kinds of change of a weight besides LoRA: LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
 
-OFT, BOFT and IA3 in PEFT's layout are in peft_kinds.py.
-
 Each is made from its parts in a file, as float32 matrices, and tells the shape of the weight that it changes, as far
-as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.
+as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.  LyCORIS's OFT and BOFT
+rotate the rows of a weight, PEFT's the columns, which are those of (out, in * k * k) in a convolution.
 
 Shape letters: r rank, n in * k * k (in for a linear), b size of a block.
 Source: LyCORIS modules/loha.py, lokr.py, glora.py, diag_oft.py, boft.py, ia3.py, functional/general.py; PEFT
-tuners/lora/dora.py.
+tuners/lora/dora.py, oft/layer.py, boft/layer.py, ia3/layer.py.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,14 @@ import torch
 from torch import Tensor
 
 Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a configuration tells of a module beside the file's tensors."""
+
+    alpha: Callable[[int], float]  # rank -> alpha; 0 -> the scale, where no factor has a rank
+    peft: Mapping[str, Any]  # settings of PEFT, by name
 
 
 def _low_rank(up: Tensor, down: Tensor, core: Tensor | None) -> Tensor:
@@ -49,13 +57,13 @@ class LoHa:
     scale: float
 
     @staticmethod
-    def of(parts: Parts, alpha: Callable[[int], float]) -> "LoHa":
+    def of(parts: Parts, settings: Settings) -> "LoHa":
         """Make it from a file's parts."""
         first, second = ((parts[f"hada_w{i}_a"], parts[f"hada_w{i}_b"], parts.get(f"hada_t{i}")) for i in (1, 2))
         if _low_rank_shape(*first) != _low_rank_shape(*second):
             raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
         rank = len(first[1])
-        return LoHa(first, second, alpha(rank) / rank)
+        return LoHa(first, second, settings.alpha(rank) / rank)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +84,7 @@ class LoKr:
     scale: float
 
     @staticmethod
-    def of(parts: Parts, alpha: Callable[[int], float]) -> "LoKr":
+    def of(parts: Parts, settings: Settings) -> "LoKr":
         """Make it from a file's parts."""
         factors, rank = [], 0
         for name, core in (("lokr_w1", None), ("lokr_w2", parts.get("lokr_t2"))):
@@ -90,7 +98,7 @@ class LoKr:
         first, second = factors
         if first.ndim != 2 or second.ndim not in (2, 4):
             raise ValueError(f"its parts do not fit together ({_sizes(first, second)}): the file is damaged")
-        return LoKr(first, second, alpha(rank) / (rank or 1))
+        return LoKr(first, second, settings.alpha(rank) / (rank or 1))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,7 +121,7 @@ class GLoRA:
     scale: float
 
     @staticmethod
-    def of(parts: Parts, alpha: Callable[[int], float]) -> "GLoRA":
+    def of(parts: Parts, settings: Settings) -> "GLoRA":
         """Make it from a file's parts."""
         a1, a2, b1, b2 = (parts[f"glora_{name}"].flatten(1) for name in ("a1", "a2", "b1", "b2"))
         if (core := parts.get("glora_bm")) is not None:
@@ -121,7 +129,7 @@ class GLoRA:
         _low_rank_shape(b1, b2, core)
         if _low_rank_shape(a1, a2, None) != (a2.shape[1], a2.shape[1]):
             raise ValueError(f"its parts do not fit together ({_sizes(a1, a2)}): the file is damaged")
-        return GLoRA((a1, a2), (b1, b2, core), alpha(len(a2)) / len(a2))
+        return GLoRA((a1, a2), (b1, b2, core), settings.alpha(len(a2)) / len(a2))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,7 +138,7 @@ class GLoRA:
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
-        a1, a2 = (each.float().to(parameter.device) for each in self.inside)
+        a1, a2 = (factor.float().to(parameter.device) for factor in self.inside)
         inside = torch.einsum("oi...,ij,jl->ol...", parameter, a1, a2)
         return self.scale * (inside + _low_rank(*self.beside).reshape(parameter.shape).to(parameter.device))
 
@@ -144,7 +152,7 @@ class OFT:
     limit: float  # of the norm of all blocks, 0 = none
 
     @staticmethod
-    def of(parts: Parts, alpha: Callable[[int], float]) -> "OFT":
+    def of(parts: Parts, settings: Settings) -> "OFT":
         """Make it from a file's parts, whose alpha is the limit, divided by the number of rows."""
         blocks, rescale = parts["oft_blocks"], parts.get("rescale")
         size = blocks.shape[-1]
@@ -170,13 +178,115 @@ class OFT:
         if rotations.ndim == 3:
             rows = (rotations.transpose(1, 2) @ rows.view(*rotations.shape[:2], -1)).flatten(0, 1)
         else:
-            for stage, each in enumerate(rotations):
+            for stage, rotation in enumerate(rotations):
                 half, width = 2**stage * blocks.shape[-1] // 2, rows.shape[1]  # rows this far apart meet in a block
-                rows = each @ rows.view(-1, 2, half, width).transpose(1, 2).reshape(*each.shape[:2], width)
+                rows = rotation @ rows.view(-1, 2, half, width).transpose(1, 2).reshape(*rotation.shape[:2], width)
                 rows = rows.view(-1, half, 2, width).transpose(1, 2).reshape(-1, width)
         if self.rescale is not None:
             rows = rows * self.rescale.float().to(rows.device).reshape(-1, 1)
         return rows.view_as(parameter) - parameter
+
+
+TERMS = 5  # of the Neumann series, unless the configuration says otherwise
+
+
+def _rotated(columns: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate blocks of columns (out,n) by rotations (n/b,b,b)."""
+    blocks = columns.view(len(columns), len(rotations), -1)
+    return torch.einsum("okc,kdc->okd", blocks, rotations).flatten(1)
+
+
+def _cayley(skew: Tensor) -> Tensor:
+    """Return the rotations (I - Q) (I + Q)^-1 of skew-symmetric matrices Q (...,b,b)."""
+    eye = torch.eye(skew.shape[-1], device=skew.device)
+    return torch.linalg.solve(eye + skew, eye - skew, left=False)
+
+
+@dataclass(frozen=True)
+class ColumnOFT:
+    """Rotates blocks of columns: OFT, Qiu et al. 2023."""
+
+    angles: Tensor  # (n/b,b*(b-1)/2) or, for all blocks, (1,b*(b-1)/2): the upper triangles of Q
+    limit: float | None  # of the norm of Q, times the root of the number of blocks: COFT
+    terms: int | None  # of the Neumann series of (I - Q) (I + Q)^-1; None = exactly
+
+    @staticmethod
+    def of(parts: Parts, settings: Settings) -> "ColumnOFT":
+        """Make it from a file's parts; the configuration tells the limit and the series."""
+        about, angles = settings.peft, parts["oft_R"]
+        terms = about.get("num_cayley_neumann_terms", TERMS) if about.get("use_cayley_neumann", True) else None
+        rotation = ColumnOFT(angles, about.get("eps", 6e-5) if about.get("coft") else None, terms)
+        if angles.ndim != 2 or rotation.size * (rotation.size - 1) // 2 != angles.shape[1]:
+            raise ValueError(f"its parts do not fit together ({_sizes(angles)}): the file is damaged")
+        return rotation
+
+    @property
+    def size(self) -> int:
+        """The size of a block."""
+        return (1 + math.isqrt(1 + 8 * self.angles.shape[1])) // 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of columns of the weight; if its blocks share one rotation, any multiple of their size."""
+        return (-1, -self.size if len(self.angles) == 1 else len(self.angles) * self.size)
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a weight."""
+        columns, size = parameter.flatten(1), self.size
+        skew = torch.zeros(len(self.angles), size, size, device=parameter.device)
+        rows, upper = torch.triu_indices(size, size, 1)
+        skew[:, rows, upper] = self.angles.float().to(parameter.device)
+        skew = skew - skew.transpose(1, 2)
+        if self.limit is not None:
+            most = self.limit / math.sqrt(len(skew))
+            skew = skew * (most / skew.flatten(1).norm(dim=1).clamp(min=most)).view(-1, 1, 1)
+        rotations = _cayley(skew) if self.terms is None else self._series(skew)
+        return _rotated(columns, rotations.expand(columns.shape[1] // size, -1, -1)).view_as(parameter) - parameter
+
+    def _series(self, skew: Tensor) -> Tensor:
+        """Return I + 2 Q + 2 Q^2 + ... + Q^(terms - 1), with PEFT's signs; from 3 terms it adds 4 at least."""
+        assert self.terms is not None
+        terms = self.terms if self.terms < 3 else max(self.terms, 4)
+        total = power = torch.eye(skew.shape[-1], device=skew.device).expand_as(skew)
+        for exponent in range(1, terms):
+            power = power @ skew
+            total = total + (1 if exponent == terms - 1 > 1 else 2) * power
+        return total
+
+
+@dataclass(frozen=True)
+class ColumnBOFT:
+    """Rotates blocks of columns in stages of a butterfly, and scales the rows: BOFT, Liu et al. 2024."""
+
+    blocks: Tensor  # (stages,n/b,b,b)
+    scales: Tensor  # (out,)
+
+    @staticmethod
+    def of(parts: Parts, settings: Settings) -> "ColumnBOFT":
+        """Make it from a file's parts."""
+        blocks, scales = parts["boft_R"], parts["boft_s"]
+        stages = len(blocks)
+        fits = blocks.ndim == 4 and blocks.shape[2] == blocks.shape[3] and max(scales.shape) == scales.numel()
+        if not fits or (stages > 1 and (blocks.shape[2] % 2 or blocks.shape[1] % 2 ** (stages - 1))):
+            raise ValueError(f"its parts do not fit together ({_sizes(blocks, scales)}): the file is damaged")
+        return ColumnBOFT(blocks, scales.flatten())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, (out,n)."""
+        return (len(self.scales), self.blocks.shape[1] * self.blocks.shape[-1])
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change of a weight."""
+        blocks, size = self.blocks.float().to(parameter.device), self.blocks.shape[-1]
+        columns = parameter.flatten(1)
+        order = torch.arange(columns.shape[1], device=columns.device)
+        for stage, rotation in enumerate(_cayley(0.5 * (blocks - blocks.transpose(-1, -2)))):
+            if len(blocks) > 1:  # columns 2^stage halves of a block apart meet
+                order = torch.arange(columns.shape[1], device=columns.device).view(-1, 2**stage, 2, size // 2)
+                order = order.transpose(1, 2).flatten()
+            columns = _rotated(columns[:, order.argsort()], rotation)[:, order]
+        return (columns * self.scales.float().to(columns.device).view(-1, 1)).view_as(parameter) - parameter
 
 
 @dataclass(frozen=True)
@@ -187,9 +297,19 @@ class IA3:
     columns: bool
 
     @staticmethod
-    def of(parts: Parts, alpha: Callable[[int], float]) -> "IA3":
-        """Make it from a file's parts."""
-        return IA3(parts["ia3"].flatten(), bool(parts["on_input"]))
+    def of(parts: Parts, settings: Settings) -> "IA3":
+        """Make it from a file's parts; LyCORIS stores s, PEFT 1 + s."""
+        if "ia3_l" not in parts:
+            return IA3(parts["ia3"].flatten(), bool(parts["on_input"]))
+        factors = parts["ia3_l"]
+        if max(factors.shape) != factors.numel():
+            raise ValueError(f"its part ia3_l is {' x '.join(map(str, factors.shape))}: the file is damaged")
+        columns = factors.ndim == 2 and len(factors) == 1
+        if factors.ndim != 2:  # of a convolution, whose shape does not tell
+            if "feedforward" not in settings.peft:
+                raise ValueError("is of IA3, whose adapter_config.json tells what it scales: keep it beside the file")
+            columns = bool(settings.peft["feedforward"])
+        return IA3(factors.flatten().float() - 1, columns)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -200,6 +320,18 @@ class IA3:
         """Return the change of a weight."""
         scales = self.scales.float().to(parameter.device)
         return parameter * scales.view([-1 if i == int(self.columns) else 1 for i in range(parameter.ndim)])
+
+
+@dataclass(frozen=True)
+class OptionalIA3(IA3):
+    """Scales a bias, if the module has one."""
+
+    optional: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the bias."""
+        return (len(self.scales),)
 
 
 @dataclass(frozen=True)
@@ -242,23 +374,29 @@ KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "glora_a1": (GLoRA, ("glora_a1", "glora_a2", "glora_b1", "glora_b2"), ("glora_bm",)),
     "oft_blocks": (OFT, ("oft_blocks",), ("rescale",)),
     "on_input": (IA3, ("on_input", "ia3"), ()),
+    "oft_R": (ColumnOFT, ("oft_R",), ()),  # PEFT's, from here on
+    "boft_R": (ColumnBOFT, ("boft_R", "boft_s"), ()),
+    "ia3_l": (IA3, ("ia3_l",), ()),
 }
 PARTS = frozenset(part for _, need, may in KINDS.values() for part in (*need, *may))
 
 
-def make(parts: Parts, alpha: Callable[[int], float]) -> dict[str, Any]:
-    """Return the change of a "weight" of these kinds that the parts of a module make, none if it is of another kind.
+def make_changes(parts: Parts, settings: Settings) -> dict[str, Any]:
+    """Return the changes of these kinds that the parts of a module make, by parameter; none if it is of another kind.
 
-    Raises ValueError if parts are missing, do not fit together, or belong to two kinds.
+    Raises ValueError if parts or settings are missing, or if parts do not fit together or belong to two kinds.
     """
-    found = [(kind, need, may) for kind, need, may in KINDS.values() if parts.keys() & {*need, *may}]
-    if not found:
+    kinds = [(kind, need) for kind, need, may in KINDS.values() if parts.keys() & {*need, *may}]
+    if not kinds:
         return {}
-    if len(found) > 1:
+    if len(kinds) > 1:
         raise ValueError(f"changes its weight twice ({', '.join(sorted(parts.keys() & PARTS))}): the file is damaged")
-    kind, need, _ = found[0]
+    kind, need = kinds[0]
     if kind is LoKr:
         need = tuple(n for name in ("lokr_w1", "lokr_w2") if name not in parts for n in (f"{name}_a", f"{name}_b"))
     if lacking := [part for part in need if part not in parts]:
         raise ValueError(f"lacks its part {lacking[0]}: the file is damaged")
-    return {"weight": kind.of(parts, alpha)}
+    change = kind.of(parts, settings)
+    if "ia3_l" in parts and not change.columns:  # PEFT scales what the module computes, with its bias
+        return {"weight": change, "bias": OptionalIA3(change.scales, False)}
+    return {"weight": change}
