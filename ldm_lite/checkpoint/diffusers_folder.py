@@ -105,14 +105,16 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
         if name.startswith("text_encoder") and not {T5, QWEN3, f"model.{QWEN3}"} & network.shapes.keys():
             open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
             network = _text_encoder(folder, name, network, open_clip)
-        found = split(network)
-        component = found.get("text_encoder" if name.startswith("text_encoder") else role)
+        components = split(network)
+        component = components.get("text_encoder" if name.startswith("text_encoder") else role)
         if component is None:
-            raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(found)}")
+            raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(components)}")
         before = prefix(role, component.keys, sgm="text_encoder_2" in roles and "unet" in roles)
         tensors |= {before + key: (component.checkpoint, stored) for key, stored in component.keys.items()}
-        own = {key.replace("text_", "text_2_"): value for key, value in network.metadata.items()}
-        metadata |= metadata_of(role, own if role == "text_encoder_2" else network.metadata)
+        about = network.metadata
+        if role == "text_encoder_2":
+            about = {key.replace("text_", "text_2_"): value for key, value in about.items()}
+        metadata |= metadata_of(role, about)
     return combine(folder, tensors, metadata)
 
 
@@ -132,9 +134,9 @@ def _text_encoder(folder: Path, name: str, network: Checkpoint, open_clip: bool)
 
 def _open_network(folder: Path) -> Checkpoint:
     """Open the weights in the folder of one network, in one file or in shards."""
-    found, index = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
-    if found is not None:
-        checkpoint = open_checkpoint(folder / found)
+    file, index = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
+    if file is not None:
+        checkpoint = open_checkpoint(folder / file)
     elif index is not None:
         checkpoint = _open_shards(folder, index)
     else:
@@ -148,12 +150,12 @@ def _open_network(folder: Path) -> Checkpoint:
 
 def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
     """Return the weights file and the index of shards among the file names of one network's folder."""
-    found = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
+    files = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
     indices = sorted(
         (name for name in names if re.fullmatch(r"[\w.-]*\.index[\w.-]*\.json", name)),
         key=lambda name: (".safetensors" not in name, name),
     )
-    return next((name for name in found if name in names), None), next(iter(indices), None)
+    return next((name for name in files if name in names), None), next(iter(indices), None)
 
 
 def _open_shards(folder: Path, index: str) -> Checkpoint:

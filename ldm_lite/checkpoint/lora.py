@@ -65,25 +65,25 @@ OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # which is the second
 
 def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
     """Return the "weight" and "bias" of a network's modules, by name; OpenCLIP's q, k and v share parameters."""
-    found: dict[str, dict[str, Target]] = {}
+    by_module: dict[str, dict[str, Target]] = {}
     for key, parameter in network.named_parameters(remove_duplicate=False):
         module, _, last = key.rpartition(".")
         if last in ("weight", "bias", "scale"):
-            found.setdefault(module, {})[last] = Target(parameter)
+            by_module.setdefault(module, {})[last] = Target(parameter)
         elif last in ("in_proj_weight", "in_proj_bias"):
-            third = len(parameter) // 3
+            third, last = len(parameter) // 3, last.removeprefix("in_proj_")
             for i, part in enumerate("qkv"):
-                rows = slice(i * third, (i + 1) * third)
-                found.setdefault(f"{module}.{part}_proj", {})[last.removeprefix("in_proj_")] = Target(parameter, rows)
+                target = Target(parameter, slice(i * third, (i + 1) * third))
+                by_module.setdefault(f"{module}.{part}_proj", {})[last] = target
         elif key in ("positional_embedding", "text_projection"):
-            found[key] = {"weight": Target(parameter, transposed=key == "text_projection")}
+            by_module[key] = {"weight": Target(parameter, transposed=key == "text_projection")}
     for name, layer in network.named_modules():
         if isinstance(layer, BlockLinear):
-            found.setdefault(name, {})["weight"] = Target(layer)
-    return found | _parts(network, found)
+            by_module.setdefault(name, {})["weight"] = Target(layer)
+    return by_module | _parts(network, by_module)
 
 
-def _parts(network: nn.Module, found: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
+def _parts(network: nn.Module, by_module: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
     """Return the targets of diffusers' modules of a transformer, which are rows of its own or have swapped halves."""
     if isinstance(network, Flux):
         modules = flux_modules(network.spec.depth, network.spec.single_depth)
@@ -98,7 +98,7 @@ def _parts(network: nn.Module, found: Mapping[str, dict[str, Target]]) -> dict[s
         for i, name in enumerate(names):
             width = network.spec.width  # of queries, keys and values; the MLP is the rest
             rows = slice(None) if len(names) == 1 else slice(i * width, None if i == 3 else (i + 1) * width)
-            for last, target in found.get(ours, {}).items():
+            for last, target in by_module.get(ours, {}).items():
                 key = "weight" if last == "scale" else last  # of norms
                 parts.setdefault(name, {})[key] = Target(target.parameter, rows, swapped=swapped)
     return parts
@@ -110,17 +110,17 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     if isinstance(network, UNet):
         spec = network.spec
         blocks = unet_blocks(spec.num_res_blocks, spec.transformer_depth, spec.middle_depth)
-    found = {}
+    spellings = {}
     for module in targets(network):
-        other = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
-        names = [unet_name(module, blocks), module] if blocks else [f"text_model.{other}", other, module]
+        transformers = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
+        names = [unet_name(module, blocks), module] if blocks else [f"text_model.{transformers}", transformers, module]
         names = [module] if isinstance(network, Flux | MMDiT | ZImage) else names
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]
         prefixes = (*OF_T5, f"{role}_") if isinstance(network, T5Encoder) else PREFIXES[role]
-        found[module] = [prefix + name for prefix in prefixes for name in flat]
-    return found
+        spellings[module] = [prefix + name for prefix in prefixes for name in flat]
+    return spellings
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -169,12 +169,13 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     try:
         unknown = adapters.check_keys(keys)
         for key in keys:
-            if (found := adapters.part_of(key)) is None:
+            if (split_key := adapters.part_of(key)) is None:
                 continue
-            module = (f"{role}_" if role else "") + found[0].replace(".", "_")
-            dotted[module] = found[0]
-            if (other := parts.setdefault(module, {}).setdefault(found[1], key)) != key:
-                raise ValueError(f"holds the same weights twice, as {other} and {key}")
+            name, part = split_key
+            module = (f"{role}_" if role else "") + name.replace(".", "_")
+            dotted[module] = name
+            if (first := parts.setdefault(module, {}).setdefault(part, key)) != key:
+                raise ValueError(f"holds the same weights twice, as {first} and {key}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if unknown:
@@ -183,9 +184,10 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     if not configs and path.name in peft.WEIGHTS:
         log.warning("%s: %s is missing beside it: alpha is taken to be the rank", path, peft.CONFIG)
     modules = {}
-    for module, each in parts.items():
+    for module, keys_of_parts in parts.items():
         try:
-            modules[module] = adapters.read_changes(each, file.shapes, file.read, _settings(configs, dotted[module]))
+            settings = _settings(configs, dotted[module])
+            modules[module] = adapters.read_changes(keys_of_parts, file.shapes, file.read, settings)
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     return Lora(path.name, modules, tuple(bundled(file)))
@@ -218,7 +220,9 @@ def merge_lora(
     has another shape, or compiled code would not see the change.
     """
     networks = {role: network for role, network in networks.items() if role in PREFIXES}
-    places = {(role, name): found for role, network in networks.items() for name, found in targets(network).items()}
+    places = {
+        (role, name): parameters for role, network in networks.items() for name, parameters in targets(network).items()
+    }
     table: dict[str, list[Place]] = {}
     for role, network in networks.items():
         for module, names in file_names(role, network).items():
@@ -268,15 +272,15 @@ def _matched(
     if len(left) == len(lora.modules):
         raise ValueError(f"{lora.name}: none of its {len(left)} modules is in this model (has {left[0]})")
     missing: list[str] = []
-    found: list[tuple[Place, Target, Change]] = []
+    matched: list[tuple[Place, Target, Change]] = []
     taken: dict[Place, str] = {}
     for name, changes in lora.modules.items():
         if name not in table:
             continue
         # A name without a prefix may be that of either text encoder.
         place = next((place for place in table[name] if _fits(changes, places[place])), table[name][0])
-        if (other := taken.setdefault(place, name)) != name:
-            raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {other} and {name}")
+        if (first := taken.setdefault(place, name)) != name:
+            raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {first} and {name}")
         for parameter, change in changes.items():
             target = places[place].get(parameter)
             if target is None and getattr(change, "optional", False):
@@ -292,17 +296,17 @@ def _matched(
                     f"{lora.name}: is for another model: its {place[1]}.{parameter} is {theirs}, here it is {ours}"
                 )
             else:
-                found.append((place, target, change))
+                matched.append((place, target, change))
     for what, names in (("modules", left), ("weights or biases", missing)):
         if names:
             some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
             log.warning("%s: %d %s are not in this model and have no effect: %s", lora.name, len(names), what, some)
-    return found
+    return matched
 
 
 def _fits(changes: Changes, target: Mapping[str, Target]) -> bool:
     """Whether all changes have the shapes of a module."""
     return all(
-        adapters.fits(each.shape, target[name].shape) if name in target else getattr(each, "optional", False)
-        for name, each in changes.items()
+        adapters.fits(change.shape, target[name].shape) if name in target else getattr(change, "optional", False)
+        for name, change in changes.items()
     )

@@ -69,15 +69,15 @@ class MergedLora:
         """Change a weight."""
         if isinstance(weight, BlockLinear) or self._offloader.kept(weight).scale is not None:
             with _changes(weight, self._offloader) as (present, device):
-                own = [replace(each, change=on(each.change, device)) for each in changes]
-                present += own
-            self._added.append((weight, own))
+                added = [replace(applied, change=on(applied.change, device)) for applied in changes]
+                present += added
+            self._added.append((weight, added))
             return
         if removable:
             self._before.append((weight, self._offloader.read(weight, torch.device("cpu")).clone()))
         total = self._offloader.read(weight, weight.device, torch.float32).clone()
-        for each in changes:
-            each(total)
+        for applied in changes:
+            applied(total)
         self._offloader.write(weight, total)
 
     def remove(self) -> None:
@@ -90,7 +90,7 @@ class MergedLora:
             self._offloader.write(parameter, before)
         for weight, changes in self._added:
             with _changes(weight, self._offloader) as (present, _):
-                present[:] = [each for each in present if each not in changes]
+                present[:] = [applied for applied in present if applied not in changes]
         self._before, self._added = [], []
 
     def __enter__(self) -> "MergedLora":
@@ -115,7 +115,7 @@ def on(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(on(each, device) for each in value)
+        return tuple(on(part, device) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: on(getattr(value, each.name), device) for each in fields(value)})
+        return replace(value, **{field.name: on(getattr(value, field.name), device) for field in fields(value)})
     return value

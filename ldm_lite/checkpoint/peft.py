@@ -115,15 +115,15 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
 
 def _rotation(about: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check the settings of OFT that change what its angles mean."""
-    given = {name: about[name] for name in ("coft", "use_cayley_neumann") if about.get(name) is not None}
-    if wrong := [name for name, value in given.items() if not isinstance(value, bool)]:
-        raise ValueError(f"{where}: its {wrong[0]} is {_short(given[wrong[0]])}, wanted true or false")
+    switches = {name: about[name] for name in ("coft", "use_cayley_neumann") if about.get(name) is not None}
+    if wrong := [name for name, value in switches.items() if not isinstance(value, bool)]:
+        raise ValueError(f"{where}: its {wrong[0]} is {_short(switches[wrong[0]])}, wanted true or false")
     numbers = {name: about[name] for name in ("eps", "num_cayley_neumann_terms") if about.get(name) is not None}
     for name, value in numbers.items():
         most = 1e30 if name == "eps" else 100
         if not _is_number(value) or not 0 < value <= most or (name != "eps" and value != int(value)):
             raise ValueError(f"{where}: its {name} is {_short(value)}, wanted a number above 0")
-    return given | numbers
+    return switches | numbers
 
 
 def _feedforward(about: Mapping[str, Any], where: str, most: int) -> list[re.Pattern[str]]:
@@ -183,7 +183,9 @@ def by_role(about: Any, where: str, most: int) -> dict[str, PeftConfig]:
     for name, value in about.items():
         role, _, setting = name.rpartition(".")
         roles.setdefault(role, {})[setting] = value
-    return {role: read_config(each, f"{where} ({role})" if role else where, most) for role, each in roles.items()}
+    return {
+        role: read_config(settings, f"{where} ({role})" if role else where, most) for role, settings in roles.items()
+    }
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -234,16 +236,16 @@ def _role(folder: str) -> str:
 
 def _choose(names: Collection[str], where: str) -> list[tuple[str, str, str | None]]:
     """Choose among the files of a folder: PEFT's, of one or several networks, or the only other file of weights."""
-    found: list[tuple[str, str, str | None]] = []
+    adapters: list[tuple[str, str, str | None]] = []
     for role in ("", *ROLES):
         before = f"{role}/" if role else ""
         if before + CONFIG in names:
             weights = next((before + name for name in WEIGHTS if before + name in names), None)
             if weights is None:
                 raise ValueError(f"{where}: has {before}{CONFIG}, but not {before}{WEIGHTS[0]}: download it whole")
-            found.append((role, weights, before + CONFIG))
-    if found:
-        return found
+            adapters.append((role, weights, before + CONFIG))
+    if adapters:
+        return adapters
     files = sorted(name for name in names if "/" not in name and name.endswith(hub.ENDINGS))
     chosen = [name for name in (*WEIGHTS, *DIFFUSERS) if name in files][:1] or files
     if len(chosen) != 1:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ldm_lite.checkpoint import vision_keys
 from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
 from ldm_lite.checkpoint.gguf import MAGIC, open_gguf
-from ldm_lite.checkpoint.safetensors_file import MOST_TENSORS, open_safetensors
 from ldm_lite.checkpoint.scaled import is_scaled, unscaled
 from ldm_lite.checkpoint.torch_file import open_torch
 from ldm_lite.cli.files import open_file
@@ -67,7 +67,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
     if len(head) > 8 and head[8:9] == b"{":
-        return _checked(Checkpoint(path, *open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))))
+        return _checked(Checkpoint(path, *_open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))))
     if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
         shapes, read = open_torch(path, is_zip=head[:1] == b"P")
         return _checked(Checkpoint(path, shapes, {}, read))
@@ -76,8 +76,35 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors, .ckpt or .gguf")
 
 
+MOST_TENSORS = 65536  # Stable Diffusion XL with an EMA copy has 5,000
+MOST_HEADER = 64 * 2**20  # bytes; most of a large one is metadata
 LONGEST_KEY = 512
 NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
+
+
+def _open_safetensors(path: Path, size: int, header: int) -> tuple[Shapes, Mapping[str, str], Callable[[str], Tensor]]:
+    """Return the shapes of a file's tensors by key, its metadata, and a function that reads one tensor.
+
+    `header` is what the file says to be the length of its header.  Raises ValueError, one line.
+    """
+    if 8 + header > size:
+        raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
+    if header > MOST_HEADER:
+        raise ValueError(f"{path}: has a header of {header} bytes, wanted at most {MOST_HEADER}")
+    try:
+        file: Any = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        with open(path, "rb") as raw:
+            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,18})\b', raw.read(8 + header))
+        wanted = 8 + header + max(map(int, ends), default=0)
+        if size < wanted:
+            raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
+        raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
+    keys = file.keys()
+    if len(keys) > MOST_TENSORS:
+        raise ValueError(f"{path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
+    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+    return shapes, file.metadata() or {}, file.get_tensor
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
@@ -206,7 +233,7 @@ def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     """Return the prefix of a network's keys in the original layout, or with `sgm` in that of generative-models."""
     roles = (role, "text_encoder_3") if T5 in keys else (role,)  # T5's place depends on the family
     prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name in roles and probe in keys)
-    return next((found for found in prefixes if found.startswith(SGM) == sgm), prefixes[0])
+    return next((place for place in prefixes if place.startswith(SGM) == sgm), prefixes[0])
 
 
 def split(checkpoint: Checkpoint) -> dict[str, Component]:
@@ -225,10 +252,10 @@ def split(checkpoint: Checkpoint) -> dict[str, Component]:
     components = {}
     used: set[str] = set()
     for role, probe, prefixes in COMPONENTS:
-        found = next((prefix for prefix in prefixes if prefix + probe in stored.keys() - used), None)
-        if found is None or role in components:
+        place = next((prefix for prefix in prefixes if prefix + probe in stored.keys() - used), None)
+        if place is None or role in components:
             continue
-        keys = {key.removeprefix(found): key for key in stored if key.startswith(found) and key not in used}
+        keys = {key.removeprefix(place): key for key in stored if key.startswith(place) and key not in used}
         if role == "vision":  # its output is beside it, without its prefix
             keys |= {key: key for key in stored.keys() & {"visual_projection.weight"}}
         used |= set(keys.values())
@@ -266,13 +293,13 @@ def _with_clip_g(checkpoint: Checkpoint) -> Checkpoint:
 def _with_other_half(vae: Component) -> Component:
     """Add TAESD's other half from the file beside it: taesd_decoder.pth and taesd_encoder.pth."""
     path, half = vae.checkpoint.path, " ".join({key.partition(".")[0] for key in vae.keys})
-    other = {"decoder": "encoder", "encoder": "decoder"}.get(half, half)
-    beside = path.with_name(path.name.replace(half, other))
+    missing = {"decoder": "encoder", "encoder": "decoder"}.get(half, half)
+    beside = path.with_name(path.name.replace(half, missing))
     if beside == path or not beside.is_file():
         return vae
     second = open_checkpoint(beside)
     keys = taesd_keys({key: key for key in second.shapes})
-    if not all(key.startswith(f"{other}.") for key in keys):
+    if not all(key.startswith(f"{missing}.") for key in keys):
         return vae
     log.info("%s: taken together with %s", path.name, beside.name)
     tensors = {key: (vae.checkpoint, stored) for key, stored in vae.keys.items()}

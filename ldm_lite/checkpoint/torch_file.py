@@ -85,9 +85,9 @@ def _tensors(content: object) -> dict[str, Stored]:
     if INVERSION in content:
         learned, name = content[INVERSION], content.get("name")
         learned = learned.parameters if isinstance(learned, Inert) else learned
-        own = {"*": name} if isinstance(name, str) else {}
+        names = {"*": name} if isinstance(name, str) else {}
         parts = learned.items() if isinstance(learned, dict) else ()
-        content = {f"{INVERSION}.{own.get(key, key)}": value for key, value in parts}
+        content = {f"{INVERSION}.{names.get(key, key)}": value for key, value in parts}
     for name in IP_ADAPTER:  # two dictionaries in one
         if isinstance(inner := content.get(name), dict):
             content = {**content, **{f"{name}.{key}": value for key, value in inner.items()}}
