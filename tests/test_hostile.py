@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import txt2img
-from ldm_lite.checkpoint import torch_file
+from ldm_lite.checkpoint import reader
 from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.lora import open_lora
@@ -159,11 +159,8 @@ OUTSIDE += [
 def test_an_index_names_files_of_its_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"secret": torch.ones(2)}, tmp_path / "outside.safetensors")
     opened: list[Path] = []
-    real = torch_file.open_file
-    for module in ("reader", "torch_file"):
-        monkeypatch.setattr(
-            f"ldm_lite.checkpoint.{module}.open_file", lambda path, *a: opened.append(path) or real(path, *a)
-        )
+    real = reader.open_file
+    monkeypatch.setattr(reader, "open_file", lambda path, *a: opened.append(path) or real(path, *a))
     for i, name in enumerate(OUTSIDE):
         folder = sharded(tmp_path / str(i), {"one": "one.safetensors", "secret": name})
         with pytest.raises(ValueError, match=r"index.json: names .*, wanted names of files in the same folder"):
@@ -204,6 +201,7 @@ def pickled(path: Path, program: bytes, compression: int = zipfile.ZIP_STORED, d
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + program + b".")
         archive.writestr("archive/data/0", data)
+        archive.writestr("archive/version", b"3\n")
     return path
 
 
@@ -236,8 +234,6 @@ BOMBS = {
     "a negative stride": NAMED % (TENSOR % (b"K\x05", b"K\x02\x85", b"J\xff\xff\xff\xff\x85")),
     "a negative offset": NAMED % (TENSOR % (b"J\xff\xff\xff\xff", b"K\x02\x85", b"K\x01\x85")),
     "a rank of 65": NAMED % (TENSOR % (b"K\x00", b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t")),
-    "a storage beyond its record": NAMED
-    % (TENSOR % (b"K\x00", b"K\x06\x85", b"K\x01\x85")).replace(b"K\x06t", LARGE + b"t"),
     "a storage of another kind": NAMED % (b"(X\x06\x00\x00\x00moduleK\x01K\x02K\x03K\x04tQ"),
     "an identity that is a number": b"K\x01Q",
     "an identity as text": b"Px\n",
@@ -254,30 +250,19 @@ def test_a_pickles_structure_is_checked_before_anything_is_built(bomb: str, tmp_
         ldm_lite.load(path, device="cpu")
 
 
-def test_compressed_overlapping_and_doubled_members_are_refused_before_reading(tmp_path: Path) -> None:
+def test_compressed_members_and_a_list_of_members_that_readers_find_in_two_places(tmp_path: Path) -> None:
     good = NAMED % (TENSOR % (b"K\x00", b"K\x06\x85", b"K\x01\x85"))
     assert open_checkpoint(pickled(tmp_path / "good", good)).read("x").tolist() == [0.0] * 6
     large = pickled(tmp_path / "large", good, zipfile.ZIP_DEFLATED, bytes(50_000_000))
     assert large.stat().st_size < 100_000
     with little_memory(5), pytest.raises(ValueError, match=r"archive/data\.pkl is compressed"):
         open_checkpoint(large)
-    with zipfile.ZipFile(tmp_path / "good", "a") as archive:
-        archive.writestr("archive/data/1", bytes(24))
-        archive.filelist[2].header_offset = archive.filelist[1].header_offset
-        archive._didModify = True
-    with pytest.raises(ValueError, match="its members overlap"):
-        open_checkpoint(tmp_path / "good")
-    path = pickled(tmp_path / "sizes", good)
-    content = path.read_bytes()
-    at = content.rindex(b"PK\x01\x02")
-    path.write_bytes(content[: at + 20] + struct.pack("<LL", 2**31, 2**31) + content[at + 28 :])
-    with bounded(), pytest.raises(ValueError, match="archive/data/0 is truncated"):
-        open_checkpoint(path)
-    with zipfile.ZipFile(tmp_path / "two", "w") as archive:
-        archive.writestr("a/data.pkl", good)
-        archive.writestr("b/data.pkl", good)
-    with pytest.raises(ValueError, match="a zip file with 2 pickles, wanted 1"):
-        open_checkpoint(tmp_path / "two")
+    content = (tmp_path / "good").read_bytes()
+    list_of_members, end = content.index(b"PK\x01\x02"), content.index(b"PK\x05\x06")
+    again = content[:end] + content[list_of_members:]  # Python reads the last one, others the first
+    (tmp_path / "twice").write_bytes(again)
+    with bounded(), pytest.raises(ValueError, match="its list of members is missing or too long"):
+        open_checkpoint(tmp_path / "twice")
 
 
 @pytest.mark.parametrize("bomb", ["a bytearray", "a long bytearray", "bytes", "a memo far away", "an expanded tensor"])
@@ -295,7 +280,7 @@ def test_a_giant_list_of_members_is_not_read(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(start + 2**30)
         file.write(content[end : end + 12] + struct.pack("<LLH", 2**30, start, 0))
-    with little_memory(5), pytest.raises(ValueError, match="its list of members is too long"):
+    with little_memory(5), pytest.raises(ValueError, match="its list of members is missing or too long"):
         ldm_lite.load(path, device="cpu")
 
 
@@ -312,7 +297,7 @@ def test_a_legacy_file_is_as_safe(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(content[:at] + struct.pack("<Q", 2**62) + content[at + 8 :])
     (tmp_path / "small").write_bytes(content[:at] + struct.pack("<Q", 5) + content[at + 8 :])
     for name in ("large", "small"):
-        with bounded(), pytest.raises(ValueError, match=f"{name}: is truncated or damaged"):
+        with bounded(), pytest.raises(ValueError, match=f"{name}: is damaged"):
             open_checkpoint(tmp_path / name)
 
 
@@ -339,7 +324,7 @@ def test_no_door_runs_code(door: str, wrap: str, tmp_path: Path) -> None:
 
     content: object = {"state_dict": {"x": torch.ones(2), "y": [{"z": Evil()}]}} if wrap == "nested" else Evil()
     torch.save(content, tmp_path / "file", _use_new_zipfile_serialization=wrap != "legacy")
-    with pytest.raises(ValueError, match=r"refused, nothing in it was run: its pickle names \w+\.mkdir"):
+    with pytest.raises(ValueError, match=r"nothing in it was run: its pickle names \w+\.mkdir"):
         DOORS[door](tmp_path / "file")
     assert not (tmp_path / "proof").exists()
 

@@ -69,7 +69,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if len(head) > 8 and head[8:9] == b"{":
         return _checked(Checkpoint(path, *_open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))))
     if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
-        shapes, read = open_torch(path, is_zip=head[:1] == b"P")
+        shapes, read = open_torch(path)
         return _checked(Checkpoint(path, shapes, {}, read))
     if head.startswith(MAGIC):
         return _checked(Checkpoint(path, *open_gguf(path)))

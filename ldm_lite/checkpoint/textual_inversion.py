@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import Checkpoint, open_checkpoint
-from ldm_lite.checkpoint.unpickle import INVERSION
+from ldm_lite.checkpoint.torch_file import INVERSION
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.text.tokenizer import TextTokenizer

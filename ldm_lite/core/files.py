@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ldm_lite.core.layers import Shapes
-from ldm_lite.core.torch_file import open_torch
+from ldm_lite.core.torch_file import load_torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,13 @@ def _open_safetensors(path: Path) -> Tensors:
 
 
 def _open_torch(path: Path) -> Tensors:
-    tensors = open_torch(path)
+    content = load_torch(path)
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):  # as training scripts wrap them
+        content = content["state_dict"]
+    items = content.items() if isinstance(content, dict) else ()
+    tensors = {key: value.detach() for key, value in items if isinstance(key, str) and isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
     return Tensors(path, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, tensors.__getitem__)
 
 

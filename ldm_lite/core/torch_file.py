@@ -1,47 +1,27 @@
 """Open PyTorch's .ckpt files safely: torch.load(weights_only=True) runs no code of a file.
 
-It refuses every name that weights do not need.  Original files also hold what training left in them (Lightning's
-callbacks, OmegaConf's settings, numpy's numbers): for these names it gets inert classes of ours.
+Its pickle may name what weights need, and what training left in original files (Lightning's callbacks, OmegaConf's
+settings, numpy's numbers), for which PyTorch gets inert classes of ours.
 """
 
+import io
 import pickletools
+import re
 import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
-from torch import Tensor
 
 MOST_PICKLE = 64 * 2**20  # bytes
-MOST_OPERATIONS = 1_000_000  # about a second; Stable Diffusion with an EMA copy takes 60,000
-MOST_NESTED = 20  # tuples in tuples: hashing t = (t, t), t = (t, t), ... takes twice as long each time
-# What training in the research repositories leaves in a checkpoint besides tensors: module -> names.
-INERT = {
-    "pytorch_lightning.callbacks.model_checkpoint": ("ModelCheckpoint",),
-    "pytorch_lightning.callbacks.early_stopping": ("EarlyStopping",),
-    "pytorch_lightning.utilities.parsing": ("AttributeDict",),
-    "omegaconf.dictconfig": ("DictConfig",),
-    "omegaconf.listconfig": ("ListConfig",),
-    "omegaconf.base": ("ContainerMetadata", "Metadata"),
-    "omegaconf.nodes": ("AnyNode", "ValueNode", "StringNode", "IntegerNode", "FloatNode", "BooleanNode"),
-    "typing": ("Any",),
-    "builtins": ("list", "dict", "int", "float", "bool", "str", "object"),
-    "__builtin__": ("list", "dict", "int", "float", "bool", "str", "object", "long"),
-    "numpy": ("dtype", "ndarray"),
-    "numpy.core.multiarray": ("scalar", "_reconstruct"),
-    "numpy._core.multiarray": ("scalar", "_reconstruct"),
-    "_codecs": ("encode",),
-}
+MOST_OPERATIONS = 1_000_000  # seconds; Stable Diffusion with an EMA copy takes 60,000
 _lock = threading.Lock()  # PyTorch's list of allowed classes belongs to the process
 
 
 class Inert:
     """Stands for an object that weights do not need: it takes anything and keeps nothing."""
-
-    def __new__(cls, *arguments: Any) -> "Inert":
-        return super().__new__(cls)
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -50,63 +30,78 @@ class Inert:
         pass
 
 
-# PyTorch finds an allowed class by its module and name.
-STAND_INS: list[Any] = [
-    type(name, (Inert,), {"__module__": module, "__qualname__": name})
-    for module, names in INERT.items()
-    for name in names
+# "module name" of what weights need, as PyTorch allows it: but for bytearray and others that take memory.
+WEIGHTS = re.compile(
+    r"torch (\w+Storage|b?float\w+|double|half|complex\w+|u?int\d+|long|bool|device|Size)|torch.storage UntypedStorage"
+    r"|torch\._utils _rebuild_\w+|torch\._tensor _rebuild_from_type_v2|torch\.nn\.parameter Parameter"
+    r"|torch\.serialization _get_layout|collections (OrderedDict|Counter)|_codecs encode|(builtins|__builtin__) set"
+)
+# A pattern of what else files hold, and a class that stands for it; the first match counts.
+INERT: list[tuple[str, type[Inert]]] = [
+    (r"(pytorch_lightning|lightning\w*|omegaconf)\.\S+ \w+|typing Any", Inert),
+    (r"numpy\S* (dtype|\w+DType|ndarray|scalar|_reconstruct)", Inert),
+    (r"(builtins|__builtin__) (list|dict|tuple|int|long|float|bool|complex|str|object)", Inert),
 ]
 
 
-def open_torch(path: Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a file by key, mapped into memory where its format allows that.
+def load_torch(path: Path) -> Any:
+    """Return what a file holds: containers of tensors, mapped into memory where the file's format allows that.
 
     Raises ValueError, one line, for a damaged file, and for one that names something else than weights need.
     """
-    is_zip = zipfile.is_zipfile(path)
     try:
-        _check_pickles(path, is_zip)
-        with _lock, torch.serialization.safe_globals(STAND_INS):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
+        with open(path, "rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+            stand_ins: list[Any] = [kind for pickled in _pickles(file, is_zip) for kind in _stand_ins(pickled)]
+            mapped = is_zip and path.suffix != ".safetensors"  # PyTorch opens no pickle of that name
+            file.seek(0)
+            with _lock, torch.serialization.safe_globals(stand_ins):
+                return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged file may raise nearly any exception
-        lines = [line for line in str(error).splitlines() if "GLOBAL" in line] or str(error).splitlines() or [""]
-        reason = lines[0].strip().partition(" Please use")[0][:200] or type(error).__name__
-        raise ValueError(f"{path}: is damaged, or more than weights; nothing in it was run ({reason})") from error
-    for _ in range(3):  # how training scripts wrap them
-        if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-            content = content["state_dict"]
-    items = content.items() if isinstance(content, dict) else ()
-    tensors = {key: value.detach() for key, value in items if isinstance(key, str) and isinstance(value, Tensor)}
-    if not tensors:
-        raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
-    return tensors
+        reason = (str(error).rpartition("Unpickler error: ")[2].strip() or type(error).__name__).splitlines()[0][:200]
+        raise ValueError(f"{path}: is damaged, or more than weights, and nothing in it was run: {reason}") from error
 
 
-def _check_pickles(path: Path, is_zip: bool) -> None:
-    """Raises ValueError for pickles that would take too long or too much memory, before they are read."""
-    with open(path, "rb") as file:
-        if not is_zip:
-            for _ in range(5):  # a magic number, a protocol, the system, the content, the names of the storages
-                _check_pickle(file)
-            return
-        archive = zipfile.ZipFile(file)
-        for member in archive.infolist():
-            small = member.file_size <= MOST_PICKLE
-            if member.compress_type != zipfile.ZIP_STORED or (member.filename.endswith("data.pkl") and not small):
-                raise ValueError(f"{member.filename} is compressed or too large")
-            if member.filename.endswith("data.pkl"):
-                with archive.open(member) as pickled:
-                    _check_pickle(pickled)
+def _pickles(file: BinaryIO, is_zip: bool) -> Iterator[IO[bytes]]:
+    """Yield the pickles of a file.  Raises ValueError for what would take too much memory."""
+    if not is_zip:
+        file.seek(0)
+        yield from [io.BytesIO(file.read(MOST_PICKLE))] * 5  # magic, protocol, system, content, names of storages
+        return
+    archive = zipfile.ZipFile(file)
+    for member in archive.infolist():
+        is_pickle = member.filename.lower().endswith("data.pkl")
+        if member.compress_type != zipfile.ZIP_STORED or (is_pickle and member.file_size > MOST_PICKLE):
+            raise ValueError(f"{member.filename} is compressed or too large")
+        if is_pickle:
+            yield archive.open(member)
 
 
-def _check_pickle(file: IO[bytes]) -> None:
-    """Read a pickle's operations.  Tuples that contain tuples from the pickle's memory are counted generously."""
-    nested, depths, is_tuple = 0, dict[Any, int](), False
-    for number, (opcode, argument, _) in enumerate(pickletools.genops(file)):
-        if is_tuple and "PUT" in opcode.name:
-            depths[argument] = nested + 1
-        elif "GET" in opcode.name:
-            nested = max(nested, depths.get(argument, 0))
-        is_tuple = "TUPLE" in opcode.name
-        if number > MOST_OPERATIONS or nested > MOST_NESTED:
-            raise ValueError("its pickle has too many operations, or tuples nested too deep")
+def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
+    """Read a pickle's operations, and yield classes for the inert names in them.
+
+    Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, for it may
+    hold another one many times, and a text with its length.
+    """
+    stack, marks, memo, total = list[int](), list[int](), dict[Any, int](), 0
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL" and not WEIGHTS.fullmatch(names := str(argument)):
+            kind = next((kind for pattern, kind in INERT if re.fullmatch(pattern, names)), None)
+            if kind is None:
+                what = names.replace(" ", ".")
+                raise ValueError(f"its pickle names {what}, which weights do not need: take a .safetensors file")
+            module, name = names.replace("__builtin__", "builtins").replace(" long", " int").split()
+            yield type(name, (kind,), {"__module__": module, "__qualname__": name})
+        if opcode.name == "MARK":
+            marks.append(len(stack))
+        elif "PUT" in opcode.name:
+            memo[argument] = stack[-1]
+        else:
+            before = opcode.stack_before
+            has_mark = pickletools.markobject in before
+            start = marks.pop() - before.index(pickletools.markobject) if has_mark else len(stack) - len(before)
+            size = 1 + (sum(stack[start:]) if "TUPLE" in opcode.name else len(str(argument)) // 64)
+            stack[start:] = [memo[argument] if "GET" in opcode.name else size] * len(opcode.stack_after)
+            total += stack[-1] if stack else 0
+        if total > MOST_OPERATIONS:
+            raise ValueError("its pickle has too many operations: download it again")

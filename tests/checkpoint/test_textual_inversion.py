@@ -205,7 +205,7 @@ class Evil:
 
 def test_nothing_of_a_file_is_run(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     torch.save({"string_to_param": {"*": torch.ones(1, 64)}, "name": Evil()}, tmp_path / "a.pt")
-    refuse(load("sd2"), r"refused, nothing in it was run: its pickle names .*eval", tmp_path / "a.pt")
+    refuse(load("sd2"), r"nothing in it was run: its pickle names .*eval", tmp_path / "a.pt")
 
 
 def test_what_does_not_fit_is_one_line(

@@ -319,6 +319,12 @@ NAMES += ["functools.partial", "operator.attrgetter", "importlib.import_module",
 NAMES += ["pytorch_lightning.callbacks.model_checkpoint.os.system", "omegaconf.system", "typing.sys.exit"]
 
 
+def test_a_pickle_by_the_name_of_safetensors(tmp_path: Path, wanted: Tensor) -> None:
+    """PyTorch opens files of that name as what it says."""
+    torch.save(WEIGHTS, tmp_path / "model.safetensors")
+    assert torch.equal(latents(load(tmp_path / "model.safetensors", device="cpu", metadata=FACTS)), wanted)
+
+
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_pickle_that_names_anything_else_is_refused(legacy: bool, tmp_path: Path) -> None:
     command = f"touch {tmp_path / 'proof'}".encode()
@@ -339,6 +345,7 @@ BOMBS = {
     "a memo far away": b"]r\xff\xff\xff\x7f",
     "tuples of tuples": b"K\x01" + b"q\x01h\x01\x86" * 400,
     "as keys": b"}K\x01" + b"q\x01h\x01\x86" * 400 + b"K\x01s",
+    "deep tuples as keys": b"})" + b"\x85" * 200_000 + b"K\x01s",  # whose hash would overflow the stack
     "long tuples of long tuples": b"K\x01q\x01" + (b"(" + b"h\x01" * 1000 + b"tq\x01") * 100,
     "deep lists": b"]" * 50_000 + b"a" * 49_999,
     "a list in itself": b"]q\x00h\x00a",
