@@ -34,8 +34,8 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite.bench.checkpoints import random_checkpoint, random_tensor
+from ldm_lite.checkpoint.names import z_image_modules
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.checkpoint.transformer_keys import z_image_modules
 from ldm_lite.cli.progress import memory
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts

@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite.models.rrdb import original_keys
 from ldm_lite.upscale import main
 
 
@@ -47,12 +46,6 @@ def test_both_copies_in_a_file_are_the_average(tmp_path: Path) -> None:
     torch.save({"params": other, "params_ema": weights(4)}, tmp_path / "both.pth")
     network = ldm_lite.Upscaler(tmp_path / "both.pth", device="cpu").network
     assert torch.equal(network.conv_last.bias, weights(4)["conv_last.bias"])
-
-
-def test_original_keys_leave_others_alone() -> None:
-    keys = {key: key for key in weights(4)}
-    assert original_keys(keys) is keys
-    assert dict(original_keys({key: key for key in old_layout(weights(4))})).keys() == keys.keys()
 
 
 @pytest.mark.parametrize("scale", [4, 2])

@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite import txt2img
 from ldm_lite.checkpoint import reader
-from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.lora import open_lora
 from ldm_lite.checkpoint.reader import open_checkpoint, split
+from ldm_lite.checkpoint.sources import open_source
 from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
 from ldm_lite.core.layers import MOST_BLOCKS
+from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.clip_vision import CLIPVisionSpec
 from ldm_lite.models.controlnet import infer_spec
 from ldm_lite.models.style_adapter import StyleAdapterSpec

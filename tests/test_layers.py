@@ -18,6 +18,7 @@ LAYERS = [
     {"models", "diffusion", "text", "cli", "image"},
     {"zoo", "runtime"},
     {"checkpoint"},
+    {"formats"},
     {"generate", "conditioning", "control"},
     {"tasks"},
     {"pipeline"},

@@ -25,11 +25,11 @@ from toy_flow import save, under, weights
 
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
-from ldm_lite.checkpoint.diffusers_keys import original_layout
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.step import rows
+from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
 from ldm_lite.models.z_image import ZImage, ZImageSpec
 from ldm_lite.runtime import offload

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.diffusers_folder import open_source
-from ldm_lite.checkpoint.reader import Checkpoint, on_meta, prefix, split
+from ldm_lite.checkpoint.reader import on_meta, prefix, split
+from ldm_lite.checkpoint.sources import open_source
+from ldm_lite.core.files import Tensors
 from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES, Family
 from ldm_lite.zoo.networks import build
 
 
-def open_model(size: str, ckpt: str | None) -> Checkpoint:
+def open_model(size: str, ckpt: str | None) -> Tensors:
     """Open the checkpoint to measure: the file `ckpt` if given, otherwise "bundled" or a name of FAMILIES.
 
     Raises ValueError for another name.
@@ -30,13 +31,13 @@ def open_model(size: str, ckpt: str | None) -> Checkpoint:
     return random_checkpoint(size, FAMILIES[size])
 
 
-def family_of(checkpoint: Checkpoint) -> Family:
+def family_of(checkpoint: Tensors) -> Family:
     """Return a checkpoint's family; no weights are read."""
-    shapes = {role: component.shapes for role, component in split(checkpoint).items()}
+    shapes = {role: part.shapes for role, part in split(checkpoint).items()}
     return detect_family(shapes, checkpoint.metadata)
 
 
-def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:
+def random_checkpoint(name: str, family: Family, seed: int = 0) -> Tensors:
     """Return a checkpoint in the original layout with random weights, each made when it is read."""
     with on_meta():
         states = {role: build(spec).state_dict() for role, spec in family.networks.items()}
@@ -45,9 +46,7 @@ def random_checkpoint(name: str, family: Family, seed: int = 0) -> Checkpoint:
         for role, state in states.items()
         for key in state
     }
-    return Checkpoint(
-        Path(f"random {name}"), shapes, describe(family), lambda key: random_tensor(key, shapes[key], seed)
-    )
+    return Tensors(Path(f"random {name}"), shapes, lambda key: random_tensor(key, shapes[key], seed), describe(family))
 
 
 def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.work import CHECK_SCALE, Inputs, Workload, inputs
 from ldm_lite.bench.worker import Unavailable
-from ldm_lite.checkpoint.reader import split
+from ldm_lite.checkpoint.reader import prefix, split
 from ldm_lite.runtime.precision import DTYPES
 
 PEERS = {"diffusers": ("diffusers",), "diffusers-compiled": ("diffusers",), "openvino": ("openvino", "diffusers")}
@@ -53,7 +53,7 @@ class PeerWorkload:
 
     def __init__(self, name: str, options: Options, dtype: str) -> None:
         checkpoint = open_model(options.size, options.ckpt)
-        self._components, self.family = split(checkpoint), family_of(checkpoint)
+        self._parts, self.family = split(checkpoint), family_of(checkpoint)
         self.name, self.options, self.device, self.dtype = name, options, torch.device(options.device), DTYPES[dtype]
         self._networks: dict[str, Any] = {}
         self._converted: dict[tuple[object, ...], Any] = {}  # OpenVINO's, by role and shapes
@@ -63,8 +63,9 @@ class PeerWorkload:
         if role not in self._networks:
             from ldm_lite.bench import peers
 
-            component, compiled = self._components[role], self.name == "diffusers-compiled"
-            weights = {key: component.checkpoint.read(key).to(self.dtype) for key in component.keys.values()}
+            part, compiled = self._parts[role], self.name == "diffusers-compiled"
+            before = prefix(role, part.shapes)
+            weights = {before + key: part.read(key).to(self.dtype) for key in part}
             network: Any = peers.NETWORKS[role](self.family, weights).to(self.device)
             if compiled:
                 network = network.to(memory_format=torch.channels_last)

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ldm_lite.checkpoint.reader import Checkpoint, read_weight
+from ldm_lite.checkpoint.reader import read_weight
+from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Array, Schedule
 from ldm_lite.runtime.precision import short_name
 
@@ -32,7 +33,7 @@ def is_rounded(stored: Tensor, exact: NDArray[Any], dtype: torch.dtype, toleranc
     return bool((off <= np.maximum(unit, tolerance * np.abs(exact))).all())
 
 
-def stored_schedule(checkpoint: Checkpoint, known: Schedule) -> Array | None:
+def stored_schedule(file: Tensors, known: Schedule) -> Array | None:
     """Return alpha_bar (1000,) of the noise schedule in a file if it is not the known one, rounded or not; else None.
 
     Of `betas` and `alphas_cumprod`, the one that differs counts.  Raises ValueError for buffers that are no schedule,
@@ -40,9 +41,9 @@ def stored_schedule(checkpoint: Checkpoint, known: Schedule) -> Array | None:
     """
     found: list[Array] = []  # alpha_bar of betas that are not the known ones
     for name, exact in (("betas", known.betas), ("alphas_cumprod", known.alpha_bar)):
-        if name not in checkpoint.shapes:
+        if name not in file.shapes:
             continue
-        where, stored = f"{checkpoint.path}: its {name}", read_weight(checkpoint, name)
+        where, stored = f"{file.path}: its {name}", read_weight(file, name)
         if tuple(stored.shape) != exact.shape:
             raise ValueError(f"{where} have the shape {tuple(stored.shape)}, wanted {exact.shape}")
         dtype, values = rounded_to(stored), stored.double().numpy()

@@ -23,12 +23,18 @@ from torch import nn
 from ldm_lite.checkpoint import adapters, peft
 from ldm_lite.checkpoint.adapters import Change, Changes, Value
 from ldm_lite.checkpoint.changes import Settings
-from ldm_lite.checkpoint.diffusers_keys import transformers_name, unet_blocks, unet_name
 from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
+from ldm_lite.checkpoint.names import (
+    flux_modules,
+    sd3_modules,
+    transformers_name,
+    unet_blocks,
+    unet_name,
+    z_image_modules,
+)
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
 from ldm_lite.checkpoint.strength import Strength
 from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
-from ldm_lite.checkpoint.transformer_keys import flux_modules, sd3_modules, z_image_modules
 from ldm_lite.cli.files import read_text
 from ldm_lite.models.flux import Flux
 from ldm_lite.models.mmdit import MMDiT

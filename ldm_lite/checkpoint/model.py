@@ -16,24 +16,21 @@ from torch import nn
 from ldm_lite.checkpoint import hub, lora
 from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
 from ldm_lite.checkpoint.control_lora import widened
-from ldm_lite.checkpoint.diffusers_config import metadata_of
-from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.parts import autoencoder_spec, load_autoencoder
-from ldm_lite.checkpoint.reader import (
-    SGM,
-    Checkpoint,
-    Component,
-    ema_copy,
-    errors_of,
-    load_weights,
-    on_meta,
-    read_weight,
-    split,
+from ldm_lite.checkpoint.reader import SGM, Parts, ema_copy, errors_of, load_weights, on_meta, read_weight, split
+from ldm_lite.checkpoint.sources import (
+    from_files,
+    metadata_of,
+    open_source,
+    placed,
+    qwen3_tokenizer_of,
+    t5_tokenizer_of,
+    tokenizer_of,
 )
-from ldm_lite.checkpoint.sources import from_files, placed, qwen3_tokenizer_of, t5_tokenizer_of, tokenizer_of
 from ldm_lite.checkpoint.strength import parse as parse_strength
 from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, learn, open_embeddings
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.flux import FluxSpec
@@ -138,25 +135,25 @@ class Model:
 def load_model(options: LoadOptions, kind: type[M]) -> M:
     """Open a checkpoint and load its networks as the options say, into a Model or a subclass.
 
-    options.ckpt is a name as open_source takes it, an open Checkpoint, or None: the bundled model.  Raises
+    options.ckpt is a name as open_source takes it, open Tensors, or None: the bundled model.  Raises
     FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
     loras = [(lora.open_lora(file), weight) for file, weight in map(parse_strength, options.lora)]
-    checkpoint = options.ckpt if isinstance(options.ckpt, Checkpoint) else open_source(options.ckpt)
-    path, title = checkpoint.path, hub.title(checkpoint.path)
+    file = options.ckpt if isinstance(options.ckpt, Tensors) else open_source(options.ckpt)
+    path, title = file.path, hub.title(file.path)
     device = pick_device(options.device)
-    family, components, metadata = _detect(checkpoint, options)
-    family, components["unet"] = widened(family, components["unet"], [each for each, _ in loras])
-    components["unet"], weights = _with_ema(components["unet"], options.ema, family)
-    tokenizer = qwen3_tokenizer_of(family, components, options.tokenizer) or tokenizer_of(family.text)
-    t5_tokenizer = t5_tokenizer_of(family, components, options.t5_vocab)
+    family, parts, main, metadata = _detect(file, options)
+    parts["unet"], weights = _with_ema(main, parts["unet"], options.ema, family)
+    family, parts["unet"] = widened(family, parts["unet"], [each for each, _ in loras])
+    tokenizer = qwen3_tokenizer_of(family, parts, options.tokenizer) or tokenizer_of(family.text)
+    t5_tokenizer = t5_tokenizer_of(family, parts, options.t5_vocab)
     # Transformers are trained in bfloat16: some of their values exceed float16.
     default = "bf16" if device.type == "cuda" and not isinstance(family.unet, UNetSpec) else None
     dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
-    networks = _networks(family, components, load_device(options, device), dtypes, in_blocks=options.storage is None)
+    networks = _networks(family, parts, load_device(options, device), dtypes, in_blocks=options.storage is None)
     family = _predicting(family, options.prediction, metadata, networks["unet"], title)
-    schedule = _schedule(family, _main(components), metadata, options.zero_snr)
+    schedule = _schedule(family, main, metadata, options.zero_snr)
     if loras and options.storage is None:
         lora.merge_lora(networks, loras, removable=False)
     step, offloader = prepare(networks, options, device)
@@ -228,33 +225,29 @@ def _learning(model: M, embeddings: Sequence[Embedding], option: str = "`lora`")
     return replace(model, tokenizer=tokenizer, learned=learned)
 
 
-def _main(components: Mapping[str, Component]) -> Checkpoint:
-    """Return the file that the UNet comes from."""
-    return (components.get("unet") or next(iter(components.values()))).checkpoint
-
-
-def _detect(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Family, dict[str, Component], dict[str, str]]:
-    """Return a checkpoint's family, its components (including those from other files), and all metadata."""
-    own = split(checkpoint)
-    given = from_files(options.parts)
-    main = _main({**own, **given})
-    components = placed(own, given, {**main.metadata, **options.added_metadata})
-    marked = {"prediction": "v"} if "v_pred" in main.shapes else {}
+def _detect(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tensors], Tensors, dict[str, str]]:
+    """Return a checkpoint's family, its networks (including those from other files), the UNet's file, all metadata."""
+    own = split(file)
+    replaced, main = from_files(options.parts)
+    main = main or own.file
+    parts = placed(own, replaced, {**main.metadata, **options.added_metadata})
+    marked = {"prediction": "v"} if "v_pred" in main else {}
     metadata = {**marked, **main.metadata}
-    for role, component in components.items():
-        metadata |= metadata_of(role, component.checkpoint.metadata)
+    for role, part in parts.items():
+        metadata |= metadata_of(role, part.metadata)
     metadata |= check_metadata(options.added_metadata)
     with errors_of(main.path):
         # Detected with its own autoencoder; a replacement must fit that.
-        known_by = components | {role: own[role] for role in ("vae",) if role in own}
-        sgm = any(key.startswith(SGM) for key in main.shapes)
-        family = detect_family({role: component.shapes for role, component in known_by.items()}, metadata, sgm)
-        check_complete(components, family.networks)
-        _check_latents(own, options.parts, family)
+        known_by = parts | {role: own[role] for role in ("vae",) if role in own}
+        sgm = any(key.startswith(SGM) for key in main)
+        family = detect_family({role: part.shapes for role, part in known_by.items()}, metadata, sgm)
+        check_complete(parts, family.networks)
+        if "unet" in replaced and "vae" not in replaced and "unet" in own:
+            _check_latents(own, family)
     family = family if "scale_factor" in options.added_metadata else _scaled(family, main)
     if options.vae is not None:
-        family = with_vae(family, autoencoder_spec(components["vae"]), name=options.vae)
-    return family, components, metadata
+        family = with_vae(family, autoencoder_spec(parts["vae"]), name=options.vae)
+    return family, parts, main, metadata
 
 
 def _predicting(family: Family, prediction: str | None, about: Mapping[str, str], unet: UNet, title: str) -> Family:
@@ -269,16 +262,16 @@ def _predicting(family: Family, prediction: str | None, about: Mapping[str, str]
 
 def _networks(
     family: Family,
-    components: Mapping[str, Component],
+    parts: Mapping[str, Tensors],
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
     in_blocks: bool,
 ) -> dict[str, Any]:
     """Return the family's networks by role, with their weights; those of GGUF files in blocks, if `in_blocks`."""
-    with errors_of(_main(components).path), on_meta():
+    with errors_of(parts["unet"].path), on_meta():
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     for role, network in networks.items():
-        load_weights(network, components[role], role.replace("_", " "), device, dtypes[role], in_blocks)
+        load_weights(network, parts[role], role.replace("_", " "), device, dtypes[role], in_blocks)
     return networks
 
 
@@ -295,31 +288,28 @@ def _absent(family: Family, device: torch.device, dtype: torch.dtype) -> dict[st
     return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
 
 
-def _check_latents(own: Mapping[str, Component], parts: Mapping[str, object], family: Family) -> None:
-    """Raises ValueError if a UNet is combined with another family's autoencoder, whose latents have another scale.
+def _check_latents(own: Parts, family: Family) -> None:
+    """Raise ValueError if a UNet is combined with another family's autoencoder, whose latents have another scale.
 
     own are the networks of the checkpoint itself.
     """
-    if "unet" not in parts or "vae" in parts or "unet" not in own:
-        return
-    checkpoint = own["unet"].checkpoint
-    sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
+    sgm = any(key.startswith(SGM) for key in own.file)
     try:
-        theirs = detect_family({role: each.shapes for role, each in own.items()}, checkpoint.metadata, sgm)
+        theirs = detect_family({role: part.shapes for role, part in own.items()}, own.file.metadata, sgm)
     except ValueError:  # an unknown model
         return
     if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
         raise ValueError(
-            f"is a UNet of {family.title}, and {checkpoint.path} a checkpoint of {theirs.title}, whose autoencoder "
+            f"is a UNet of {family.title}, and {own.file.path} a checkpoint of {theirs.title}, whose autoencoder "
             "makes other latents: take the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
         )
 
 
-def _scaled(family: Family, checkpoint: Checkpoint) -> Family:
+def _scaled(family: Family, file: Tensors) -> Family:
     """Return the family with the scale factor in its file, if it has one: training measured it."""
-    path, known = checkpoint.path, family.scale_factor
-    if "scale_factor" in checkpoint.shapes:
-        stored = read_weight(checkpoint, "scale_factor")
+    path, known = file.path, family.scale_factor
+    if "scale_factor" in file.shapes:
+        stored = read_weight(file, "scale_factor")
         value = float(stored) if stored.numel() == 1 else math.nan
         if not 0 < value < math.inf:
             raise ValueError(f"{path}: its scale_factor cannot be {value}: wanted one number above 0")
@@ -339,39 +329,39 @@ def _scaled(family: Family, checkpoint: Checkpoint) -> Family:
     return family
 
 
-def _schedule(family: Family, checkpoint: Checkpoint, about: Mapping[str, str], zero_snr: bool) -> Schedule:
+def _schedule(family: Family, file: Tensors, about: Mapping[str, str], zero_snr: bool) -> Schedule:
     """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
     schedule = family.noise.schedule(family.prediction)
     if schedule.is_flow:
         return schedule
     schedule = replace(schedule, spacing=about.get("spacing"))
-    own = stored_schedule(checkpoint, schedule)
+    own = stored_schedule(file, schedule)
     if own is not None:
-        log.warning("%s: using the noise schedule in the file, which is not %s's", checkpoint.path.name, family.title)
+        log.warning("%s: using the noise schedule in the file, which is not %s's", file.path.name, family.title)
         schedule = replace(schedule, alpha_bar=own)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
-        raise ValueError(f'{checkpoint.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
-    if "ztsnr" in checkpoint.shapes or "zero_snr" in about:
-        log.info("%s: the file asks for zero terminal SNR", checkpoint.path.name)
+        raise ValueError(f'{file.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
+    if "ztsnr" in file.shapes or "zero_snr" in about:
+        log.info("%s: the file asks for zero terminal SNR", file.path.name)
         zero_snr = True
     if not zero_snr or schedule.alpha_bar[-1] == 0:
         return schedule
     try:
         return schedule.zero_terminal_snr()
     except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {error}") from error
+        raise ValueError(f"{file.path}: {error}") from error
 
 
-def _with_ema(unet: Component, ema: str, family: Family) -> tuple[Component, str]:
-    """Return the UNet's weights to load, and their name for the log, for `ema` as in LoadOptions."""
+def _with_ema(file: Tensors, unet: Tensors, ema: str, family: Family) -> tuple[Tensors, str]:
+    """Return the UNet's weights to load from its file, and their name for the log, for `ema` as in LoadOptions."""
     if ema not in ("auto", "yes", "no", "original"):
         raise ValueError(f"got `ema` {ema!r}, wanted auto, yes, no or original")
     if ema == "original":
         ema = "auto" if family.original_ema else "no"
-    copy = ema_copy(unet)
+    copy = ema_copy(file, unet)
     if copy is None:
         if ema == "yes":
-            raise ValueError(f'{unet.checkpoint.path}: has no complete EMA copy of the UNet: take `ema="auto"`')
+            raise ValueError(f'{unet.path}: has no complete EMA copy of the UNet: take `ema="auto"`')
         return unet, "main"
     if ema == "no":
         return unet, "main (not the file's EMA)"

@@ -1,62 +1,89 @@
-"""Read checkpoint files safely, tensor by tensor, without running any code in them.
+"""Open checkpoint files safely, tensor by tensor, and find the networks in them.
 
-open_checkpoint() tells safetensors, torch zip files and legacy torch pickles apart by their first bytes.  torch_file.py
-reads the files that torch has written.
+Further formats of files and layouts of keys stand in formats/, one file each, imported when a file needs them.
 """
 
 import contextlib
 import io
 import logging
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from ldm_lite.checkpoint import vision_keys
-from ldm_lite.checkpoint.diffusers_keys import StoredTensor, original_layout, taesd_keys
-from ldm_lite.checkpoint.gguf import MAGIC, open_gguf
-from ldm_lite.checkpoint.scaled import is_scaled, unscaled
-from ldm_lite.checkpoint.torch_file import open_torch
 from ldm_lite.cli.files import open_file
-from ldm_lite.core.layers import Shapes
-from ldm_lite.models.rrdb import original_keys
-from ldm_lite.runtime.blocks import BlockLinear, Blocks
+from ldm_lite.core import files
+from ldm_lite.core.files import Tensors, imported
+from ldm_lite.core.networks import WithoutInit
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.zoo.foreign import foreign
 from ldm_lite.zoo.transformers import TRANSFORMERS
 
 log = logging.getLogger("ldm_lite")
 
-
-def _no_blocks(key: str) -> Blocks | None:
-    return None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """An open checkpoint: the shapes of its tensors by key, its metadata, and functions that read one tensor."""
-
-    path: Path
-    shapes: Shapes
-    metadata: Mapping[str, str]
-    read: Callable[[str], Tensor]  # key -> tensor on the CPU
-    blocks: Callable[[str], Blocks | None] = _no_blocks  # key -> a GGUF file's tensor as it is stored, if in blocks
-
+# As in core/files.py, whose tables stay as they are: a pattern of a file's first bytes -> Path -> Tensors, ...
+OPENERS: list[tuple[bytes, Any]] = [
+    files.OPENERS[0],  # safetensors
+    (rb"PK\x03\x04|\x80", "ldm_lite.formats.torch_file:open_torch"),
+    (rb"GGUF", "ldm_lite.formats.gguf:open_gguf"),
+]
+# ... and a pattern of a key -> Tensors -> Tensors in the original layout, or None; all that match, in this order.
+ADAPTERS: list[tuple[str, str]] = [
+    (
+        r"\.(scale_weight|weight_scale)$|(^|\.)(comfy_quant|scaled_fp8)$",
+        "ldm_lite.formats.scaled:unscaled",
+    ),
+    (
+        r"^time_embedding\.linear_1\.weight$|^adapter\.body\.0\.resnets\.0\.|^(encoder|decoder)\.mid_block\.resnets\.0\."
+        r"|^(text_model\.)?final_layer_norm\.weight$|(^|^(model\.)?diffusion_model\.)(transformer_blocks|layers\.0\.attention)\.",
+        "ldm_lite.formats.diffusers_layout:to_original",
+    ),
+    (
+        r"^text_encoders\.clip_g\.transformer\.text_model\.final_layer_norm\.weight$",
+        "ldm_lite.formats.comfyui:clip_g",
+    ),
+    (
+        r"^visual\.transformer\.resblocks\.0\.attn\.in_proj_weight$",
+        "ldm_lite.formats.open_clip_vision:to_transformers",
+    ),
+    (
+        r"_orig_mod\.|^module\.",
+        "ldm_lite.formats.compiled:plain",
+    ),
+    (
+        r"\b(query_norm|key_norm)\.weight$",
+        "ldm_lite.formats.comfyui:flux_norms",
+    ),
+    (
+        r"^((decoder|encoder)\.layers\.0|[01])\.weight$",
+        "ldm_lite.formats.taesd:whole",
+    ),
+    (
+        r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$",
+        "ldm_lite.formats.esrgan:as_basicsr",
+    ),
+    (  # what no original checkpoint of a known family has
+        r"^(?!(model\.diffusion_model|first_stage_model|cond_stage_model|model_ema)\.)\w+\.|^(emb_|clip_|edm_|task_|string_to_)"
+        r"|time_(stack|mixer)|distilled_|_modulation|_qkv|cap_embedder|siglip|motion_|\.roberta\.|\.quantize\.(embed|proj)\.",
+        "ldm_lite.formats.foreign:refuse",
+    ),
+]
 
 # ---- opening --------------------------------------------------------------------------------------------------------
 
+MOST_HEADER = 64 * 2**20  # bytes of a safetensors file; most of a large one is metadata
+MOST_TENSORS = 65536  # Stable Diffusion XL with an EMA copy has 5,000
+LONGEST_KEY = 512
+NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a .safetensors or torch file, whatever its extension.
 
-    Raises ValueError, one line, for a file that is not a checkpoint, is damaged, or would run code.
+def open_checkpoint(path: Path) -> Tensors:
+    """Open a checkpoint file, whatever its extension, in the layout that it has.
+
+    Raises ValueError, one line, for a file that is not a checkpoint, is damaged, would run code, or has more tensors,
+    longer keys or higher numbers in them than networks have.
     """
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, wanted a .safetensors or .ckpt file in the original layout")
@@ -66,106 +93,39 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"{path}: is empty, wanted a checkpoint: download it again")
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
-    if len(head) > 8 and head[8:9] == b"{":
-        return _checked(Checkpoint(path, *_open_safetensors(path, size, header=int.from_bytes(head[:8], "little"))))
-    if head.startswith(b"PK\x03\x04") or head[:1] == b"\x80":
-        shapes, read = open_torch(path)
-        return _checked(Checkpoint(path, shapes, {}, read))
-    if head.startswith(MAGIC):
-        return _checked(Checkpoint(path, *open_gguf(path)))
-    raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors, .ckpt or .gguf")
-
-
-MOST_TENSORS = 65536  # Stable Diffusion XL with an EMA copy has 5,000
-MOST_HEADER = 64 * 2**20  # bytes; most of a large one is metadata
-LONGEST_KEY = 512
-NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
-
-
-def _open_safetensors(path: Path, size: int, header: int) -> tuple[Shapes, Mapping[str, str], Callable[[str], Tensor]]:
-    """Return the shapes of a file's tensors by key, its metadata, and a function that reads one tensor.
-
-    `header` is what the file says to be the length of its header.  Raises ValueError, one line.
-    """
-    if 8 + header > size:
+    header = int.from_bytes(head[:8], "little") if head[8:9] == b"{" else 0
+    if 8 + header > max(size, 8):
         raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
     if header > MOST_HEADER:
         raise ValueError(f"{path}: has a header of {header} bytes, wanted at most {MOST_HEADER}")
-    try:
-        file: Any = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        with open(path, "rb") as raw:
-            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,18})\b', raw.read(8 + header))
-        wanted = 8 + header + max(map(int, ends), default=0)
-        if size < wanted:
-            raise ValueError(f"{path}: is truncated: {size} of {wanted} bytes: download it again") from error
-        raise ValueError(f"{path}: is a damaged safetensors file ({error}): download it again") from error
-    keys = file.keys()
-    if len(keys) > MOST_TENSORS:
-        raise ValueError(f"{path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
-    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-    return shapes, file.metadata() or {}, file.get_tensor
-
-
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint.  Raises ValueError for more tensors, longer keys or higher numbers than networks have."""
-    keys = checkpoint.shapes.keys()
-    if not keys:
-        raise ValueError(f"{checkpoint.path}: holds no tensors, wanted a checkpoint")
-    if len(keys) > MOST_TENSORS:
-        raise ValueError(f"{checkpoint.path}: holds {len(keys)} tensors, wanted at most {MOST_TENSORS}")
-    odd = (key for key in keys if len(key) > LONGEST_KEY or NO_INDEX.search(key))
+    opener = next((opener for first_bytes, opener in OPENERS if re.match(first_bytes, head, re.DOTALL)), None)
+    if opener is None:
+        raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors, .ckpt or .gguf")
+    tensors: Tensors = imported(opener)(path)
+    if not tensors:
+        raise ValueError(f"{path}: holds no tensors, wanted a checkpoint")
+    if len(tensors) > MOST_TENSORS:
+        raise ValueError(f"{path}: holds {len(tensors)} tensors, wanted at most {MOST_TENSORS}")
+    odd = (key for key in tensors if len(key) > LONGEST_KEY or NO_INDEX.search(key))
     if (key := next(odd, None)) is not None:
-        raise ValueError(f"{checkpoint.path}: has the key {key[:60]!r}, which is too long or has too high a number")
-    if not is_scaled(keys):
-        return checkpoint
-    with errors_of(checkpoint.path):
-        kept, read = unscaled(checkpoint.shapes, checkpoint.metadata, checkpoint.read)
-    return replace(checkpoint, shapes=kept, read=read)
+        raise ValueError(f"{path}: has the key {key[:60]!r}, which is too long or has too high a number")
+    return tensors
 
 
-def combine(path: Path, tensors: Mapping[str, tuple[Checkpoint, str]], metadata: Mapping[str, str]) -> Checkpoint:
-    """Return one checkpoint of tensors from several.  `tensors` maps each key to a checkpoint and its key there."""
-    shapes = {key: checkpoint.shapes[stored] for key, (checkpoint, stored) in tensors.items()}
-    return Checkpoint(path, shapes, metadata, partial(_read_from, tensors), partial(_blocks_from, tensors))
+def joined(path: Path, places: Mapping[str, tuple[Tensors, str]], metadata: Mapping[str, str]) -> Tensors:
+    """Return a view of tensors from several files.  `places` maps each key to a file and its key there."""
+    shapes = {key: tensors.shapes[stored] for key, (tensors, stored) in places.items()}
 
+    def read(key: str) -> Tensor:
+        tensors, stored = places[key]
+        return tensors.read(stored)
 
-def _read_from(tensors: Mapping[str, tuple[Checkpoint, str]], key: str) -> Tensor:
-    checkpoint, stored = tensors[key]
-    return checkpoint.read(stored)
-
-
-def _blocks_from(tensors: Mapping[str, tuple[Checkpoint, str]], key: str) -> Blocks | None:
-    checkpoint, stored = tensors[key]
-    return checkpoint.blocks(stored)
-
-
-def join(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Return one checkpoint of the files (shards) that hold one network together."""
-    return combine(parts[0].path, {key: (part, key) for part in parts for key in part.shapes}, parts[0].metadata)
-
-
-def to_original_layout(checkpoint: Checkpoint) -> Checkpoint:
-    """Convert a file of one network in the format of diffusers to the original layout; return any other file as is."""
-    act = checkpoint.metadata.get("hidden_act")  # from transformers' config.json: OpenCLIP's is gelu
-    told = checkpoint.metadata.get("open_clip", None if act is None else str(act == "gelu"))
-    with errors_of(checkpoint.path):
-        tensors = original_layout(checkpoint.shapes, open_clip=None if told is None else told == "True")
-    if tensors is None:
-        return checkpoint
-    shapes = {key: tensor.shape for key, tensor in tensors.items()}
-    read = partial(_read_stored, checkpoint, tensors, MappedPages())
-    return Checkpoint(checkpoint.path, shapes, checkpoint.metadata, read)
-
-
-def _read_stored(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], pages: MappedPages, key: str) -> Tensor:
-    return tensors[key].read(partial(read_weight, checkpoint), pages)
+    return Tensors(path, shapes, read, metadata)
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
 
 SGM = "conditioner.embedders."  # prefix of text encoders in files of generative-models: SDXL, SD-Turbo
-CLIP_G = "text_encoders.clip_g.transformer."  # of bigG's in files of Stable Diffusion 3, with transformers' names
 T5 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 QWEN3 = "layers.0.self_attn.q_norm.weight"
 # A component's role, a key that it always has, and its possible prefixes.  The first match wins.
@@ -202,7 +162,7 @@ COMPONENTS = (
     ("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
     ("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
     ("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
-    ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", CLIP_G)),
+    ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", "text_encoders.clip_g.transformer.")),
 )
 # Keys that carry no weights and are ignored without a warning, unless a network has them.
 NO_WEIGHTS = re.compile(
@@ -216,17 +176,12 @@ NO_WEIGHTS = re.compile(
 EMA = "model_ema."
 
 
-@dataclass(frozen=True)
-class Component:
-    """The weights of one network in an open checkpoint.  `keys` maps the network's keys to the file's."""
+class Parts(dict[str, Tensors]):
+    """The networks of a file by role, without prefixes."""
 
-    checkpoint: Checkpoint
-    keys: Mapping[str, str]
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes by the network's keys, without prefix."""
-        return {key: self.checkpoint.shapes[stored] for key, stored in self.keys.items()}
+    def __init__(self, parts: Mapping[str, Tensors], file: Tensors) -> None:
+        super().__init__(parts)
+        self.file = file  # all of its tensors: networks, EMA copies, buffers
 
 
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
@@ -236,102 +191,47 @@ def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     return next((place for place in prefixes if place.startswith(SGM) == sgm), prefixes[0])
 
 
-def split(checkpoint: Checkpoint) -> dict[str, Component]:
-    """Return the components of a file by role: "unet", "vae", "text_encoder", ...
+def split(tensors: Tensors) -> Parts:
+    """Return the networks of a file by role: "unet", "vae", "text_encoder", ...
 
     Raises ValueError, one line, if there is none or ldm_lite does not read this kind of file.
     """
-    checkpoint = _with_clip_g(to_original_layout(checkpoint))
-    with errors_of(checkpoint.path):
-        if vision := vision_keys.renamed(checkpoint.shapes, checkpoint.read):
-            checkpoint = Checkpoint(checkpoint.path, vision[0], checkpoint.metadata, vision[1])
-    stored = taesd_keys({_plain(key): key for key in checkpoint.shapes if not _plain(key).startswith(EMA)})
-    stored = original_keys(stored)
-    if what := foreign(stored):
-        raise ValueError(f"{checkpoint.path}: is {what}, wanted a latent diffusion checkpoint in the original layout")
-    components = {}
-    used: set[str] = set()
+    with errors_of(tensors.path):
+        for pattern, adapter in ADAPTERS:
+            if any(re.search(pattern, key) for key in tensors):
+                adapted = imported(adapter)(tensors)
+                tensors = tensors if adapted is None else adapted
+    parts: dict[str, Tensors] = {}
+    unused = {key for key in tensors if not key.startswith(EMA)}
     for role, probe, prefixes in COMPONENTS:
-        place = next((prefix for prefix in prefixes if prefix + probe in stored.keys() - used), None)
-        if place is None or role in components:
+        before = next((prefix for prefix in prefixes if prefix + probe in unused), None)
+        if before is None or role in parts:
             continue
-        keys = {key.removeprefix(place): key for key in stored if key.startswith(place) and key not in used}
+        keys = {key.removeprefix(before): key for key in tensors if key in unused and key.startswith(before)}
         if role == "vision":  # its output is beside it, without its prefix
-            keys |= {key: key for key in stored.keys() & {"visual_projection.weight"}}
-        used |= set(keys.values())
-        components[role] = Component(checkpoint, {key: stored[long] for key, long in keys.items()})
-    if "vae" in components:
-        components["vae"] = _with_other_half(components["vae"])
-    if not components:
-        has = _sample(sorted(stored))
-        raise ValueError(f"{checkpoint.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
-    ignored = sorted(key for key in stored if key not in used and not NO_WEIGHTS.search(key))
-    if ignored:
-        log.warning("%s: ignored %d unknown tensors: %s", checkpoint.path.name, len(ignored), _sample(ignored))
-    return components
+            keys |= {key: key for key in unused & {"visual_projection.weight"}}
+        unused -= set(keys.values())
+        parts[role] = tensors.renamed(keys)
+    if not parts:
+        has = _sample(sorted(tensors))
+        raise ValueError(f"{tensors.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
+    if ignored := sorted(key for key in unused if not NO_WEIGHTS.search(key)):
+        log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), _sample(ignored))
+    return Parts(parts, tensors)
 
 
-def _plain(key: str) -> str:
-    """Remove what torch.compile and DataParallel add to a key, and undo what ComfyUI renames in FLUX.1."""
-    return NORM.sub(r"\1.scale", key.replace("_orig_mod.", "").removeprefix("module."))
-
-
-NORM = re.compile(r"\b(query_norm|key_norm)\.weight$")
-
-
-def _with_clip_g(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with OpenCLIP's names in place of transformers' in the part with the prefix CLIP_G."""
-    if f"{CLIP_G}text_model.final_layer_norm.weight" not in checkpoint.shapes:
-        return checkpoint
-    inside = {key for key in checkpoint.shapes if key.startswith(CLIP_G)}
-    keys = {key.removeprefix(CLIP_G): (checkpoint, key) for key in inside}
-    part = to_original_layout(combine(checkpoint.path, keys, {"open_clip": "True"}))
-    tensors = {key: (checkpoint, key) for key in checkpoint.shapes if key not in inside}
-    return combine(checkpoint.path, tensors | {CLIP_G + key: (part, key) for key in part.shapes}, checkpoint.metadata)
-
-
-def _with_other_half(vae: Component) -> Component:
-    """Add TAESD's other half from the file beside it: taesd_decoder.pth and taesd_encoder.pth."""
-    path, half = vae.checkpoint.path, " ".join({key.partition(".")[0] for key in vae.keys})
-    missing = {"decoder": "encoder", "encoder": "decoder"}.get(half, half)
-    beside = path.with_name(path.name.replace(half, missing))
-    if beside == path or not beside.is_file():
-        return vae
-    second = open_checkpoint(beside)
-    keys = taesd_keys({key: key for key in second.shapes})
-    if not all(key.startswith(f"{missing}.") for key in keys):
-        return vae
-    log.info("%s: taken together with %s", path.name, beside.name)
-    tensors = {key: (vae.checkpoint, stored) for key, stored in vae.keys.items()}
-    tensors |= {key: (second, stored) for key, stored in keys.items()}
-    return Component(combine(path, tensors, vae.checkpoint.metadata), {key: key for key in tensors})
-
-
-def ema_copy(unet: Component) -> Component | None:
+def ema_copy(file: Tensors, unet: Tensors) -> Tensors | None:
     """Return the EMA copy of a UNet in the same file; None if there is none or it is incomplete.
 
     EMA keys are "model_ema." plus the key in the Lightning module without its dots.  The dots cannot be restored, so
     the EMA keys are built from the UNet's.
     """
-    shapes = unet.checkpoint.shapes
-    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet.keys if not NO_WEIGHTS.search(key)}
-    if all(shapes.get(name) == shapes[unet.keys[key]] for key, name in names.items()):
-        return Component(unet.checkpoint, names)
-    return None
+    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet if not NO_WEIGHTS.search(key)}
+    is_whole = all(file.shapes.get(name) == unet.shapes[key] for key, name in names.items())
+    return file.renamed(names) if is_whole else None
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
-
-
-class _WithoutInit(TorchFunctionMode):
-    """Skip torch.nn.init: on the meta device it has no effect, but it imports the compiler, over a second."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else None
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -346,7 +246,7 @@ def errors_of(path: object) -> Iterator[None]:
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Build networks in this block on the meta device, without memory, for load_weights to fill."""
-    with torch.device("meta"), _WithoutInit():
+    with torch.device("meta"), WithoutInit():
         yield
 
 
@@ -354,18 +254,18 @@ WEIGHTS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 WEIGHTS |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 
-def read_weight(checkpoint: Checkpoint, key: str) -> Tensor:
+def read_weight(tensors: Tensors, key: str) -> Tensor:
     """Read one tensor.  Raises ValueError, naming it, if it holds no plain floating-point numbers."""
-    value = checkpoint.read(key)
+    value = tensors.read(key)
     if value.dtype not in WEIGHTS:
         name = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{checkpoint.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
+        raise ValueError(f"{tensors.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
     return value
 
 
 def load_weights(
     network: nn.Module,
-    component: Component,
+    tensors: Tensors,
     title: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -377,9 +277,9 @@ def load_weights(
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    got = component.shapes
-    missing = sorted(set(wanted) - set(got))
-    unexpected = sorted(key for key in set(got) - set(wanted) if not NO_WEIGHTS.search(key))
+    got = tensors.shapes
+    missing = sorted(wanted.keys() - got.keys())
+    unexpected = sorted(key for key in got.keys() - wanted.keys() if not NO_WEIGHTS.search(key))
     reshaped = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
     problems = [
         f"{len(keys)} tensors {what} ({_sample(keys)})"
@@ -387,29 +287,17 @@ def load_weights(
         if keys
     ]
     if problems:
-        raise ValueError(f"{component.checkpoint.path}: the {title} does not fit: {'; '.join(problems)}")
+        raise ValueError(f"{tensors.path}: the {title} does not fit: {'; '.join(problems)}")
+    fill_blocks = getattr(tensors, "fill_blocks", None)  # of a GGUF file
+    done: set[str] = fill_blocks(network, device, dtype) if in_blocks and fill_blocks is not None else set()
     weights, pages = {}, MappedPages()
-    if in_blocks:
-        wanted = {
-            key: shape for key, shape in wanted.items() if not _keep_blocks(network, component, key, device, dtype)
-        }
-    for key in wanted:
-        value = read_weight(component.checkpoint, component.keys[key])
+    for key in (key for key in wanted if key not in done):
+        value = read_weight(tensors, key)
         weights[key] = value.to(device=device, dtype=dtype)
         if weights[key] is not value:
             pages.release(value)
     network.load_state_dict(weights, assign=True, strict=False)  # blocks are there already
     network.requires_grad_(False).eval()
-
-
-def _keep_blocks(network: nn.Module, component: Component, key: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Replace the linear whose weight has this key by one that keeps it in blocks, if the file does."""
-    name, _, last = key.rpartition(".")
-    linear, weight = network.get_submodule(name), component.checkpoint.blocks(component.keys[key])
-    if weight is None or last != "weight" or type(linear) is not nn.Linear:
-        return False
-    network.set_submodule(name, BlockLinear(weight._replace(data=weight.data.to(device)), linear.bias, dtype))
-    return True
 
 
 def _sample(items: Iterable[str], most: int = 3) -> str:

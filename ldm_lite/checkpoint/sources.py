@@ -1,11 +1,12 @@
 """Where a model's networks and vocabularies come from, if not from its checkpoint: files of their own."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.diffusers_folder import QWEN3_VOCABS, T5_VOCABS, open_source
-from ldm_lite.checkpoint.reader import Component, errors_of, split
+from ldm_lite.checkpoint.reader import errors_of, open_checkpoint, split
+from ldm_lite.core.files import Tensors, imported
 from ldm_lite.models.bert import BERTSpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
@@ -23,6 +24,33 @@ from ldm_lite.zoo.families import Family, text_roles
 from ldm_lite.zoo.networks import BERT_LARGE, EncoderSpec
 from ldm_lite.zoo.transformers import check_texts, text_kind, transformer_row
 
+FOLDER = "ldm_lite.formats.diffusers_folder"
+T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
+QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
+# The metadata of each role's network, which follow it when it replaces another's.
+METADATA_OF_ROLE = {
+    "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
+    "vae": ("scaling_factor",),
+    "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
+    "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
+}
+
+
+def open_source(source: str | os.PathLike[str] | None) -> Tensors:
+    """Open a checkpoint: a file, or a diffusers folder of a whole pipeline or one network, as one file.
+
+    Either may be on the hub: "owner/repository/file", or "owner/repository" for a folder; None is the bundled model.
+    Raises FileNotFoundError and ValueError, one line.
+    """
+    repository = hub.repository(source)
+    path = hub.resolve(source) if repository is None else imported(f"{FOLDER}:download")(repository)
+    return imported(f"{FOLDER}:open_folder")(path) if path.is_dir() else open_checkpoint(path)
+
+
+def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata of the network of this role, of all in its file or folder."""
+    return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
+
 
 def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
     """Return the tokenizer of a text encoder; None if it does not read text."""
@@ -36,40 +64,47 @@ def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
 
 
 def placed(
-    own: Mapping[str, Component], given: Mapping[str, Component], metadata: Mapping[str, str]
-) -> dict[str, Component]:
-    """Return the components of all files by role; each text encoder of a transformer has the role of its kind."""
-    components = {**own, **given}
-    unet = components.get("unet")
-    with errors_of(next(iter(components.values())).checkpoint.path):
+    own: Mapping[str, Tensors], replaced: Mapping[str, Tensors], metadata: Mapping[str, str]
+) -> dict[str, Tensors]:
+    """Return the networks of all files by role; each text encoder of a transformer has the role of its kind."""
+    parts = {**own, **replaced}
+    unet = parts.get("unet")
+    with errors_of(next(iter(parts.values())).path):
         row = None if unet is None else transformer_row(unet.shapes, metadata)
     if row is None:
-        return components
-    check_texts(row, {str(c.checkpoint.path): c.shapes for role, c in given.items() if role.startswith("text_encoder")})
-    texts = [each for part in (own, given) for role, each in part.items() if role.startswith("text_encoder")]
-    kinds = {text_kind(each.shapes): each for each in texts}
+        return parts
+    check_texts(
+        row, {str(part.path): part.shapes for role, part in replaced.items() if role.startswith("text_encoder")}
+    )
+    texts = [part for parts in (own, replaced) for role, part in parts.items() if role.startswith("text_encoder")]
+    kinds = {text_kind(part.shapes): part for part in texts}
     places = zip(text_roles(row.text_encoders), map(type, row.text_encoders), strict=True)
-    others = {role: each for role, each in components.items() if not role.startswith("text_encoder")}
+    others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
     return others | {role: kinds[kind] for role, kind in places if kind in kinds}
 
 
-def from_files(sources: Mapping[str, Sequence[str]]) -> dict[str, Component]:
-    """Return the weights from other files, by role.  Raises ValueError for a file without weights of its role."""
-    components: dict[str, Component] = {}
-    texts: list[Component] = []
+def from_files(sources: Mapping[str, Sequence[str]]) -> tuple[dict[str, Tensors], Tensors | None]:
+    """Return the networks from other files, by role, and the whole file of the UNet, if one is among them.
+
+    Raises ValueError for a file without a network of its role.
+    """
+    replaced: dict[str, Tensors] = {}
+    texts: list[Tensors] = []
+    main = None
     for name, source in ((name, source) for name, several in sources.items() for source in several):
-        given = split(open_source(source))
-        found = [component for role, component in given.items() if role.startswith(name)]
-        if not found:
-            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(given))}")
+        parts = split(open_source(source))
+        of_role = [part for role, part in parts.items() if role.startswith(name)]
+        if not of_role:
+            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(parts))}")
         if name == "text_encoder":
-            texts += found
+            texts += of_role
         else:
-            components[name] = found[0]
-    return components | dict(zip(text_roles(texts), texts, strict=True))
+            replaced[name] = of_role[0]
+            main = parts.file if name == "unet" else main
+    return replaced | dict(zip(text_roles(texts), texts, strict=True)), main
 
 
-def t5_tokenizer_of(family: Family, components: Mapping[str, Component], vocab: str | None) -> T5Tokenizer | None:
+def t5_tokenizer_of(family: Family, parts: Mapping[str, Tensors], vocab: str | None) -> T5Tokenizer | None:
     """Return the tokenizer of a family's T5, None if it has none, from a file that is given or lies beside its weights.
 
     Raises ValueError, one line, if there is none.
@@ -77,14 +112,14 @@ def t5_tokenizer_of(family: Family, components: Mapping[str, Component], vocab: 
     role = next((role for role, spec in family.networks.items() if isinstance(spec, T5Spec)), None)
     if role is None:
         return None
-    weights = components[role].checkpoint.path
+    weights = parts[role].path
     path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
     if path is None:
         raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
     return T5Tokenizer(512, path=path)
 
 
-def qwen3_tokenizer_of(family: Family, components: Mapping[str, Component], given: str | None) -> Qwen3Tokenizer | None:
+def qwen3_tokenizer_of(family: Family, parts: Mapping[str, Tensors], given: str | None) -> Qwen3Tokenizer | None:
     """Return the tokenizer of a family's Qwen3, None if it has none, from a file or folder that is given, or beside it.
 
     Raises ValueError, one line, if there is none, or if it is of another model.
@@ -94,7 +129,7 @@ def qwen3_tokenizer_of(family: Family, components: Mapping[str, Component], give
         if given is not None:
             raise ValueError(f"got `tokenizer` {given}, which {family.title} does not use: leave it out")
         return None
-    weights = components[role].checkpoint.path
+    weights = parts[role].path
     path = _beside(weights, role, QWEN3_VOCABS) if given is None else hub.resolve(given)
     if path is not None and path.is_dir():
         path = _beside(path, role, QWEN3_VOCABS)
@@ -104,7 +139,7 @@ def qwen3_tokenizer_of(family: Family, components: Mapping[str, Component], give
             f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`"
         )
     tokenizer = Qwen3Tokenizer(512, path=path)
-    known = components[role].shapes["embed_tokens.weight"][0]
+    known = parts[role].shapes["embed_tokens.weight"][0]
     if tokenizer.vocab_size > known:
         raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {weights} only {known}: take its own")
     return tokenizer

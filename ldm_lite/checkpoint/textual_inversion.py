@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import Checkpoint, open_checkpoint
-from ldm_lite.checkpoint.torch_file import INVERSION
+from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.core.files import Tensors
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("ldm_lite")
 
+INVERSION = "string_to_param"  # key of the vectors in files of the original
 UNNAMED = ("emb_params", "clip_l", "clip_g", "*", "")  # keys that are no names of tokens
 BUNDLED = re.compile(rf"^bundle_emb\.(.+?)\.(emb_params|clip_[lg]|{INVERSION}\..*)$", re.DOTALL)
 PICTURES = (".png", ".webp", ".jxl", ".avif")
@@ -76,7 +77,7 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
     return [Embedding(path.name, name, vectors, stored if other else None)]
 
 
-def bundled(file: Checkpoint) -> list[Embedding]:
+def bundled(file: Tensors) -> list[Embedding]:
     """Return the textual inversions in a LoRA file.  Raises ValueError for a kind that is not known."""
     keys: dict[str, list[str]] = {}
     for key in file.shapes:
@@ -94,7 +95,7 @@ def _name(text: str) -> str:
     return unicodedata.normalize("NFC", text.strip())
 
 
-def _vectors(file: Checkpoint, keys: Sequence[str]) -> dict[int, Tensor]:
+def _vectors(file: Tensors, keys: Sequence[str]) -> dict[int, Tensor]:
     """Read the tensors of one textual inversion.  Raises ValueError if they are not vectors of numbers."""
     for key in keys:
         if len(file.shapes[key]) not in (1, 2) or 0 in file.shapes[key]:

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.diffusers_folder import open_source
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, split
+from ldm_lite.checkpoint.sources import open_source
 from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.control.low_rank import MARK, differences
 from ldm_lite.core.layers import Shapes
@@ -183,11 +183,11 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
     with errors_of(source), on_meta():
         network = _build(model, role, found.shapes)
         if isinstance(model.family.unet, UNetSpec):
-            _check_heads(model.family.unet, found.checkpoint.metadata)
+            _check_heads(model.family.unet, found.metadata)
     runs_now = isinstance(network, StyleAdapter | IPAdapter | Redux)
     by_block = not runs_now and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
-    differs, whole = "difference" in found.checkpoint.shapes, set[str]()
+    differs, whole = "difference" in components.file.shapes, set[str]()
     if MARK in found.shapes:
         with errors_of(source):
             wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
@@ -196,12 +196,12 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
     load_weights(network, found, "control", home, model.dtype)
     if differs:
         _add_base(network, model, whole)
-        log.info("%s: holds differences, added to the checkpoint's own UNet", found.checkpoint.path.name)
+        log.info("%s: holds differences, added to the checkpoint's own UNet", found.path.name)
     if isinstance(network, ControlNet):
         prepare_like(network, model.unet, model.device)
     if by_block:  # all weights of these networks are in blocks, so there is no phase to enter
         Offloader({"control": network}, model.device, offload="sequential", storage=None)
-    pools = found.checkpoint.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
+    pools = found.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
     if pools:
         log.info("%s: averages over the image, as its configuration says", source)
     return network, pools

@@ -7,12 +7,12 @@ Source: Stability AI's control-lora; ComfyUI comfy/controlnet.py, ControlLora.
 
 import math
 from collections.abc import Container
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.reader import Checkpoint, Component, read_weight
+from ldm_lite.checkpoint.reader import read_weight
+from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 
 MARK = "lora_controlnet"  # a tensor that says nothing but what kind of file it is
@@ -23,7 +23,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:1]), math.prod(shape[1:])
 
 
-def differences(file: Component, wanted: Shapes, base: Container[str]) -> tuple[Component, set[str]]:
+def differences(file: Tensors, wanted: Shapes, base: Container[str]) -> tuple[Tensors, set[str]]:
     """Return the weights of a Control-LoRA as differences from a UNet's, and the keys of those that are whole.
 
     wanted are the shapes of the ControlNet, base the keys that its UNet has too.  Keys that are no part of it stay in
@@ -42,12 +42,11 @@ def differences(file: Component, wanted: Shapes, base: Container[str]) -> tuple[
 
     def read(key: str) -> Tensor:
         if key in whole:
-            return file.checkpoint.read(file.keys[key])
+            return file.read(key)
         if key not in pairs:
             return torch.zeros(added[key])
-        up, down = (read_weight(file.checkpoint, file.keys[part]).float().flatten(1) for part in pairs[key])
+        up, down = (read_weight(file, part).float().flatten(1) for part in pairs[key])
         return (up @ down).view(added[key])
 
     shapes = {**added, **{key: stored[key] for key in whole}}
-    checkpoint = Checkpoint(file.checkpoint.path, shapes, file.checkpoint.metadata, read)
-    return replace(file, checkpoint=checkpoint, keys={key: key for key in shapes}), set(whole)
+    return Tensors(file.path, shapes, read, file.metadata), set(whole)

@@ -100,7 +100,7 @@ def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, d
 
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
-    with torch.device("meta"), _WithoutInit():
+    with torch.device("meta"), WithoutInit():
         network = imported(KINDS[kind].network)(spec)
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     missing = sorted(wanted.keys() - tensors.shapes.keys())
@@ -115,7 +115,7 @@ def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, d
     return network.eval()
 
 
-class _WithoutInit(TorchFunctionMode):
+class WithoutInit(TorchFunctionMode):
     """Skip torch.nn.init: on the meta device it has no effect, but it imports the compiler, over a second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

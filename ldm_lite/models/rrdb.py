@@ -5,7 +5,7 @@ What is unusual about it:
 - the network always enlarges four times: for a factor of 2 or 1 the image is folded into channels first;
 - inside, images are in [0,1]; forward() takes and returns [-1,1] as the autoencoders here do.
 
-Attribute names are the keys of BasicSR's files (RealESRGAN_x4plus.pth); original_keys() renames ESRGAN's own.
+Attribute names are the keys of BasicSR's files (RealESRGAN_x4plus.pth); formats/esrgan.py renames ESRGAN's own.
 
 Shape letters: B batch, C channels (64), G grown channels (32), H W image size, F factor.
 Source: Wang et al. 2018, sec. 3.1 (blocks); Wang et al. 2021, sec. 3.3 (folding); BasicSR, rrdbnet_arch.py.
@@ -13,8 +13,6 @@ Source: Wang et al. 2018, sec. 3.1 (blocks); Wang et al. 2021, sec. 3.3 (folding
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,21 +47,6 @@ class RRDBSpec:
     def factor(self) -> int:
         """Pixels of the result per pixel of the image, along each side."""
         return 4 // self.fold
-
-
-def original_keys(keys: Mapping[str, str]) -> Mapping[str, str]:
-    """Rename the keys of ESRGAN's own files (4x-UltraSharp.pth) to BasicSR's; values stay.  Others are unchanged."""
-    if "model.1.sub.0.RDB1.conv1.0.weight" not in keys:
-        return keys
-    blocks = max(int(match[1]) for key in keys if (match := re.match(r"model\.1\.sub\.(\d+)\.", key)))
-    names = {"0": "conv_first", f"1.sub.{blocks}": "conv_body", "3": "conv_up1", "6": "conv_up2", "8": "conv_hr"}
-    names["10"] = "conv_last"
-    renamed = {}
-    for key, stored in keys.items():
-        module, _, kind = key.removeprefix("model.").rpartition(".")
-        block = re.sub(r"^1\.sub\.(\d+)\.RDB(\d)\.conv(\d)\.0$", r"body.\1.rdb\2.conv\3", module)
-        renamed[f"{names.get(module, block)}.{kind}"] = stored
-    return renamed
 
 
 def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:

@@ -2,7 +2,7 @@
 
 What is unusual about it:
 - attribute names are the keys of ComfyUI's files; those of Tongyi-MAI's and diffusers' hold queries, keys and values
-  apart (checkpoint/transformer_keys.py);
+  apart (checkpoint/names.py);
 - image and text are one sequence, the image first, after blocks of its own for each of them: the refiners;
 - both are padded to multiples of 32 with learned tokens, which are attended to like others;
 - each token has a position (index, row, column): a text counts along the first, the image follows it there;

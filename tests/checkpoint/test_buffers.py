@@ -15,7 +15,7 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite.checkpoint.buffers import stored_schedule
 from ldm_lite.checkpoint.model import _scaled
-from ldm_lite.checkpoint.reader import Checkpoint
+from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.family import Preserving
@@ -26,10 +26,8 @@ DTYPES = (*FP8, torch.bfloat16, torch.float16, torch.float32)
 ABOUT = random_checkpoint.metadata(SMALL)
 
 
-def file(tensors: Mapping[str, Tensor]) -> Checkpoint:
-    return Checkpoint(
-        Path("a.ckpt"), {key: tuple(value.shape) for key, value in tensors.items()}, {}, tensors.__getitem__
-    )
+def file(tensors: Mapping[str, Tensor]) -> Tensors:
+    return Tensors(Path("a.ckpt"), {key: tuple(value.shape) for key, value in tensors.items()}, tensors.__getitem__)
 
 
 def buffers(betas: np.ndarray) -> dict[str, Tensor]:
@@ -131,7 +129,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(
     tensors[key] = torch.zeros(tensors[key].shape).to(dtype)
     torch.save(tensors, tmp_path / "odd.ckpt")
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(ValueError, match=rf"odd.ckpt: {key} is stored as {name}, wanted floating-point numbers"):
+    with pytest.raises(ValueError, match=rf"odd.ckpt: out.2.bias is stored as {name}, wanted floating-point numbers"):
         ldm_lite.load(tmp_path / "odd.ckpt", device="cpu", metadata=ABOUT)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
-from ldm_lite.checkpoint.diffusers_config import CHECKED, KINDS, read_network, read_scheduler
+from ldm_lite.formats.diffusers_config import CHECKED, KINDS, read_network, read_scheduler
 
 GOLDEN = np.load(DATA / "configs.npz")
 FILES: dict[str, dict[str, Any]] = json.loads(str(GOLDEN["made_with"]))["files"]

@@ -15,7 +15,8 @@ from toy import NEGATIVE, PROMPT
 
 import ldm_lite
 from ldm_lite import reconstruct, txt2img
-from ldm_lite.checkpoint.reader import Checkpoint, split
+from ldm_lite.checkpoint.reader import split
+from ldm_lite.core.files import Tensors
 from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
 
@@ -152,5 +153,5 @@ def test_released_folders_need_nothing_told(tmp_path: Path) -> None:
     shapes = {}
     for role, name in parts.items():
         theirs = {key: tuple(shape) for key, shape in THEIRS[name].items()}
-        shapes[role] = split(Checkpoint(tmp_path / role, theirs, {}, torch.zeros))[role].shapes
+        shapes[role] = split(Tensors(tmp_path / role, theirs, torch.zeros))[role].shapes
     assert detect_family(shapes, {}) == FAMILIES["lcm"]

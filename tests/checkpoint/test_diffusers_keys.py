@@ -14,8 +14,9 @@ from random_checkpoint import SMALL, small
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.diffusers_keys import original_layout
-from ldm_lite.checkpoint.reader import Component, load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
+from ldm_lite.core.files import Tensors
+from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.controlnet import ControlNet, infer_spec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNetSpec
@@ -27,7 +28,7 @@ ORIGINAL = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes())
 del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/test_z_image.py
 
 
-def loaded(component: Component, spec: Spec) -> nn.Module:
+def loaded(component: Tensors, spec: Spec) -> nn.Module:
     with on_meta():
         network = build(spec)
     load_weights(network, component, "network", torch.device("cpu"), torch.float32)
@@ -100,7 +101,7 @@ def test_the_original_layout_is_left_alone() -> None:
 # ---- what they compute ----------------------------------------------------------------------------------------------
 
 
-def component(path: Path, name: str, values: Mapping[str, Tensor], role: str, **metadata: str) -> Component:
+def component(path: Path, name: str, values: Mapping[str, Tensor], role: str, **metadata: str) -> Tensors:
     save_file(dict(values), path / f"{name}.safetensors", metadata)
     components = split(open_checkpoint(path / f"{name}.safetensors"))
     assert set(components) == {role}

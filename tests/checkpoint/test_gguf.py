@@ -20,11 +20,11 @@ from toy_flow import all_in_one, save, weights
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.gguf import open_gguf
 from ldm_lite.checkpoint.lora import merge_lora
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
+from ldm_lite.formats.gguf import open_gguf
 from ldm_lite.runtime import aot
 from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks, num_parameters
 from ldm_lite.zoo.networks import build

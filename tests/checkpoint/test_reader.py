@@ -88,7 +88,8 @@ def test_an_incomplete_ema_copy_is_not_used(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "ema")
     del tensors["model_ema.diffusion_modelout2weight"]
     save_file(tensors, tmp_path / "part", metadata=METADATA)
-    assert ema_copy(split(open_checkpoint(tmp_path / "part"))["unet"]) is None
+    parts = split(open_checkpoint(tmp_path / "part"))
+    assert ema_copy(parts.file, parts["unet"]) is None
 
 
 def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, reference: ldm_lite.Pipeline) -> None:
@@ -213,10 +214,10 @@ HOSTILE = {
     "bare pickle named safetensors": "is damaged, or more than weights, and nothing in it was run",
     "old protocol pickle": "is not a checkpoint",
     "eval in a pickle": r"nothing in it was run: its pickle names builtins\.eval",
-    "truncated safetensors": r"is truncated: \d+ of \d+ bytes",
+    "truncated safetensors": "is a truncated or damaged safetensors file",
     "truncated header": r"is truncated: 100 bytes, but its header alone takes",
     "giant header": "is truncated",
-    "broken header": "is a damaged safetensors file",
+    "broken header": "is a truncated or damaged safetensors file",
     "truncated zip": "is truncated or damaged",
     "truncated legacy": "is damaged",
     "another zip": "is damaged",

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ldm_lite.checkpoint.reader import SGM, Checkpoint, on_meta, split
+from ldm_lite.checkpoint.reader import SGM, on_meta, split
 from ldm_lite.checkpoint.sources import placed
+from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
@@ -88,11 +89,11 @@ BESIDE: dict[str, dict[str, tuple[int, ...]]] = {
 BUFFERS = {"betas": (1000,), "denoiser.sigmas": (1000,), "noise_augmentor.betas": (1000,), "model_ema.decay": ()}
 
 
-def opened(shapes: Shapes, name: str = "file.ckpt", order: int = 0) -> Checkpoint:
+def opened(shapes: Shapes, name: str = "file.ckpt", order: int = 0) -> Tensors:
     """A checkpoint with only these shapes, shuffled."""
     items = list(shapes.items())
     random.Random(order).shuffle(items)
-    return Checkpoint(Path(name), dict(items), {}, lambda key: torch.zeros(shapes[key]))
+    return Tensors(Path(name), dict(items), lambda key: torch.zeros(shapes[key]))
 
 
 @functools.cache

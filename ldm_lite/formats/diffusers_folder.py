@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.diffusers_config import (
+from ldm_lite.checkpoint.reader import QWEN3, T5, joined, open_checkpoint, prefix, split
+from ldm_lite.checkpoint.sources import T5_VOCABS, metadata_of
+from ldm_lite.cli.files import read_json
+from ldm_lite.core.files import Tensors
+from ldm_lite.formats.diffusers_config import (
     check_pipeline,
     check_tokenizer,
-    metadata_of,
     read_network,
     read_scheduler,
 )
-from ldm_lite.checkpoint.reader import QWEN3, T5, Checkpoint, combine, join, open_checkpoint, prefix, split
-from ldm_lite.cli.files import read_json
 
 log = logging.getLogger("ldm_lite")
 
@@ -29,33 +30,26 @@ BESIDE = (
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
-T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
-QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that exists is read
 
 
-def open_source(source: str | os.PathLike[str] | None) -> Checkpoint:
-    """Open a checkpoint: a file, or a diffusers folder of a whole pipeline or one network.
+def open_folder(folder: Path) -> Tensors:
+    """Open a folder of a whole pipeline or of one network, as one file.
 
-    Either may be on the hub: "owner/repository/file", or "owner/repository" for a folder.  The metadata hold the
-    prediction type and the scheduler from a pipeline's folder.  Raises FileNotFoundError; ValueError, one line, for a
-    folder without weights, with only a part of them, or of a pipeline without a UNet.
+    The metadata of a pipeline hold the prediction type and the scheduler.  Raises ValueError, one line, for a folder
+    without weights, with only a part of them, or of a pipeline without a UNet.
     """
-    repository = hub.repository(source)
-    path = hub.resolve(source) if repository is None else _download(repository)
-    if not path.is_dir():
-        return open_checkpoint(path)
-    roles = [role for role in ROLES if (path / role).is_dir()]
+    roles = [role for role in ROLES if (folder / role).is_dir()]
     if not roles:
-        return _open_network(path)
+        return _open_network(folder)
     if not {"unet", "transformer"} & set(roles):
-        raise ValueError(f"{path}: is a pipeline without a UNet ({', '.join(roles)}), not a latent diffusion model")
-    return _open_pipeline(path, roles)
+        raise ValueError(f"{folder}: is a pipeline without a UNet ({', '.join(roles)}), not a latent diffusion model")
+    return _open_pipeline(folder, roles)
 
 
-def _download(repository: str) -> Path:
+def download(repository: str) -> Path:
     """Download the needed files of a diffusers repository to the hub's cache; return its folder there."""
     names = hub.files(repository)
     folders = [f"{role}/" for role in ROLES if any(name.startswith(f"{role}/") for name in names)] or [""]
@@ -83,7 +77,7 @@ def _download(repository: str) -> Path:
     return root
 
 
-def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
+def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
     title, index = hub.title(folder), _read_json(folder / "model_index.json")
     listed = [name for name, kind in index.items() if isinstance(kind, list) and kind[:1] not in ([None], [])]
     present = {*listed, *(path.name for path in folder.iterdir() if path.is_dir() and path.name in IGNORED)}
@@ -94,7 +88,7 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
     metadata = read_scheduler(f"{title}/scheduler", _read_json(folder / "scheduler" / "scheduler_config.json"), name)
     if name == "FluxKontextPipeline":
         metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
-    tensors: dict[str, tuple[Checkpoint, str]] = {}
+    places: dict[str, tuple[Tensors, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears
     for name in roles:
@@ -105,20 +99,18 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Checkpoint:
         if name.startswith("text_encoder") and not {T5, QWEN3, f"model.{QWEN3}"} & network.shapes.keys():
             open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
             network = _text_encoder(folder, name, network, open_clip)
-        components = split(network)
-        component = components.get("text_encoder" if name.startswith("text_encoder") else role)
-        if component is None:
-            raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(components)}")
-        before = prefix(role, component.keys, sgm="text_encoder_2" in roles and "unet" in roles)
-        tensors |= {before + key: (component.checkpoint, stored) for key, stored in component.keys.items()}
-        about = network.metadata
-        if role == "text_encoder_2":
-            about = {key.replace("text_", "text_2_"): value for key, value in about.items()}
-        metadata |= metadata_of(role, about)
-    return combine(folder, tensors, metadata)
+        parts = split(network)
+        part = parts.get("text_encoder" if name.startswith("text_encoder") else role)
+        if part is None:
+            raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(parts)}")
+        before = prefix(role, part.shapes, sgm="text_encoder_2" in roles and "unet" in roles)
+        places |= {before + key: (part, key) for key in part}
+        second = {key.replace("text_", "text_2_"): value for key, value in network.metadata.items()}
+        metadata |= metadata_of(role, second if role == "text_encoder_2" else network.metadata)
+    return joined(folder, places, metadata)
 
 
-def _text_encoder(folder: Path, name: str, network: Checkpoint, open_clip: bool) -> Checkpoint:
+def _text_encoder(folder: Path, name: str, network: Tensors, open_clip: bool) -> Tensors:
     """Return a pipeline's text encoder, marked as OpenCLIP or not.  Raises ValueError for another tokenizer."""
     act, beside = network.metadata.get("hidden_act"), folder / name.replace("text_encoder", "tokenizer")
     if open_clip and act not in (None, "gelu"):
@@ -132,7 +124,7 @@ def _text_encoder(folder: Path, name: str, network: Checkpoint, open_clip: bool)
     return replace(network, metadata=metadata)
 
 
-def _open_network(folder: Path) -> Checkpoint:
+def _open_network(folder: Path) -> Tensors:
     """Open the weights in the folder of one network, in one file or in shards."""
     file, index = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
     if file is not None:
@@ -158,7 +150,7 @@ def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
     return next((name for name in files if name in names), None), next(iter(indices), None)
 
 
-def _open_shards(folder: Path, index: str) -> Checkpoint:
+def _open_shards(folder: Path, index: str) -> Tensors:
     """Open the files that an index lists.  Each tensor is read from the file that the index says, if it says one."""
     shards = _shards(folder / index)
     files = {name: folder / name for name in sorted(set(shards.values()))}
@@ -167,9 +159,9 @@ def _open_shards(folder: Path, index: str) -> Checkpoint:
     parts = {name: open_checkpoint(file) for name, file in files.items()}
     if absent := [key for key, name in shards.items() if key not in parts[name].shapes]:
         raise ValueError(f"{folder}: {index} names {absent[0]} in {shards[absent[0]]}, which lacks it")
-    listed = {key: (parts[name], key) for key, name in shards.items()}
-    whole = join(list(parts.values()))
-    return combine(folder, {key: listed.get(key, (whole, key)) for key in whole.shapes}, whole.metadata)
+    places = {key: (part, key) for part in parts.values() for key in part}
+    places |= {key: (parts[name], key) for key, name in shards.items()}
+    return joined(folder, places, next(iter(parts.values())).metadata)
 
 
 def _shards(index: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Recognise files that ldm_lite does not read as a checkpoint by their keys, so that errors can name them."""
 
 import re
-from collections.abc import Iterable
+
+from ldm_lite.core.files import Tensors
 
 FACE_ID = (
     "an IP-Adapter FaceID, which reads the embedding of a face by InsightFace's network, which ldm_lite does not have: "
@@ -36,7 +37,8 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
 }
 
 
-def foreign(keys: Iterable[str]) -> str | None:
-    """Return the kind of file with these keys if ldm_lite does not read it, else None."""
-    text = "\n".join(keys)
-    return next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None)
+def refuse(tensors: Tensors) -> None:
+    """Raise ValueError, naming the kind of a file, if ldm_lite does not read it."""
+    text = "\n".join(key for key in tensors if not key.startswith("model_ema."))
+    if what := next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None):
+        raise ValueError(f"is {what}, wanted a latent diffusion checkpoint in the original layout")

@@ -6,37 +6,29 @@ kohya's have a scale for each row, or for each block of a row.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ldm_lite.core.layers import Shapes
+from ldm_lite.core.files import Tensors
 
 SCALE = re.compile(r"^(.*\.)(?:scale_weight|weight_scale)$")
 BESIDE = re.compile(r"(?:^|\.)(?:scale_input|input_scale|comfy_quant|scaled_fp8)$")  # of no use where nothing is in fp8
-MARK = re.compile(r"(?:^|\.)(?:comfy_quant|scaled_fp8)$")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 QUANTIZATION = "_quantization_metadata"
 
 
-def is_scaled(keys: Iterable[str]) -> bool:
-    """Whether a file has such scales, or is marked as one that has."""
-    return any(SCALE.match(key) or MARK.search(key) for key in keys)
-
-
-def unscaled(
-    shapes: Shapes, metadata: Mapping[str, str], read: Callable[[str], Tensor]
-) -> tuple[Shapes, Callable[[str], Tensor]]:
-    """Return the shapes without the scales, and a function that reads a tensor, multiplied by its scale: float32.
+def unscaled(tensors: Tensors) -> Tensors | None:
+    """Return a view without the scales, whose tensors are multiplied by them: float32.  None if nothing is scaled.
 
     Raises ValueError for another format than fp8, for a scale that does not fit its weight, and for a marked file with
     weights in fp8 and no scales.
     """
+    shapes, read = tensors.shapes, tensors.read
     scales = {f"{match[1]}weight": key for key in shapes if (match := SCALE.match(key))}
-    _check_formats(shapes, metadata, read)
+    _check_formats(tensors)
     if not scales and any(read(key).dtype in FP8 for key, shape in shapes.items() if len(shape) == 2):
         raise ValueError("is marked as scaled fp8, but its scales are missing: take a whole file")
     for key, scale in scales.items():
@@ -56,7 +48,7 @@ def unscaled(
         return (blocks * scale).view(value.shape)
 
     kept = {key: shape for key, shape in shapes.items() if not SCALE.match(key) and not BESIDE.search(key)}
-    return kept, read_unscaled
+    return Tensors(tensors.path, kept, read_unscaled, tensors.metadata)
 
 
 def _fits(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
@@ -68,15 +60,15 @@ def _fits(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
     return scale in ((rows, 1), (rows,)) or blocked
 
 
-def _check_formats(shapes: Shapes, metadata: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+def _check_formats(tensors: Tensors) -> None:
     """Raise ValueError if the file says that a weight is in another format than fp8."""
     found: list[Any] = []
     try:
-        if QUANTIZATION in metadata:
-            found += json.loads(metadata[QUANTIZATION])["layers"].values()
-        for key in shapes:
+        if QUANTIZATION in tensors.metadata:
+            found += json.loads(tensors.metadata[QUANTIZATION])["layers"].values()
+        for key in tensors:
             if key.endswith(".comfy_quant"):
-                found.append(json.loads(bytes(read(key).tolist())))
+                found.append(json.loads(bytes(tensors[key].tolist())))
         formats = {str(layer["format"]) for layer in found}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its description of the quantisation is damaged ({error})") from error

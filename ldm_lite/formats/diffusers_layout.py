@@ -1,7 +1,7 @@
-"""Key names of diffusers and transformers, and rules that map their files to the original layout.
+"""Files of one network with the names of diffusers or transformers -> the original layout.
 
 original_layout() tells how each tensor of the original layout is read from such a file: from one tensor with another
-name and perhaps another shape (1x1 convolutions stored as linears), or from several (OpenCLIP's in_proj).
+name and perhaps another shape (1x1 convolutions stored as linears), or from several (OpenCLIP's in_proj, FLUX.1's qkv).
 """
 
 import re
@@ -11,72 +11,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.transformer_keys import stored_keys
+from ldm_lite.checkpoint.names import (
+    OUTSIDE,
+    RESNET,
+    TRANSFORMERS,
+    Parts,
+    flux_modules,
+    sd3_modules,
+    unet_blocks,
+    z_image_modules,
+)
+from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes, size
 from ldm_lite.runtime.memory import MappedPages
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
 
-# Layers of a residual block, and layers outside the blocks: the original's name (ours) -> diffusers'.
-RESNET = {
-    "in_layers.0": "norm1",
-    "in_layers.2": "conv1",
-    "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2",
-    "out_layers.3": "conv2",
-    "skip_connection": "conv_shortcut",
-    "op": "conv",  # of a downsampler
-}
 ORIGINAL_RESNET = {theirs: ours for ours, theirs in RESNET.items()}
-OUTSIDE = {
-    "input_blocks.0.0": "conv_in",
-    "time_embed.0": "time_embedding.linear_1",
-    "time_embed.2": "time_embedding.linear_2",
-    "cond_proj": "time_embedding.cond_proj",
-    "label_emb.0.0": "add_embedding.linear_1",
-    "label_emb.0.2": "add_embedding.linear_2",
-    "out.0": "conv_norm_out",
-    "out.2": "conv_out",
-}
 # The same for class embeddings, and for the vectors of unCLIP.
 CLASSES = {
     "label_emb": "class_embedding",
     "label_emb.0.0": "class_embedding.linear_1",
     "label_emb.0.2": "class_embedding.linear_2",
 }
-
-
-def unet_blocks(num_res_blocks: Sequence[int], transformer_depth: Sequence[int], middle_depth: int) -> dict[str, str]:
-    """Map block names of a UNet with these spec values: "input_blocks.1.0" -> diffusers' "down_blocks.0.resnets.0"."""
-    table, n, last = {}, 1, len(num_res_blocks) - 1
-    for level, count in enumerate(num_res_blocks):
-        for i in range(count):
-            table[f"input_blocks.{n}.0"] = f"down_blocks.{level}.resnets.{i}"
-            table[f"input_blocks.{n}.1"] = f"down_blocks.{level}.attentions.{i}"
-            n += 1
-        if level != last:
-            table[f"input_blocks.{n}.0"] = f"down_blocks.{level}.downsamplers.0"
-            n += 1
-    middle = ["resnets.0", "attentions.0", "resnets.1"] if middle_depth else ["resnets.0", "resnets.1"]
-    table |= {f"middle_block.{i}": f"mid_block.{name}" for i, name in enumerate(middle)}
-    n = 0
-    for up, level in enumerate(range(last, -1, -1)):
-        for i in range(num_res_blocks[level] + 1):
-            kinds = [f"resnets.{i}", *[f"attentions.{i}"] * (transformer_depth[level] > 0)]
-            kinds += ["upsamplers.0"] * (i == num_res_blocks[level])
-            table |= {f"output_blocks.{n}.{j}": f"up_blocks.{up}.{kind}" for j, kind in enumerate(kinds)}
-            n += 1
-    return table
-
-
-def unet_name(module: str, blocks: Mapping[str, str]) -> str:
-    """Return diffusers' name of a UNet module.  `blocks` is the result of unet_blocks."""
-    if module in OUTSIDE:
-        return OUTSIDE[module]
-    parts = module.split(".")
-    size = 2 if parts[0] == "middle_block" else 3
-    block, layer = ".".join(parts[:size]), ".".join(parts[size:])
-    return f"{blocks.get(block, block)}.{RESNET.get(layer, layer)}"
 
 
 def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
@@ -161,16 +118,7 @@ VAE = (
     (r"(\.attn(?:_1|\.\d+))\.(?:to_([qkv])|(q)uery|(k)ey|(v)alue)\.", r"\1.\2\3\4\5."),
     (r"(\.attn(?:_1|\.\d+))\.(?:to_out\.0|proj_attn)\.", r"\1.proj_out."),
 )
-# OpenCLIP's module names -> transformers', and patterns for the other differences.
-TRANSFORMERS = {
-    "transformer.resblocks": "encoder.layers",
-    ".attn.": ".self_attn.",
-    ".c_fc": ".fc1",
-    ".c_proj": ".fc2",
-    ".ln_": ".layer_norm",
-    "ln_final": "final_layer_norm",
-    "token_embedding": "embeddings.token_embedding",
-}
+# Of text encoders with transformers' names -> OpenCLIP's.
 OPEN_CLIP = (
     (r"^text_model\.", ""),
     *((re.escape(theirs), ours) for ours, theirs in TRANSFORMERS.items()),
@@ -199,30 +147,50 @@ def _substitute(patterns: Sequence[tuple[str, str]], key: str) -> str:
     return key
 
 
-def taesd_keys(stored: Mapping[str, str]) -> Mapping[str, str]:
-    """Rename the keys of a TAESD file to those of one network with `encoder.` and `decoder.`; values stay.
+# ---- transformers ---------------------------------------------------------------------------------------------------
 
-    The original has two files with bare numbers as keys; diffusers has one with `layers.`.  Other files are unchanged.
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
+
+
+def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
+    """Return the parts of each module of a file in the format of diffusers; None if it is of another network."""
+
+    def count(name: str) -> int:
+        found = [int(match[1]) for key in keys if (match := re.match(rf"{name}\.(\d{{1,4}})\.", key))]
+        return 1 + max(found, default=-1)
+
+    if "layers.0.attention.to_q.weight" in keys and "cap_pad_token" in keys:
+        return z_image_modules(count("layers"), count("noise_refiner"))
+    if "transformer_blocks.0.attn.add_q_proj.weight" not in keys:
+        return None
+    if "pos_embed.proj.weight" in keys:
+        return sd3_modules(count("transformer_blocks"))
+    if "single_transformer_blocks.0.proj_mlp.weight" in keys:
+        return flux_modules(count("transformer_blocks"), count("single_transformer_blocks"))
+    return None
+
+
+def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | None:
+    """Map the keys of the originals to those of a file of diffusers, and whether halves are swapped.
+
+    None if the file is of another network.  Unknown keys keep their names.
     """
-    if "1.weight" in stored and "19.weight" in stored:
-        return {f"decoder.{key}": long for key, long in stored.items()}
-    if "0.weight" in stored and "1.conv.0.weight" in stored:
-        return {f"encoder.{key}": long for key, long in stored.items()}
-    if "decoder.layers.0.weight" in stored or "encoder.layers.0.weight" in stored:
-        # diffusers' decoder starts after the clamp, which the original counts
-        pattern = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
-        return {
-            pattern.sub(lambda m: f"{m[1]}.{int(m[2]) + (m[1] == 'decoder')}.", key): long
-            for key, long in stored.items()
-        }
-    return stored
-
-
-def transformers_name(module: str) -> str:
-    """Return transformers' name of a module of OpenCLIP's text encoder."""
-    for ours, theirs in TRANSFORMERS.items():
-        module = module.replace(ours, theirs)
-    return module
+    own = {before: {key.removeprefix(before) for key in shapes if key.startswith(before)} for before in PREFIXES}
+    known = ((before, modules) for before, keys in own.items() if (modules := modules_of(keys)) is not None)
+    before, modules = next(known, ("", None))
+    if modules is None:
+        return None
+    found: dict[str, tuple[tuple[str, ...], bool]] = {}
+    for ours, (theirs, swapped) in modules.items():
+        for last in ("weight", "bias"):
+            keys = tuple(f"{before}{name}.{last}" for name in theirs if f"{name}.{last}" in own[before])
+            if len(keys) == len(theirs):
+                scale = ours.endswith(("query_norm", "key_norm"))
+                found[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
+    if "pos_embed.pos_embed" in shapes:
+        found["pos_embed"] = (("pos_embed.pos_embed",), False)
+    used = {key for keys, _ in found.values() for key in keys}
+    return found | {key: ((key,), False) for key in shapes if key not in used}
 
 
 # ---- whole networks -------------------------------------------------------------------------------------------------
@@ -249,6 +217,21 @@ class StoredTensor(NamedTuple):
 
 
 WIDTH_OF_CLIP_L = 768
+
+
+def to_original(tensors: Tensors) -> Tensors | None:
+    """Return a file of one network in the original layout; None if it is no file of diffusers.
+
+    Metadata may tell whether a text encoder is OpenCLIP: "open_clip", or "hidden_act", gelu in transformers' config.
+    """
+    act = tensors.metadata.get("hidden_act")
+    told = tensors.metadata.get("open_clip", None if act is None else str(act == "gelu"))
+    stored = original_layout(tensors.shapes, open_clip=None if told is None else told == "True")
+    if stored is None:
+        return None
+    pages = MappedPages()
+    shapes = {key: tensor.shape for key, tensor in stored.items()}
+    return Tensors(tensors.path, shapes, lambda key: stored[key].read(tensors.read, pages), tensors.metadata)
 
 
 def original_layout(shapes: Shapes, open_clip: bool | None = None) -> dict[str, StoredTensor] | None:

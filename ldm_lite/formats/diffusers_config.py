@@ -84,13 +84,6 @@ KINDS = {
     "embeddings.token_embedding.weight": "text",
 }
 CLIP_KEYS = {"num_attention_heads", *CHECKED["text"]}
-# The metadata of each role's network, which follow it when it replaces another's.
-METADATA_OF_ROLE = {
-    "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
-    "vae": ("scaling_factor",),
-    "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
-    "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
-}
 
 
 def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
@@ -118,11 +111,6 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         metadata |= {"hidden_act": config.get("hidden_act"), "text_activation": config.get("hidden_act")}
         metadata["text_num_heads"] = None if heads is None else _positive(place, "num_attention_heads", heads, True)
     return {key: str(value) for key, value in metadata.items() if value is not None}
-
-
-def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of the network of this role, of all in its file or folder."""
-    return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
 
 
 def check(place: str, config: Config, supported: Mapping[str, Values]) -> None:

@@ -2,17 +2,16 @@
 
 import io
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ldm_lite.core.layers import Shapes
+from ldm_lite.core.files import Tensors
 from ldm_lite.core.torch_file import INERT, Inert, load_torch
 
-INVERSION = "string_to_param"  # key of the vectors in a textual inversion file, in a ParameterDict
+INVERSION = "string_to_param"  # vectors of a textual inversion, in a ParameterDict
 WRAPPERS = ("state_dict", "params_ema", "params")  # the last two: BasicSR
 MOST_DIMENSIONS = 8
 MOST_MEMBERS = 8 * 2**20  # bytes of a zip file's list of members, some 100,000
@@ -43,8 +42,8 @@ INERT[:0] = [
 ]
 
 
-def open_torch(path: Path) -> tuple[Shapes, Callable[[str], Tensor]]:
-    """Return the shapes of a torch file's tensors by key, unwrapped, and a function that reads one tensor.
+def open_torch(path: Path) -> Tensors:
+    """Open a torch file, whose tensors may be wrapped in dictionaries.
 
     Tensors of zip files lie in the mapped file.  Raises ValueError, one line, having run nothing in the file.
     """
@@ -58,7 +57,7 @@ def open_torch(path: Path) -> tuple[Shapes, Callable[[str], Tensor]]:
     for key, value in tensors.items():
         if kind := _odd(value):
             raise ValueError(f"{path}: {key} is {kind}, wanted an ordinary tensor")
-    return {key: tuple(value.shape) for key, value in tensors.items()}, tensors.__getitem__
+    return Tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, tensors.__getitem__)
 
 
 def _check_members(path: Path) -> None:

@@ -1,11 +1,11 @@
 """OpenCLIP's key names of CLIP's image encoder (ViT-H, bigG), mapped to transformers', which ldm_lite has."""
 
 import re
-from collections.abc import Callable
 
 from torch import Tensor
 
-from ldm_lite.core.layers import Shapes, size
+from ldm_lite.core.files import Tensors
+from ldm_lite.core.layers import size
 from ldm_lite.models.ops import multiple
 
 PREFIX = "visual."
@@ -24,16 +24,11 @@ NAMES = (  # a pattern of OpenCLIP's, and transformers' name
 JOINED = re.compile(r"\.attn\.in_proj_(weight|bias)$")
 
 
-def renamed(stored: Shapes, read: Callable[[str], Tensor]) -> tuple[Shapes, Callable[[str], Tensor]] | None:
-    """Return a file's shapes and reader with transformers' names in place of OpenCLIP's; None if it has none.
-
-    Raises ValueError if a shape makes no sense.
-    """
-    if f"{PREFIX}transformer.resblocks.0.attn.in_proj_weight" not in stored:
-        return None
+def to_transformers(stored: Tensors) -> Tensors:
+    """Return a view with transformers' names in place of OpenCLIP's.  Raises ValueError if a shape makes no sense."""
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[str, int | None]] = {}  # a name -> the file's, and which third of it
-    for key, shape in stored.items():
+    for key, shape in stored.shapes.items():
         if not key.startswith(PREFIX):
             shapes[key], places[key] = shape, (key, None)
             continue
@@ -41,10 +36,10 @@ def renamed(stored: Shapes, read: Callable[[str], Tensor]) -> tuple[Shapes, Call
         for pattern, theirs in NAMES:
             name = re.sub(pattern, theirs, name)
         if name == "proj":
-            shapes["visual_projection.weight"] = size(stored, key, 2)[::-1]
+            shapes["visual_projection.weight"] = size(stored.shapes, key, 2)[::-1]
             places["visual_projection.weight"] = key, None
         elif joined := JOINED.search(name):
-            rows, *rest = size(stored, key, 2 if joined[1] == "weight" else 1)
+            rows, *rest = size(stored.shapes, key, 2 if joined[1] == "weight" else 1)
             for i, part in enumerate("qkv"):
                 own = f"vision_model.{name[: joined.start()]}.self_attn.{part}_proj.{joined[1]}"
                 shapes[own], places[own] = (multiple(rows, 3, f"the length of {key}"), *rest), (key, i)
@@ -53,9 +48,9 @@ def renamed(stored: Shapes, read: Callable[[str], Tensor]) -> tuple[Shapes, Call
 
     def read_part(name: str) -> Tensor:
         key, third = places[name]
-        value = read(key)
+        value = stored[key]
         if third is None:
             return value.T if name == "visual_projection.weight" and key != name else value
         return value.chunk(3)[third]
 
-    return shapes, read_part
+    return Tensors(stored.path, shapes, read_part, stored.metadata)

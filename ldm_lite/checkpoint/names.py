@@ -1,15 +1,94 @@
-"""diffusers' names of the modules of FLUX.1, Stable Diffusion 3 and Z-Image, which divides what others fuse.
+"""Names of modules in files of diffusers and transformers, from our names, which are the original checkpoints'.
 
-Their files and LoRAs hold queries, keys, values and the single blocks' MLP apart: each is some rows of a module here.
-In the last modulations diffusers has the scale before the shift: there the halves are swapped.  Z-Image's own files
-are those of diffusers; its names here are ComfyUI's.
+formats/diffusers_layout.py reads whole files by them, lora.py the files of LoRAs.  diffusers divides what FLUX.1,
+Stable Diffusion 3 and Z-Image fuse: queries, keys, values and the single blocks' MLP are some rows of a module here.
+In the last modulations diffusers has the scale before the shift: there the halves are swapped.  Z-Image's own files are
+those of diffusers; its names here are ComfyUI's.
 """
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ldm_lite.core.layers import Shapes
+# ---- UNets ----------------------------------------------------------------------------------------------------------
+
+# Layers of a residual block, and layers outside the blocks: the original's name (ours) -> diffusers'.
+RESNET = {
+    "in_layers.0": "norm1",
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+    "op": "conv",  # of a downsampler
+}
+ORIGINAL_RESNET = {theirs: ours for ours, theirs in RESNET.items()}
+OUTSIDE = {
+    "input_blocks.0.0": "conv_in",
+    "time_embed.0": "time_embedding.linear_1",
+    "time_embed.2": "time_embedding.linear_2",
+    "cond_proj": "time_embedding.cond_proj",
+    "label_emb.0.0": "add_embedding.linear_1",
+    "label_emb.0.2": "add_embedding.linear_2",
+    "out.0": "conv_norm_out",
+    "out.2": "conv_out",
+}
+
+
+def unet_blocks(num_res_blocks: Sequence[int], transformer_depth: Sequence[int], middle_depth: int) -> dict[str, str]:
+    """Map block names of a UNet with these spec values: "input_blocks.1.0" -> diffusers' "down_blocks.0.resnets.0"."""
+    table, n, last = {}, 1, len(num_res_blocks) - 1
+    for level, count in enumerate(num_res_blocks):
+        for i in range(count):
+            table[f"input_blocks.{n}.0"] = f"down_blocks.{level}.resnets.{i}"
+            table[f"input_blocks.{n}.1"] = f"down_blocks.{level}.attentions.{i}"
+            n += 1
+        if level != last:
+            table[f"input_blocks.{n}.0"] = f"down_blocks.{level}.downsamplers.0"
+            n += 1
+    middle = ["resnets.0", "attentions.0", "resnets.1"] if middle_depth else ["resnets.0", "resnets.1"]
+    table |= {f"middle_block.{i}": f"mid_block.{name}" for i, name in enumerate(middle)}
+    n = 0
+    for up, level in enumerate(range(last, -1, -1)):
+        for i in range(num_res_blocks[level] + 1):
+            kinds = [f"resnets.{i}", *[f"attentions.{i}"] * (transformer_depth[level] > 0)]
+            kinds += ["upsamplers.0"] * (i == num_res_blocks[level])
+            table |= {f"output_blocks.{n}.{j}": f"up_blocks.{up}.{kind}" for j, kind in enumerate(kinds)}
+            n += 1
+    return table
+
+
+def unet_name(module: str, blocks: Mapping[str, str]) -> str:
+    """Return diffusers' name of a UNet module.  `blocks` is the result of unet_blocks."""
+    if module in OUTSIDE:
+        return OUTSIDE[module]
+    parts = module.split(".")
+    size = 2 if parts[0] == "middle_block" else 3
+    block, layer = ".".join(parts[:size]), ".".join(parts[size:])
+    return f"{blocks.get(block, block)}.{RESNET.get(layer, layer)}"
+
+
+# ---- text encoders --------------------------------------------------------------------------------------------------
+
+# OpenCLIP's module names -> transformers'.
+TRANSFORMERS = {
+    "transformer.resblocks": "encoder.layers",
+    ".attn.": ".self_attn.",
+    ".c_fc": ".fc1",
+    ".c_proj": ".fc2",
+    ".ln_": ".layer_norm",
+    "ln_final": "final_layer_norm",
+    "token_embedding": "embeddings.token_embedding",
+}
+
+
+def transformers_name(module: str) -> str:
+    """Return transformers' name of a module of OpenCLIP's text encoder."""
+    for ours, theirs in TRANSFORMERS.items():
+        module = module.replace(ours, theirs)
+    return module
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------
 
 
 class Parts(NamedTuple):
@@ -27,7 +106,7 @@ EMBEDDERS = {  # of the time, the pooled text and the guidance scale, ours -> th
     "t_embedder": "timestep_embedder",
     "y_embedder": "text_embedder",
 }
-OUTSIDE = {
+LAST_LAYER = {
     "final_layer.linear": Parts(("proj_out",)),
     "final_layer.adaLN_modulation.1": Parts(("norm_out.linear",), swapped=True),
 }
@@ -80,12 +159,11 @@ Z_IMAGE = {  # what has another name in a block of Z-Image
     "attention.q_norm": ("attention.norm_q",),
     "attention.k_norm": ("attention.norm_k",),
 }
-PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
 
 
 def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
     """Return the parts of each module of FLUX.1 with this many blocks."""
-    found = {"img_in": Parts(("x_embedder",)), "txt_in": Parts(("context_embedder",)), **OUTSIDE}
+    found = {"img_in": Parts(("x_embedder",)), "txt_in": Parts(("context_embedder",)), **LAST_LAYER}
     for ours in ("time_in", "vector_in", "guidance_in"):
         for layer, number in (("in_layer", 1), ("out_layer", 2)):
             found[f"{ours}.{layer}"] = Parts((f"time_text_embed.{EMBEDDERS[ours]}.linear_{number}",))
@@ -99,7 +177,11 @@ def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
 
 def sd3_modules(depth: int) -> dict[str, Parts]:
     """Return the parts of each module of a Stable Diffusion 3 with this many blocks."""
-    found = {"x_embedder.proj": Parts(("pos_embed.proj",)), "context_embedder": Parts(("context_embedder",)), **OUTSIDE}
+    found = {
+        "x_embedder.proj": Parts(("pos_embed.proj",)),
+        "context_embedder": Parts(("context_embedder",)),
+        **LAST_LAYER,
+    }
     for ours in ("t_embedder", "y_embedder"):
         for layer, number in (("mlp.0", 1), ("mlp.2", 2)):
             found[f"{ours}.{layer}"] = Parts((f"time_text_embed.{EMBEDDERS[ours]}.linear_{number}",))
@@ -124,44 +206,3 @@ def _blocks(ours: str, theirs: str, count: int, table: Mapping[str, tuple[str, .
         for i in range(count)
         for name, parts in table.items()
     }
-
-
-def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
-    """Return the parts of each module of a file in the format of diffusers; None if it is of another network."""
-
-    def count(name: str) -> int:
-        found = [int(match[1]) for key in keys if (match := re.match(rf"{name}\.(\d{{1,4}})\.", key))]
-        return 1 + max(found, default=-1)
-
-    if "layers.0.attention.to_q.weight" in keys and "cap_pad_token" in keys:
-        return z_image_modules(count("layers"), count("noise_refiner"))
-    if "transformer_blocks.0.attn.add_q_proj.weight" not in keys:
-        return None
-    if "pos_embed.proj.weight" in keys:
-        return sd3_modules(count("transformer_blocks"))
-    if "single_transformer_blocks.0.proj_mlp.weight" in keys:
-        return flux_modules(count("transformer_blocks"), count("single_transformer_blocks"))
-    return None
-
-
-def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | None:
-    """Map the keys of the originals to those of a file of diffusers, and whether halves are swapped.
-
-    None if the file is of another network.  Unknown keys keep their names.
-    """
-    own = {before: {key.removeprefix(before) for key in shapes if key.startswith(before)} for before in PREFIXES}
-    known = ((before, modules) for before, keys in own.items() if (modules := modules_of(keys)) is not None)
-    before, modules = next(known, ("", None))
-    if modules is None:
-        return None
-    found: dict[str, tuple[tuple[str, ...], bool]] = {}
-    for ours, (theirs, swapped) in modules.items():
-        for last in ("weight", "bias"):
-            keys = tuple(f"{before}{name}.{last}" for name in theirs if f"{name}.{last}" in own[before])
-            if len(keys) == len(theirs):
-                scale = ours.endswith(("query_norm", "key_norm"))
-                found[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
-    if "pos_embed.pos_embed" in shapes:
-        found["pos_embed"] = (("pos_embed.pos_embed",), False)
-    used = {key for keys, _ in found.values() for key in keys}
-    return found | {key: ((key,), False) for key in shapes if key not in used}

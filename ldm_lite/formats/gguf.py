@@ -5,20 +5,23 @@ file before anything is read.  runtime/blocks.py knows the formats of the blocks
 Source: the GGUF specification of ggml; key names of T5 from llama.cpp.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from ldm_lite.cli.files import open_file
-from ldm_lite.core.layers import Shapes
-from ldm_lite.runtime.blocks import FORMATS, Blocks
+from ldm_lite.core.files import Tensors
+from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -67,16 +70,36 @@ class Entry(NamedTuple):
     size: int
 
 
-class GGUF(NamedTuple):
-    """An open file: the shapes of its tensors by key, its texts, and functions that read one tensor."""
+@dataclass(frozen=True, eq=False)
+class BlockTensors(Tensors):
+    """The tensors of a GGUF file: their values, or the blocks in which they are stored."""
 
-    shapes: Shapes
-    metadata: dict[str, str]
-    read: Callable[[str], Tensor]  # key -> values
-    blocks: Callable[[str], Blocks | None]  # key -> its blocks as they are stored; None if it is not in blocks
+    blocks: Callable[[str], Blocks | None] = field(kw_only=True)  # None if a tensor is not in blocks
+
+    def renamed(self, keys: Mapping[str, str]) -> BlockTensors:
+        """Return a view with other keys: new -> old."""
+        view: Any = super().renamed(keys)
+        return replace(view, blocks=lambda new: self.blocks(keys[new]))
+
+    def fill_blocks(self, network: nn.Module, device: torch.device, dtype: torch.dtype) -> set[str]:
+        """Replace the linears whose weights are in blocks by ones that keep them so, and compute in dtype.
+
+        Returns the keys of these weights.
+        """
+        done = set()
+        for key in network.state_dict():
+            name, _, last = key.rpartition(".")
+            linear, blocks = network.get_submodule(name), self.blocks(key)
+            if type(linear) is not nn.Linear or last != "weight" or blocks is None:
+                continue
+            if blocks.shape == tuple(linear.weight.shape):  # not widened for a control LoRA
+                blocks = blocks._replace(data=blocks.data.to(device))
+                network.set_submodule(name, BlockLinear(blocks, linear.bias, dtype))
+                done.add(key)
+        return done
 
 
-def open_gguf(path: Path) -> GGUF:
+def open_gguf(path: Path) -> BlockTensors:
     """Open a GGUF file.  Raises ValueError, one line, if it is damaged, truncated, or in an unknown format."""
     try:
         with open_file(path) as file:
@@ -95,11 +118,13 @@ def open_gguf(path: Path) -> GGUF:
         entry = entries[key]
         return Blocks(mapped[entry.start : entry.start + entry.size], entry.format, entry.shape)
 
-    def blocks(key: str) -> Blocks | None:
-        return stored(key) if FORMATS[entries[key].format].values > 1 else None
-
-    shapes = {key: entry.shape for key, entry in entries.items()}
-    return GGUF(shapes, metadata, lambda key: stored(key).dequantize(torch.float32), blocks)
+    return BlockTensors(
+        path,
+        {key: entry.shape for key, entry in entries.items()},
+        read=lambda key: stored(key).dequantize(torch.float32),
+        metadata=metadata,
+        blocks=lambda key: stored(key) if FORMATS[entries[key].format].values > 1 else None,
+    )
 
 
 def _renamed(key: str, names: tuple[tuple[str, str], ...]) -> str:
