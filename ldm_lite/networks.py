@@ -18,13 +18,15 @@ from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
+from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
 from ldm_lite.models.transformer import SpatialTransformer
 from ldm_lite.models.unet import Block, UNet
+from ldm_lite.models.z_image import Block as ZImageBlock
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.zoo.describe import describe
-from ldm_lite.zoo.transformers import BLOCKS
 
 __all__ = [
     "blocks",
@@ -114,6 +116,8 @@ def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | 
 
 # ---- parts of networks ----------------------------------------------------------------------------------------------
 
+TRANSFORMER_BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, ZImageBlock)  # of diffusion transformers
+
 
 def token_tables(model: Pipeline) -> list[Tensor]:
     """Return the token embeddings (V,D) of the model's CLIP text encoders, which textual inversion adds vectors to."""
@@ -123,7 +127,7 @@ def token_tables(model: Pipeline) -> list[Tensor]:
 
 def blocks(network: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a denoising network or text encoder: what can be recomputed, or divided, one by one."""
-    kinds = (Block, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
+    kinds = (Block, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
     return (module for module in network.modules() if isinstance(module, kinds))
 
 
@@ -151,7 +155,7 @@ def lora_layers(networks: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module,
     of the blocks of FLUX.1, Stable Diffusion 3 and Z-Image: the modules of kohya's networks/lora.py.  A slice is the
     rows of an attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
     """
-    kinds = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *BLOCKS)
+    kinds = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
     layers: dict[str, tuple[nn.Module, slice | None]] = {}
     for role, network in networks.items():
         names, unread = file_names(role, network), _unread_parts(network)

@@ -42,7 +42,7 @@ from ldm_lite.tasks.job import TASKS, Job, Result
 from ldm_lite.tasks.joined import are_alike, join
 from ldm_lite.tasks.text_inputs import PromptEncoder, is_constant
 from ldm_lite.text.tokenizer import check_length
-from ldm_lite.zoo.families import text_roles
+from ldm_lite.zoo.family import text_roles
 
 __all__ = [
     "Batch",

@@ -41,7 +41,8 @@ from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.tasks.upscale import upscale
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.family import Family
 from ldm_lite.zoo.networks import build
 
 CUDA = torch.device("cuda")

@@ -44,16 +44,19 @@ from ldm_lite.control.loading import load_controls
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
 from ldm_lite.generate import DenoisingState, denoise
+from ldm_lite.models import mmdit
+from ldm_lite.models.flux import FLUX_DEV
 from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
-from ldm_lite.models.z_image import ZImageSpec
+from ldm_lite.models.z_image import RELEASED, ZImageSpec
 from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import FLUX_DEV, IF_I_XL, IF_II_L, TRANSFORMERS, build
+from ldm_lite.zoo.networks import build
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "fixtures"), str(TESTS / "goldens")]
@@ -346,7 +349,7 @@ def filled(network: torch.nn.Module) -> torch.nn.Module:
 
 def z_image(normal: Callable[..., Tensor], checks: Checks) -> None:
     """Z-Image of full width with one block of each kind, with the original: needs loguru."""
-    spec = TRANSFORMERS["z_image"]
+    spec = RELEASED["z_image"]
     assert isinstance(spec, ZImageSpec)
     module = importlib.import_module("zimage.transformer")
     with on_meta():
@@ -396,7 +399,7 @@ def transformers(args: argparse.Namespace, checks: Checks) -> None:
     z_image(normal, checks)
     mmditx = importlib.import_module("mmditx")
     for name in ("sd3_medium", "sd35_medium", "sd35_large"):
-        sd3 = TRANSFORMERS[name]
+        sd3 = mmdit.RELEASED[name]
         assert isinstance(sd3, MMDiTSpec)
         with on_meta():
             block = JointBlock(sd3, 0)

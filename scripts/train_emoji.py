@@ -32,7 +32,8 @@ from ldm_lite.cli import console
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.models.clip import CLIPTextEncoder, CLIPTextSpec
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.transformer import AttentionBlock, BasicTransformerBlock, SpatialTransformer
 from ldm_lite.models.unet import ResBlock, UNet
 from ldm_lite.runtime.precision import pick_device
@@ -46,8 +47,8 @@ from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.outputs import Content, checkpoint, plot_losses
 from ldm_lite.train.run import lay_out, make_trainer, run_folder
 from ldm_lite.train.setup import check_model, encoded, open_scenes
-from ldm_lite.zoo.families import SD1, Family
-from ldm_lite.zoo.networks import CLIP_L, KL_F8, SD1_UNET
+from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.networks import KL_F8
 
 # ---- new models -----------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ EMOJI_64 = replace(
     SD1,
     title="emoji, 64 px",
     unet=replace(
-        SD1_UNET,
+        SD1.unet,
         in_channels=16,
         out_channels=16,
         model_channels=64,

@@ -31,6 +31,7 @@ from ldm_lite.bench import peers
 from ldm_lite.bench.checkpoints import random_tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.setup import prepare
 from ldm_lite.train.batches import Batch, Draws
@@ -38,7 +39,7 @@ from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.run import lay_out
 from ldm_lite.train.trainer import TrainConfig, Trainer
-from ldm_lite.zoo.families import SD1, Family
+from ldm_lite.zoo.family import Family
 
 LR, DECAY, TOKENS = 1e-5, 0.999, 77
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]  # as kohya's LoRAs

@@ -37,7 +37,7 @@ def prepare(folder: Path, pixels: int) -> None:
     import ldm_lite
     from ldm_lite.bench import peers
     from ldm_lite.bench.checkpoints import open_model
-    from ldm_lite.zoo.families import SD1
+    from ldm_lite.families.sd1 import SD1
 
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = open_model("sd1", None)

@@ -24,6 +24,7 @@ from ldm_lite.cli.command_options import CascadeOptions as Options
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import UpscaleOptions
+from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
 from ldm_lite.generate import DenoisingState
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
@@ -32,7 +33,6 @@ from ldm_lite.models.unet_if import UNetIF
 from ldm_lite.tasks import cascade as cascade_task
 from ldm_lite.tasks.cascade import cascade, encode_t5
 from ldm_lite.tasks.upscale import upscale
-from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "if.npz")
 CONTEXT, UNCOND = toy.normal(21, 1, 7, 192), toy.normal(22, 1, 7, 192)

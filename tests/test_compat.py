@@ -14,10 +14,11 @@ from PIL import Image
 import ldm_lite
 from ldm_lite import Pipeline, img2img, txt2img
 from ldm_lite.cli.task_options import Img2imgOptions, Txt2imgOptions
+from ldm_lite.families.sd2 import SD2
 from ldm_lite.image import grid
+from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.tasks.original import as_original
-from ldm_lite.zoo.families import FAMILIES, SD2
-from ldm_lite.zoo.networks import OPEN_CLIP_H
+from ldm_lite.zoo.families import FAMILIES
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "compat.npz")
 COMMANDS = {"txt2img": txt2img, "img2img": img2img}

@@ -29,6 +29,8 @@ from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
 from ldm_lite.core.layers import MOST_BLOCKS
 from ldm_lite.formats.diffusers_layout import original_layout
+from ldm_lite.models.bert import BERT_LARGE
+from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.clip_vision import CLIPVisionSpec
 from ldm_lite.models.controlnet import infer_spec
 from ldm_lite.models.style_adapter import StyleAdapterSpec
@@ -36,7 +38,7 @@ from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.networks import BERT_LARGE, CLIP_L, infer_vae
+from ldm_lite.zoo.networks import infer_vae
 
 DOORS: dict[str, Callable[[Path], object]] = {
     "load": ldm_lite.load,

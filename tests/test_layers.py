@@ -18,7 +18,7 @@ LAYERS = [
     {"models", "diffusion", "text", "cli", "image"},
     {"zoo", "runtime"},
     {"checkpoint"},
-    {"formats"},
+    {"formats", "families"},
     {"generate", "conditioning", "control"},
     {"tasks"},
     {"pipeline"},

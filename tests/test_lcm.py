@@ -11,6 +11,7 @@ import toy
 from diffusers_files import GOLDEN, shapes_of, weights_of
 from PIL import Image
 from random_checkpoint import LCM, metadata
+from released import UNETS
 from runs import unet_calls
 from safetensors.torch import save_file
 from toy import NEGATIVE, NOISE, PROMPT
@@ -26,7 +27,6 @@ from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.unet import UNet
 from ldm_lite.train import __main__ as train
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import UNETS
 
 Load = Callable[..., Pipeline]
 

@@ -8,6 +8,7 @@ import pytest
 import random_checkpoint
 import torch
 from random_checkpoint import SMALL
+from released import UNETS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,11 +16,11 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.generate import encode
-from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import CLIP_L, KL_F8, UNETS
+from ldm_lite.zoo.networks import KL_F8
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = dict(np.load(DATA / "bundled.npz"))  # by diffusers and transformers on these weights, float32

@@ -45,7 +45,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command knows the miniature vectors in place of the published ones."""
     monkeypatch.setattr(verify, "VECTORS", tuple(map(known, TOY)))
     small = {name: family for (name, _), family in toy_verify.FAMILY_OF.items()}
-    monkeypatch.setattr(verify, "FAMILIES", FAMILIES | small)
+    monkeypatch.setattr(verify, "FAMILIES", dict(FAMILIES) | small)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import toy_flow
 import toy_z_image
 from PIL import Image
 from random_checkpoint import random_tensor
+from released import TRANSFORMERS
 from runs import run_latents
 from safetensors.torch import load_file
 from torch import Tensor
@@ -30,7 +31,7 @@ from ldm_lite.diffusion.guidance import Conditioning, Guidance
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.step import rows
 from ldm_lite.formats.diffusers_layout import original_layout
-from ldm_lite.models.qwen3 import Qwen3, Qwen3Spec
+from ldm_lite.models.qwen3 import QWEN3_4B, Qwen3, Qwen3Spec
 from ldm_lite.models.z_image import ZImage, ZImageSpec
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import Offloader
@@ -39,7 +40,7 @@ from ldm_lite.tasks.joined import _joined
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.losses import checkpoint_activations
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import QWEN3_4B, TRANSFORMERS, build
+from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "z_image.npz")

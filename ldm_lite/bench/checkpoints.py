@@ -15,7 +15,8 @@ from ldm_lite.checkpoint.sources import open_source
 from ldm_lite.core.files import Tensors
 from ldm_lite.zoo.describe import describe
 from ldm_lite.zoo.detection import detect_family
-from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.family import Family
 from ldm_lite.zoo.networks import build
 
 

@@ -28,8 +28,8 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.core.vae import VAESpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.zoo.families import Family, ScaledLinear
-from ldm_lite.zoo.networks import EncoderSpec
+from ldm_lite.zoo.family import Family, ScaledLinear
+from ldm_lite.zoo.networks import Spec
 
 Weights = Mapping[str, Tensor]
 
@@ -102,11 +102,11 @@ def text_encoder_2(family: Family, weights: Weights) -> nn.Module:
     return _text(spec, weights, prefix("text_encoder_2", _probes(spec), True), True)
 
 
-def _probes(spec: EncoderSpec | None) -> list[str]:
+def _probes(spec: Spec | None) -> list[str]:
     return ["embeddings.token_embedding.weight" if isinstance(spec, CLIPTextSpec) else "ln_final.weight"]
 
 
-def _text(spec: EncoderSpec | None, weights: Weights, prefix: str, pooled: bool) -> nn.Module:
+def _text(spec: Spec | None, weights: Weights, prefix: str, pooled: bool) -> nn.Module:
     # The module tree of transformers' CLIPTextModel differs between its versions.
     assert isinstance(spec, CLIPTextSpec | OpenCLIPTextSpec)
     layers = spec.layers if pooled or isinstance(spec, CLIPTextSpec) else spec.layers - spec.skip

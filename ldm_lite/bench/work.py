@@ -18,7 +18,7 @@ from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.text.tokenizer import CLIPTokenizer
-from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.family import Family
 from ldm_lite.zoo.networks import build
 
 SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "image": "prompt to pixels"}

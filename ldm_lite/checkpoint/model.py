@@ -1,5 +1,7 @@
 """Model: the networks, tokenizer and schedule of one checkpoint; load_model() makes one."""
 
+from __future__ import annotations
+
 import logging
 import math
 import os
@@ -7,35 +9,23 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from ldm_lite.checkpoint import hub, lora
+from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
-from ldm_lite.checkpoint.control_lora import widened
 from ldm_lite.checkpoint.parts import autoencoder_spec, load_autoencoder
 from ldm_lite.checkpoint.reader import SGM, Parts, ema_copy, errors_of, load_weights, on_meta, read_weight, split
-from ldm_lite.checkpoint.sources import (
-    from_files,
-    metadata_of,
-    open_source,
-    placed,
-    qwen3_tokenizer_of,
-    t5_tokenizer_of,
-    tokenizer_of,
-)
+from ldm_lite.checkpoint.sources import from_files, metadata_of, open_source, placed, tokenizers_of
 from ldm_lite.checkpoint.strength import parse as parse_strength
-from ldm_lite.checkpoint.textual_inversion import CLIP, Embedding, Learned, learn, open_embeddings
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.pixels import Pixels, PixelSpec
-from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.blocks import num_parameters
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
@@ -46,15 +36,16 @@ from ldm_lite.zoo.detection import (
     check_complete,
     check_metadata,
     detect_family,
-    detect_prediction,
     metadata_prediction,
     parse_prediction,
-    turbo_variant,
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.families import FAMILIES, Family
+from ldm_lite.zoo.family import Family
 from ldm_lite.zoo.networks import Autoencoder, build
+
+if TYPE_CHECKING:
+    from ldm_lite.checkpoint.textual_inversion import Embedding, Learned
 
 log = logging.getLogger("ldm_lite")
 
@@ -139,20 +130,23 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
-    loras = [(lora.open_lora(file), weight) for file, weight in map(parse_strength, options.lora)]
+    loras = []
+    if options.lora:
+        from ldm_lite.checkpoint import lora
+
+        loras = [(lora.open_lora(file), weight) for file, weight in map(parse_strength, options.lora)]
     file = options.ckpt if isinstance(options.ckpt, Tensors) else open_source(options.ckpt)
     path, title = file.path, hub.title(file.path)
     device = pick_device(options.device)
     family, parts, main, metadata = _detect(file, options)
     parts["unet"], weights = _with_ema(main, parts["unet"], options.ema, family)
-    family, parts["unet"] = widened(family, parts["unet"], [each for each, _ in loras])
-    tokenizer = qwen3_tokenizer_of(family, parts, options.tokenizer) or tokenizer_of(family.text)
-    t5_tokenizer = t5_tokenizer_of(family, parts, options.t5_vocab)
-    # Transformers are trained in bfloat16: some of their values exceed float16.
-    default = "bf16" if device.type == "cuda" and not isinstance(family.unet, UNetSpec) else None
+    if family.with_loras is not None:
+        family, parts["unet"] = family.with_loras(family, parts["unet"], [change for change, _ in loras])
+    tokenizer, t5_tokenizer = tokenizers_of(family, parts, options.tokenizer, options.t5_vocab)
+    default = family.dtype if device.type == "cuda" else None
     dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
     networks = _networks(family, parts, load_device(options, device), dtypes, in_blocks=options.storage is None)
-    family = _predicting(family, options.prediction, metadata, networks["unet"], title)
+    family = _predicting(family, options.prediction, metadata, parts["unet"], title)
     schedule = _schedule(family, main, metadata, options.zero_snr)
     if loras and options.storage is None:
         lora.merge_lora(networks, loras, removable=False)
@@ -165,21 +159,10 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         f"parameters, {_words(dtypes)} on {device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    turbo = turbo_variant(family)
-    if "turbo" in title.lower() and "family" not in options.added_metadata and turbo is not None:
-        log.warning("its name says Turbo, which weights cannot tell: if it is, add `metadata=family=%s`", turbo)
-    if "kontext" in title.lower() and isinstance(family.unet, FluxSpec) and family.task != "edit":
-        log.warning(
-            "its name says Kontext, which weights cannot tell from dev: if it is, add `metadata=family=flux_kontext`"
-        )
-    if "canny" in title.lower() and family.title == FAMILIES["flux_control"].title:
-        log.warning(
-            "its name says Canny, which weights cannot tell from Depth: if it is, add `metadata=family=flux_canny`"
-        )
-    if family.title == FAMILIES["z_image_turbo"].title and "turbo" not in title.lower() and "family" not in metadata:
-        log.warning(
-            "taken for Z-Image Turbo, which weights cannot tell from Z-Image: else add `metadata=family=z_image`"
-        )
+    for hint in family.hints:
+        is_told = "family" in (metadata if hint.lacks else options.added_metadata)
+        if (hint.word in title.lower()) != hint.lacks and not is_told:
+            log.warning("%s", hint.text)
     model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,
@@ -192,7 +175,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         ema=weights.startswith("EMA"),
         **_absent(family, device, dtypes["unet"]) | networks,
     )
-    return _learning(model, [embedding for each, _ in loras for embedding in each.embeddings])
+    return _learning(model, [embedding for change, _ in loras for embedding in change.embeddings])
 
 
 def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
@@ -201,6 +184,8 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
     The networks are shared.  The log lists each name with its number of vectors.  Raises FileNotFoundError, and
     ValueError, one line, for other files, vectors of another width than the text encoders', and two of one name.
     """
+    from ldm_lite.checkpoint.textual_inversion import open_embeddings
+
     return _learning(model, [embedding for source in sources for embedding in open_embeddings(source)], "`embedding`")
 
 
@@ -214,9 +199,11 @@ def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
 
 
 def _learning(model: M, embeddings: Sequence[Embedding], option: str = "`lora`") -> M:
-    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, CLIP)]
     if not embeddings:
         return model
+    from ldm_lite.checkpoint.textual_inversion import CLIP, learn
+
+    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, CLIP)]
     if model.tokenizer is None or not encoders:
         raise ValueError(
             f"{model.family.title} reads no text with CLIP, which embeddings are made for: leave out {option}"
@@ -230,9 +217,9 @@ def _detect(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tens
     own = split(file)
     replaced, main = from_files(options.parts)
     main = main or own.file
-    parts = placed(own, replaced, {**main.metadata, **options.added_metadata})
     marked = {"prediction": "v"} if "v_pred" in main else {}
     metadata = {**marked, **main.metadata}
+    parts = placed(own, replaced, {**metadata, **options.added_metadata})
     for role, part in parts.items():
         metadata |= metadata_of(role, part.metadata)
     metadata |= check_metadata(options.added_metadata)
@@ -250,12 +237,13 @@ def _detect(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tens
     return family, parts, main, metadata
 
 
-def _predicting(family: Family, prediction: str | None, about: Mapping[str, str], unet: UNet, title: str) -> Family:
+def _predicting(family: Family, prediction: str | None, about: Mapping[str, str], unet: Tensors, title: str) -> Family:
     """Return the family's variant with the prediction type from the user, the file or the weights."""
     if prediction is not None:
         return with_prediction(family, parse_prediction(prediction))
-    if family.v_resolution is not None and metadata_prediction(about) is None:
-        family, why = detect_prediction(family, unet)
+    if family.predicts is not None and family.v_resolution is not None and metadata_prediction(about) is None:
+        predicted, why = family.predicts(unet)
+        family = with_prediction(family, predicted)
         log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
     return family
 

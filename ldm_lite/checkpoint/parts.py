@@ -1,24 +1,25 @@
 """Networks loaded on their own: an autoencoder, an ESRGAN upscaler, or a T5 text encoder."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ldm_lite.checkpoint.reader import errors_of, joined, load_weights, on_meta, open_checkpoint, split
 from ldm_lite.checkpoint.sources import open_source
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.core.files import Tensors
-from ldm_lite.core.vae import VAESpec
-from ldm_lite.models.rrdb import RRDBNet, RRDBSpec
-from ldm_lite.models.t5 import T5Encoder, T5Spec
-from ldm_lite.models.taesd import TAESDSpec
-from ldm_lite.models.vae_vq import VQSpec
+from ldm_lite.core.files import Tensors, imported
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.runtime.setup import prepare
-from ldm_lite.zoo.networks import Autoencoder, build, infer_vae
+from ldm_lite.zoo.networks import Autoencoder, Spec, build, infer_vae
+
+if TYPE_CHECKING:
+    from ldm_lite.models.rrdb import RRDBNet
+    from ldm_lite.models.t5 import T5Encoder
 
 
 def load_autoencoder(
@@ -49,7 +50,7 @@ def open_autoencoder(source: str | os.PathLike[str] | None) -> Tensors:
     return parts["vae"]
 
 
-def autoencoder_spec(tensors: Tensors) -> VAESpec | VQSpec | TAESDSpec:
+def autoencoder_spec(tensors: Tensors) -> Spec:
     """Return an autoencoder's spec, from its shapes.  Raises ValueError if they make no sense."""
     with errors_of(f"{tensors.path}: holds an unknown kind of autoencoder"):
         return infer_vae(tensors.shapes)
@@ -67,10 +68,10 @@ def load_upscaler(
     if tensors is None:
         raise ValueError(f"{path}: is no ESRGAN upscaler, wanted RealESRGAN_x4plus.pth or one of its kind")
     with errors_of(path), on_meta():
-        network = RRDBNet(RRDBSpec.from_shapes(tensors.shapes))
+        network: Any = build(imported("ldm_lite.models.rrdb:RRDBSpec").from_shapes(tensors.shapes))
     load_weights(network, tensors, "upscaler", torch_device, pick_dtype(dtype, torch_device))
-    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return network
+    upscaler: RRDBNet = network.to(memory_format=torch.channels_last)
+    return upscaler
 
 
 def is_upscaler(source: object) -> bool:
@@ -87,6 +88,7 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
     tensors = split(whole)["text_encoder"]
     with errors_of(whole.path), on_meta():
-        encoder = T5Encoder(T5Spec.from_shapes(tensors.shapes))
+        encoder: Any = build(imported("ldm_lite.models.t5:T5Spec").from_shapes(tensors.shapes))
     load_weights(encoder, tensors, "T5", device, dtype)
-    return encoder
+    loaded: T5Encoder = encoder
+    return loaded

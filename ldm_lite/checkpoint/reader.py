@@ -19,7 +19,7 @@ from ldm_lite.core import files
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.zoo.transformers import TRANSFORMERS
+from ldm_lite.zoo.families import DENOISERS
 
 log = logging.getLogger("ldm_lite")
 
@@ -139,7 +139,7 @@ COMPONENTS = (
     ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
     ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
     ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
-    *(("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in TRANSFORMERS),
+    *(("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in DENOISERS),
     ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
     ("vae", "decoder.1.weight", ("",)),  # TAESD
     ("vae", "encoder.0.weight", ("",)),

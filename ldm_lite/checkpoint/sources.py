@@ -1,17 +1,12 @@
 """Where a model's networks and vocabularies come from, if not from its checkpoint: files of their own."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint, split
 from ldm_lite.core.files import Tensors, imported
-from ldm_lite.models.bert import BERTSpec
-from ldm_lite.models.clip import CLIPTextSpec
-from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.models.qwen3 import Qwen3Spec
-from ldm_lite.models.t5 import T5Spec
 from ldm_lite.text.tokenizer import (
     BERTTokenizer,
     CLIPTokenizer,
@@ -20,13 +15,19 @@ from ldm_lite.text.tokenizer import (
     T5Tokenizer,
     TextTokenizer,
 )
-from ldm_lite.zoo.families import Family, text_roles
-from ldm_lite.zoo.networks import BERT_LARGE, EncoderSpec
-from ldm_lite.zoo.transformers import check_texts, text_kind, transformer_row
+from ldm_lite.zoo.detection import check_texts, kinds_of, row_of, text_kind
+from ldm_lite.zoo.family import Family, text_roles
+from ldm_lite.zoo.networks import Spec
 
 FOLDER = "ldm_lite.formats.diffusers_folder"
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
+TOKENIZERS: dict[str, Callable[[int], TextTokenizer]] = {  # by the class of a text encoder's spec
+    "CLIPTextSpec": CLIPTokenizer,
+    "OpenCLIPTextSpec": OpenCLIPTokenizer,
+    "BERTSpec": BERTTokenizer,
+}
+WORDS = 30522  # of BERT's vocabulary
 # The metadata of each role's network, which follow it when it replaces another's.
 METADATA_OF_ROLE = {
     "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
@@ -52,15 +53,12 @@ def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
     return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
 
 
-def tokenizer_of(spec: EncoderSpec | None) -> TextTokenizer | None:
-    """Return the tokenizer of a text encoder; None if it does not read text."""
-    if isinstance(spec, CLIPTextSpec):
-        return CLIPTokenizer(spec.length)
-    if isinstance(spec, OpenCLIPTextSpec):
-        return OpenCLIPTokenizer(spec.length)
-    if isinstance(spec, BERTSpec) and spec.vocab_size == BERT_LARGE.vocab_size:  # otherwise it reads boxes
-        return BERTTokenizer(spec.length)
-    return None
+def tokenizer_of(spec: Spec | None) -> TextTokenizer | None:
+    """Return the tokenizer of a text encoder; None if it does not read text, or its files have another of their own."""
+    kind = TOKENIZERS.get(type(spec).__name__)
+    if spec is None or kind is None or (kind is BERTTokenizer and spec.vocab_size != WORDS):  # else it reads boxes
+        return None
+    return kind(spec.length)
 
 
 def placed(
@@ -70,15 +68,15 @@ def placed(
     parts = {**own, **replaced}
     unet = parts.get("unet")
     with errors_of(next(iter(parts.values())).path):
-        row = None if unet is None else transformer_row(unet.shapes, metadata)
-    if row is None:
+        row = None if unet is None else row_of(unet.shapes, metadata)
+    if row is None or not row.text_encoders:
         return parts
     check_texts(
         row, {str(part.path): part.shapes for role, part in replaced.items() if role.startswith("text_encoder")}
     )
     texts = [part for parts in (own, replaced) for role, part in parts.items() if role.startswith("text_encoder")]
     kinds = {text_kind(part.shapes): part for part in texts}
-    places = zip(text_roles(row.text_encoders), map(type, row.text_encoders), strict=True)
+    places = zip(text_roles(row.text_encoders), kinds_of(row), strict=True)
     others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
     return others | {role: kinds[kind] for role, kind in places if kind in kinds}
 
@@ -104,44 +102,43 @@ def from_files(sources: Mapping[str, Sequence[str]]) -> tuple[dict[str, Tensors]
     return replaced | dict(zip(text_roles(texts), texts, strict=True)), main
 
 
-def t5_tokenizer_of(family: Family, parts: Mapping[str, Tensors], vocab: str | None) -> T5Tokenizer | None:
-    """Return the tokenizer of a family's T5, None if it has none, from a file that is given or lies beside its weights.
+def tokenizers_of(
+    family: Family, parts: Mapping[str, Tensors], source: str | None, vocab: str | None
+) -> tuple[TextTokenizer | None, T5Tokenizer | None]:
+    """Return the tokenizer of a family's text encoder, and that of its T5; None where it has none.
 
-    Raises ValueError, one line, if there is none.
+    Qwen3's files, `source`, and T5's, `vocab`, are else looked for beside their weights.  Raises ValueError, one line,
+    if they are not there or those of another model.
     """
-    role = next((role for role, spec in family.networks.items() if isinstance(spec, T5Spec)), None)
-    if role is None:
-        return None
-    weights = parts[role].path
+    roles = {type(spec).__name__: role for role, spec in family.networks.items()}
+    if source is not None and "Qwen3Spec" not in roles:
+        raise ValueError(f"got `tokenizer` {source}, which {family.title} does not use: leave it out")
+    t5 = _t5_tokenizer(parts[roles["T5Spec"]].path, roles["T5Spec"], vocab) if "T5Spec" in roles else None
+    if "Qwen3Spec" in roles:
+        return _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source), t5
+    return tokenizer_of(family.text), t5
+
+
+def _t5_tokenizer(weights: Path, role: str, vocab: str | None) -> T5Tokenizer:
     path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
     if path is None:
         raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
     return T5Tokenizer(512, path=path)
 
 
-def qwen3_tokenizer_of(family: Family, parts: Mapping[str, Tensors], given: str | None) -> Qwen3Tokenizer | None:
-    """Return the tokenizer of a family's Qwen3, None if it has none, from a file or folder that is given, or beside it.
-
-    Raises ValueError, one line, if there is none, or if it is of another model.
-    """
-    role = next((role for role, spec in family.networks.items() if isinstance(spec, Qwen3Spec)), None)
-    if role is None:
-        if given is not None:
-            raise ValueError(f"got `tokenizer` {given}, which {family.title} does not use: leave it out")
-        return None
-    weights = parts[role].path
-    path = _beside(weights, role, QWEN3_VOCABS) if given is None else hub.resolve(given)
+def _qwen3_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tokenizer:
+    path = _beside(encoder.path, role, QWEN3_VOCABS) if source is None else hub.resolve(source)
     if path is not None and path.is_dir():
         path = _beside(path, role, QWEN3_VOCABS)
     if path is None:
-        where = f"beside {weights}" if given is None else f"in {given}"
+        where = f"beside {encoder.path}" if source is None else f"in {source}"
         raise ValueError(
             f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`"
         )
     tokenizer = Qwen3Tokenizer(512, path=path)
-    known = parts[role].shapes["embed_tokens.weight"][0]
-    if tokenizer.vocab_size > known:
-        raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {weights} only {known}: take its own")
+    size = encoder.shapes["embed_tokens.weight"][0]
+    if tokenizer.vocab_size > size:
+        raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {encoder.path} only {size}: take its own")
     return tokenizer
 
 

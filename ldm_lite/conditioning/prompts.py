@@ -28,8 +28,8 @@ from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
 from ldm_lite.text.prompt import Chunks, chunks, weighted, without_weights
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.families import text_roles
-from ldm_lite.zoo.networks import EncoderSpec
+from ldm_lite.zoo.family import text_roles
+from ldm_lite.zoo.networks import Spec
 
 log = logging.getLogger("ldm_lite")
 
@@ -331,7 +331,7 @@ def _joined(context: Tensor, num_prompts: int) -> Tensor:
 
 
 def _big(
-    model: Model, encoder: nn.Module | None, spec: EncoderSpec | None, prompts: Prompts, options: PromptOptions
+    model: Model, encoder: nn.Module | None, spec: Spec | None, prompts: Prompts, options: PromptOptions
 ) -> tuple[Tensor, Tensor]:
     """Return OpenCLIP's context (B, K * T, D), and its pooled output (B, D) for each prompt's first chunk."""
     tokenizer = tokenizer_of(spec)

@@ -19,7 +19,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.trick_options import TrickOptions
 from ldm_lite.diffusion.names import resolve
-from ldm_lite.zoo.networks import OPEN_CLIP_H
+from ldm_lite.models.open_clip import OPEN_CLIP_H
 
 log = logging.getLogger("ldm_lite")
 

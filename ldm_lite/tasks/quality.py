@@ -35,10 +35,10 @@ from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import Branches, Scheduled, cfg_plus_plus
 from ldm_lite.diffusion.names import SAMPLERS, make_plan
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.shortened import Call, Shortcuts, ShortenedUNet
 from ldm_lite.tasks.tricks import Tricks, tricks_of
-from ldm_lite.zoo.networks import SD1_UNET
 
 log = logging.getLogger("ldm_lite")
 
@@ -157,7 +157,7 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
     kept = read(path, about)
     shape = model.latent_shape(side, side)
     branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
-    costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1_UNET, 64)}
+    costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
     truth: Tensor | None = None
     for case in cases(model):
         for steps in numbers(options.steps, "`steps`"):

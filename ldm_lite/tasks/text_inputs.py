@@ -11,7 +11,7 @@ from ldm_lite.conditioning.prompts import count_chunks, encode_prompts
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.tasks.job import Job
 from ldm_lite.text.schedule import Calls, Part, Until, schedule, split
-from ldm_lite.zoo.families import text_roles
+from ldm_lite.zoo.family import text_roles
 
 log = logging.getLogger("ldm_lite")
 

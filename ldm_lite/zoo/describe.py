@@ -2,11 +2,10 @@
 
 import json
 
-from ldm_lite.models.clip import CLIPTextSpec
-from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.zoo.detection import texts_of
-from ldm_lite.zoo.families import FAMILIES, IN_THE_FILE, Betas, Family, Linear, Noise, ScaledLinear
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.family import IN_THE_FILE, Betas, Family, Linear, Noise, ScaledLinear
 
 
 def describe(family: Family) -> dict[str, str]:
@@ -25,11 +24,11 @@ def describe(family: Family) -> dict[str, str]:
     if isinstance(family.unet, UNetSpec):
         about |= {"unet_num_heads": family.unet.num_heads, "unet_head_dim": family.unet.head_dim} | _curve(family.noise)
     for name, spec in texts_of(family):
-        if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)):
+        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
             about[f"{name}_num_heads"] = spec.heads
-        if isinstance(spec, CLIPTextSpec):
+        if hasattr(spec, "activation"):
             about[f"{name}_activation"] = spec.activation
-        if isinstance(spec, OpenCLIPTextSpec) and spec.skip == 0:  # otherwise the number of layers tells
+        elif getattr(spec, "skip", None) == 0:  # otherwise the number of layers tells
             about[f"{name}_skip"] = 0
     return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 

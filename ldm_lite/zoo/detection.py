@@ -1,42 +1,27 @@
 """Detect a checkpoint's family from the keys and shapes of its networks, never from its file name.
 
-The specs in models/ read the architecture from the shapes; families.py has one row for each.  What shapes cannot tell
+The specs in models/ read the architecture from the shapes; families/ has one row for each.  What shapes cannot tell
 (head counts, prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ldm_lite.core.files import imported
 from ldm_lite.core.layers import Shapes
-from ldm_lite.core.vae import VAESpec
+from ldm_lite.core.networks import WithoutInit
 from ldm_lite.diffusion.schedule import Prediction, Schedule
-from ldm_lite.models.clip import ACTIVATIONS, CLIPTextSpec
-from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.models.taesd import TAESDSpec
-from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.families import (
-    FAMILIES,
-    IN_THE_FILE,
-    SD1,
-    Betas,
-    Cosine,
-    Family,
-    Linear,
-    Noise,
-    ScaledLinear,
-    text_roles,
-)
-from ldm_lite.zoo.networks import UNETS, AutoencoderSpec, EncoderSpec, infer_vae
-from ldm_lite.zoo.transformers import fitted, transformer_row
-
-# Scheduler and timestep spacing of the Turbo models' diffusers folders: shapes do not tell them apart.
-TURBOS = {"EulerDiscreteScheduler, trailing": "sd_turbo", "EulerAncestralDiscreteScheduler, trailing": "sdxl_turbo"}
+from ldm_lite.models.clip import ACTIVATIONS
+from ldm_lite.models.unet import UNetSpec
+from ldm_lite.zoo.families import DENOISERS, FAMILIES
+from ldm_lite.zoo.family import IN_THE_FILE, Betas, Cosine, Family, Linear, Noise, ScaledLinear, text_roles
+from ldm_lite.zoo.networks import Spec, build, infer_vae
 
 
 def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
@@ -49,21 +34,50 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if metadata.get("family", "sd1") not in FAMILIES:
         raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
     if "unet" not in shapes:
-        check_complete(shapes, SD1.networks)
-    if "encoder_pooling.1.positional_embedding" in shapes["unet"]:
-        stage = IFSpec.from_shapes(shapes["unet"])
-        return replace(FAMILIES["if_II" if stage.super_resolution else "if_I"], unet=stage)
-    if (transformer := transformer_row(shapes["unet"], metadata)) is not None:
-        found = [(name, spec) for name, spec in texts_of(transformer) if name.replace("text", "text_encoder") in shapes]
-        texts = {name: _infer_text(shapes, metadata, name, like) for name, like in found}
-        return _numbered(fitted(transformer, texts, shapes), metadata)
+        check_complete(shapes, FAMILIES["sd1"].networks)
+    if (row := row_of(shapes["unet"], metadata)) is None:
+        return _of_unet(shapes, metadata, sgm)
+    return _numbered(fitted(row, shapes, metadata), metadata) if row.text_encoders else row
+
+
+def row_of(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
+    """Return the row of a network that is no UNet of latent diffusion, with this file's spec; None for a UNet.
+
+    Raises ValueError for shapes that make no sense or that no row has.
+    """
+    name = next((name for key, name in DENOISERS.items() if key in unet), None)
+    row: Family | None = None if name is None else imported(name)(unet, metadata)
+    return row
+
+
+def chosen(
+    rows: Mapping[str, Family], spec: Any, variant: Callable[[Any], object], metadata: Mapping[str, str]
+) -> Family:
+    """Return the row of a network, with its spec: one whose network is of the same variant, whatever its size.
+
+    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
+    chooses, else it is the first.  Raises ValueError if there is none.
+    """
+    alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
+    if not alike:
+        raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
+    return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
+
+
+# ---- UNets ----------------------------------------------------------------------------------------------------------
+
+MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model into which a distilled one is merged
+
+
+def _of_unet(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool) -> Family:
+    """Return the family of a file with a UNet of latent diffusion."""
     spec = UNetSpec.from_shapes(shapes["unet"])
-    unets = [family for family in FAMILIES.values() if isinstance(family.unet, UNetSpec)]
-    rows = [family for family in unets if _as_inferred(family.unet) == spec]
-    named = FAMILIES.get(metadata.get("family", TURBOS.get(metadata.get("scheduler", ""), "")))
+    rows = _rows_of(spec)
     if rows:
-        row = next((row for row in rows if row.sgm == sgm), rows[0])
-        family = _heeding(_fit_text(named if named in rows else row, shapes), metadata)
+        row = next((row for row in rows.values() if row.sgm == sgm), next(iter(rows.values())))
+        if "scheduler" in metadata:
+            row = next((row for row in rows.values() if row.scheduler == metadata["scheduler"]), row)
+        family = _heeding(_fit_text(rows.get(metadata.get("family", ""), row), shapes), metadata)
     elif spec.context_dim is not None and spec.middle_depth == 0:
         raise ValueError(
             "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
@@ -79,9 +93,19 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if "sample_size" in metadata and "resolution" not in metadata:
         size = int(metadata["sample_size"]) * family.vae.factor
         family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
-    if metadata.get("sampler", family.sampler) != family.sampler:  # distilled, and merged into another's weights
-        family = replace(family, sampler=metadata["sampler"], steps=FAMILIES["lcm"].steps, scale=1.5)
+    if metadata.get("sampler", family.sampler) != family.sampler:
+        family = replace(family, sampler=metadata["sampler"], **MERGED)
     return family
+
+
+def _rows_of(spec: UNetSpec) -> dict[str, Family]:
+    """Return the rows of a UNet, all of one module.  Modules whose UNets read another context are not imported."""
+    for name, module in FAMILIES.modules.items():
+        if spec.context_dim in module.contexts:
+            rows = {name: row for name, row in FAMILIES.rows(name).items() if _as_inferred(row.unet) == spec}
+            if rows:
+                return rows
+    return {}
 
 
 def _numbered(row: Family, metadata: Mapping[str, str]) -> Family:
@@ -120,16 +144,16 @@ def _heeding(row: Family, metadata: Mapping[str, str]) -> Family:
 
 def _fit_text(family: Family, shapes: Mapping[str, Shapes]) -> Family:
     """Fit a row to a file whose OpenCLIP lacks the layers and the projection that the family does not use."""
-    text = shapes.get("text_encoder", {})
-    if family.conditioner == "clip" and isinstance(family.text, OpenCLIPTextSpec) and "ln_final.weight" in text:
-        found = family.text.fitted(text)
-        if found.layers - found.skip == family.text.layers - family.text.skip:
-            fitted = replace(family.text, layers=found.layers, skip=found.skip, projection=found.projection)
-            return replace(family, text_encoders=(fitted, *family.text_encoders[1:]))
+    text, row = shapes.get("text_encoder", {}), family.text
+    if row is not None and "ln_final.weight" in text and family.conditioner == "clip" and hasattr(row, "projection"):
+        spec = row.fitted(text)
+        if spec.layers - spec.skip == row.layers - row.skip:
+            fitting = replace(row, layers=spec.layers, skip=spec.skip, projection=spec.projection)
+            return replace(family, text_encoders=(fitting, *family.text_encoders[1:]))
     return family
 
 
-def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
+def with_vae(family: Family, other: Spec, name: str) -> Family:
     """Return the family with another autoencoder, from the file `name`.
 
     The scale factor stays, since autoencoder files do not store it, but is 1 for TAESD, whose latents are the UNet's.
@@ -141,22 +165,15 @@ def with_vae(family: Family, other: AutoencoderSpec, name: str) -> Family:
             f"{name}: does not fit: its latents have {other.embed_dim} channels at 1/{other.factor} of the size, but "
             f"{family.title} wants {own.embed_dim} at 1/{own.factor}"
         )
-    if isinstance(own, VAESpec) and isinstance(other, VAESpec) and own.quant != other.quant:
+    if hasattr(own, "quant") and hasattr(other, "quant") and own.quant != other.quant:
         found, wanted = ("no", "one") if own.quant else ("a", "none")
         raise ValueError(f"{name}: does not fit: it has {found} quant_conv, but {family.title}'s autoencoder {wanted}")
-    return replace(family, vae=other, scale_factor=1.0 if isinstance(other, TAESDSpec) else family.scale_factor)
+    return replace(family, vae=other, scale_factor=1.0 if type(other).__name__ == "TAESDSpec" else family.scale_factor)
 
 
-def _as_inferred(spec: UNetSpec) -> UNetSpec:
+def _as_inferred(spec: Spec) -> Spec:
     """Return a row's spec without the number of heads, as inferred from shapes, which do not tell it."""
-    return replace(spec, num_heads=None, head_dim=None)
-
-
-def turbo_variant(family: Family) -> str | None:
-    """Return the name of the Turbo variant of the family; None if there is none, or the family is Turbo itself."""
-    turbos = (name for name in FAMILIES if name.endswith("_turbo"))
-    name = next((name for name in turbos if FAMILIES[name].unet == family.unet), None)
-    return None if name is None or FAMILIES[name].title == family.title else name
+    return replace(spec, num_heads=None, head_dim=None) if type(spec) is UNetSpec else spec
 
 
 def metadata_prediction(metadata: Mapping[str, str]) -> Prediction | None:
@@ -170,23 +187,6 @@ def with_prediction(family: Family, prediction: Prediction) -> Family:
     if prediction == "v" and family.v_resolution is not None:
         return replace(family, prediction=prediction, resolution=family.v_resolution, v_resolution=None)
     return replace(family, prediction=prediction, v_resolution=None)
-
-
-V_DEVIATION = 0.09
-
-
-def detect_prediction(family: Family, unet: UNet) -> tuple[Family, str]:
-    """Decide between eps and v prediction by the UNet's weights; return the family's variant and the reason, in words.
-
-    The bias of the last transformer's first norm spreads wider in networks trained with v prediction.  ComfyUI decides
-    by the same statistic.
-    """
-    key = next(key for key in reversed(list(unet.state_dict())) if key.endswith("transformer_blocks.0.norm1.bias"))
-    deviation = float(unet.state_dict()[key].float().std(correction=0))
-    prediction: Prediction = "v" if deviation > V_DEVIATION else "eps"
-    sign = ">" if prediction == "v" else "<="
-    reason = f"by its weights: {key} deviates by {deviation:.3f} {sign} {V_DEVIATION}"
-    return with_prediction(family, prediction), reason
 
 
 def parse_prediction(name: str) -> Prediction:
@@ -290,7 +290,7 @@ def _noise(row: Family, metadata: Mapping[str, str]) -> Noise:
         return Cosine()
     if kind not in BETA_SCHEDULES:
         raise ValueError(f"its beta_schedule cannot be {kind}: wanted {', '.join(BETA_SCHEDULES)} or squaredcos_cap_v2")
-    like = row.noise if isinstance(row.noise, ScaledLinear) else SD1.noise
+    like = row.noise if isinstance(row.noise, ScaledLinear) else FAMILIES["sd1"].noise
     assert isinstance(like, ScaledLinear)
     start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
     return BETA_SCHEDULES[kind](float(start), float(end))
@@ -325,11 +325,11 @@ def _number_checks(family: Family) -> Iterator[Check]:
     yield "steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"
     yield "guidance", family.scale, math.isfinite(family.scale), "a finite number"
     for name, text in texts_of(family):
-        if isinstance(text, (CLIPTextSpec, OpenCLIPTextSpec)):
+        if hasattr(text, "skip"):  # CLIP's and OpenCLIP's
             divides = text.heads > 0 and text.width % text.heads == 0
             yield f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"
             yield f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"
-        if isinstance(text, CLIPTextSpec):
+        if hasattr(text, "activation"):
             wanted, found = f"one of {', '.join(ACTIVATIONS)}", text.activation
             yield f"{name}_activation", found, found in ACTIVATIONS, wanted
 
@@ -340,7 +340,7 @@ def _check_numbers(checks: Iterable[Check]) -> None:
             raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
 
 
-def texts_of(family: Family) -> Iterator[tuple[str, EncoderSpec]]:
+def texts_of(family: Family) -> Iterator[tuple[str, Spec]]:
     """Yield (name in the metadata, spec) of each text encoder: "text", "text_2", ..."""
     for role, spec in zip(text_roles(family.text_encoders), family.text_encoders, strict=True):
         yield role.replace("text_encoder", "text"), spec
@@ -354,29 +354,101 @@ def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> U
     return replace(unet, num_heads=row.num_heads, head_dim=row.head_dim)
 
 
-def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: EncoderSpec) -> EncoderSpec:
+def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: Spec) -> Spec:
     """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
-    found = shapes[name.replace("text", "text_encoder")]
-    spec: EncoderSpec = like.fitted(found)
-    return _with_text(spec, metadata, name)
+    return _with_text(like.fitted(shapes[name.replace("text", "text_encoder")]), metadata, name)
 
 
-def _with_text(spec: EncoderSpec, metadata: Mapping[str, str], name: str) -> EncoderSpec:
-    """Return the spec of a text encoder, "text" or "text_2", with its heads and activation from the metadata."""
-    if isinstance(spec, (CLIPTextSpec, OpenCLIPTextSpec)) and f"{name}_num_heads" in metadata:
-        spec = replace(spec, heads=int(metadata[f"{name}_num_heads"]))
-    if isinstance(spec, OpenCLIPTextSpec) and f"{name}_skip" in metadata:
-        return replace(spec, skip=int(metadata[f"{name}_skip"]))
-    if isinstance(spec, CLIPTextSpec) and f"{name}_activation" in metadata:
-        return replace(spec, activation=metadata[f"{name}_activation"])
-    return spec
+def _with_text(spec: Spec, metadata: Mapping[str, str], name: str) -> Spec:
+    """Return the spec of a text encoder, "text" or "text_2", with what the metadata say of CLIP and OpenCLIP."""
+    if not hasattr(spec, "skip"):
+        return spec
+    values: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
+    if hasattr(spec, "activation"):
+        values["activation"] = metadata.get(f"{name}_activation", spec.activation)
+    else:
+        values["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
+    return replace(spec, **values)
 
 
 def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
     """Return the name of the known UNet with most values of `spec`, and the first key whose shape differs from it."""
-    own = vars(spec)
-    name = max(UNETS, key=lambda name: sum(own[key] == value for key, value in vars(_as_inferred(UNETS[name])).items()))
-    with torch.device("meta"):
-        known = {key: tuple(value.shape) for key, value in UNet(UNETS[name]).state_dict().items()}
+    unets = {name: row.unet for name, row in FAMILIES.items() if type(row.unet) is UNetSpec}
+    alike = {
+        name: sum(vars(spec)[key] == value for key, value in vars(_as_inferred(unet)).items())
+        for name, unet in unets.items()
+    }
+    name = max(alike, key=lambda name: alike[name])
+    with torch.device("meta"), WithoutInit():
+        known = {key: tuple(value.shape) for key, value in build(unets[name]).state_dict().items()}
     differing = (key for key in known if shapes.get(key) != known[key])
     return name, next(differing, next((key for key in shapes if key not in known), "nothing"))
+
+
+# ---- networks whose text encoders lie in files of their own ---------------------------------------------------------
+
+TEXTS = {  # a key of a text encoder -> the class of its spec
+    "embeddings.token_embedding.weight": "CLIPTextSpec",
+    "ln_final.weight": "OpenCLIPTextSpec",
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "T5Spec",
+    "layers.0.self_attn.q_norm.weight": "Qwen3Spec",
+}
+TITLES = {"CLIPTextSpec": "CLIP-L", "OpenCLIPTextSpec": "OpenCLIP bigG", "T5Spec": "T5 XXL", "Qwen3Spec": "Qwen3 4B"}
+
+
+def text_kind(shapes: Shapes) -> str | None:
+    """Return the class of the spec of a text encoder with weights of these shapes, of those in TEXTS."""
+    return next((kind for key, kind in TEXTS.items() if key in shapes), None)
+
+
+def kinds_of(row: Family) -> list[str]:
+    """Return the classes of the specs of a row's text encoders."""
+    return [type(spec).__name__ for spec in row.text_encoders]
+
+
+def check_texts(row: Family, texts: Mapping[str, Shapes]) -> None:
+    """Raise ValueError for a text encoder that a row does not read, by the name of its file."""
+    for path, shapes in texts.items():
+        kind = text_kind(shapes)
+        if kind not in kinds_of(row):
+            what = "another text encoder" if kind is None else TITLES[kind]
+            raise ValueError(f"{path}: is {what}, but {row.title} reads text with {_titles(kinds_of(row))}")
+
+
+def fitted(row: Family, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+    """Return a row with the specs of this file's autoencoder and text encoders.
+
+    Raises ValueError for networks that are missing or do not fit together.
+    """
+    roles = [(name, like) for name, like in texts_of(row) if name.replace("text", "text_encoder") in shapes]
+    texts = {type(like).__name__: _infer_text(shapes, metadata, name, like) for name, like in roles}
+    optional = {type(spec).__name__ for spec in row.optional}
+    if missing := [kind for kind in kinds_of(row) if kind not in texts.keys() | optional]:
+        raise ValueError(
+            f"is {row.title}, which reads text with {_titles(kinds_of(row))}: name the file of {_titles(missing)} with "
+            "`text_encoder=FILE`, which may be repeated"
+        )
+    if "vae" not in shapes:
+        raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`")
+    vae = infer_vae(shapes["vae"])
+    if vae.embed_dim != row.unet.out_channels:
+        raise ValueError(
+            f"is {row.title}, whose latents have {row.unet.out_channels} channels, but those of the autoencoder "
+            f"{vae.embed_dim}: name another with `vae=FILE`"
+        )
+    widths = {kind: spec.width for kind, spec in texts.items()}
+    clips = [widths[kind] for kind in ("CLIPTextSpec", "OpenCLIPTextSpec") if kind in widths]
+    for what, width, wanted in (
+        ("T5's output is", widths.get("T5Spec"), row.unet.context_dim),
+        ("Qwen3's output is", widths.get("Qwen3Spec"), row.unet.context_dim),
+        ("the pooled text is", sum(clips) or None, getattr(row.unet, "vector_dim", None)),
+    ):
+        if width not in (None, wanted):
+            raise ValueError(
+                f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
+            )
+    return replace(row, vae=vae, text_encoders=tuple(texts.values()))
+
+
+def _titles(kinds: Iterable[str]) -> str:
+    return " and ".join(TITLES[kind] for kind in kinds)

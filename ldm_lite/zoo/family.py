@@ -1,12 +1,15 @@
-"""What a family of checkpoints is: its networks, noise process and default settings.  families.py has the rows."""
+"""What a family of checkpoints is: its networks, noise process and default settings.  families/ has the rows."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import (
     Array,
     Clock,
@@ -17,7 +20,7 @@ from ldm_lite.diffusion.schedule import (
     scaled_linear_betas,
 )
 from ldm_lite.models.pixels import PixelSpec
-from ldm_lite.zoo.networks import AutoencoderSpec, EncoderSpec, Spec
+from ldm_lite.zoo.networks import Spec
 
 IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
 
@@ -105,6 +108,14 @@ class SkipLayers:
     end: float
 
 
+class Hint(NamedTuple):
+    """What is said of a file that weights do not tell from another variant, if its name has a word, or lacks it."""
+
+    word: str
+    text: str
+    lacks: bool = False
+
+
 Noise = ScaledLinear | Cosine | Betas | Flow
 
 
@@ -113,9 +124,9 @@ class Family:
     """One kind of checkpoint: its networks, its noise process, and its default settings."""
 
     title: str
-    unet: Any  # a DenoiserSpec; most code that reads it is for UNets alone
-    vae: AutoencoderSpec
-    text_encoders: tuple[EncoderSpec, ...]  # encoders of the prompt: text, a class, boxes, a label map
+    unet: Spec  # of the network that denoises; most code that reads it is for UNets alone
+    vae: Spec
+    text_encoders: tuple[Spec, ...]  # encoders of the prompt: text, a class, boxes, a label map
     conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
     task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
     sgm: bool  # text encoders have the key names of generative-models
@@ -132,6 +143,12 @@ class Family:
     threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
     original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
+    optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
+    dtype: str | None = None  # on a GPU, if not float16, which some values exceed
+    scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
+    hints: tuple[Hint, ...] = ()
+    predicts: Callable[[Tensors], tuple[Prediction, str]] | None = None  # by a UNet's weights, with the reason
+    with_loras: Callable[[Family, Tensors, Sequence[Any]], tuple[Family, Tensors]] | None = None  # which change it
 
     @property
     def distilled(self) -> bool:
@@ -139,7 +156,7 @@ class Family:
         return self.unet.guidance_dim is not None or bool(getattr(self.unet, "guidance", False))
 
     @property
-    def text(self) -> EncoderSpec | None:
+    def text(self) -> Spec | None:
         """Spec of the first text encoder; None if there is none."""
         return self.text_encoders[0] if self.text_encoders else None
 

@@ -15,8 +15,8 @@ from ldm_lite.bench.options import Options
 from ldm_lite.bench.ours import CONFIGURATIONS, REFERENCE, OurWorkload, configuration
 from ldm_lite.bench.work import SECTIONS, Cell, cost, inputs
 from ldm_lite.bench.worker import InProcessBackend, Unavailable
+from ldm_lite.families.sd1 import SD1
 from ldm_lite.runtime.compile import compiled_step
-from ldm_lite.zoo.families import SD1
 
 CPU = torch.device("cpu")
 OPTIONS = Options(device="cpu", height=64, width=64, prompt="a", steps=3)

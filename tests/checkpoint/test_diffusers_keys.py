@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.core.files import Tensors
+from ldm_lite.families.sdxl import SDXL
 from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.controlnet import ControlNet, infer_spec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.zoo.detection import detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import SDXL_UNET, Spec, build, infer_vae
+from ldm_lite.zoo.networks import Spec, build, infer_vae
 
 ORIGINAL = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/test_z_image.py
@@ -74,13 +75,13 @@ def controlnet(shapes: Mapping[str, tuple[int, ...]], like: UNetSpec) -> Control
 def test_every_key_of_a_released_controlnet_has_its_place(name: str) -> None:
     sources = original_layout(shapes_of(f"control_{name}"))
     ours = {key: source.shape for key, source in sources.items()}
-    net = controlnet(ours, SDXL_UNET)
+    net = controlnet(ours, SDXL.unet)
     assert ours == {key: tuple(value.shape) for key, value in net.state_dict().items()}
     assert sorted(key for source in sources.values() for key in source.keys) == sorted(THEIRS[f"control_{name}"])
     if f"control_{name}" in ORIGINAL:
         assert ours == {key: tuple(shape) for key, shape in ORIGINAL[f"control_{name}"]["shapes"].items()}
     if name == "sdxl":
-        assert net.spec == SDXL_UNET
+        assert net.spec == SDXL.unet
     if name == "sdxl_small":  # of which only the middle reads the text
         assert (net.spec.transformer_depth, net.spec.middle_depth) == ((0, 0, 0), 1)
 

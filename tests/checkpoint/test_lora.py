@@ -19,11 +19,12 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.checkpoint.lora import file_names, merge_lora, targets
 from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sdxl import SDXL
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.quantization import Quantized
-from ldm_lite.zoo.families import SD1, SDXL
 from ldm_lite.zoo.networks import build
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "lora.npz"))

@@ -12,9 +12,10 @@ from ldm_lite import Pipeline
 from ldm_lite.checkpoint.lora import file_names, merge_lora, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.checkpoint.strength import LISTED, PRESETS, Strength, _blocks, parse, strength_of
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sdxl import SDXL
 from ldm_lite.models.unet import UNet
 from ldm_lite.txt2img import main
-from ldm_lite.zoo.networks import SD1_UNET, SDXL_UNET
 
 # BLOCKID17, 26, 12 and 20 of the extension
 LISTS = {
@@ -90,7 +91,7 @@ def test_what_is_not_understood_is_named(text: str, message: str) -> None:
 
 def test_the_lists_are_the_extensions() -> None:
     """For the released UNets, from their own blocks."""
-    for spec, counts in ((SD1_UNET, (26, 17)), (SDXL_UNET, (20, 12))):
+    for spec, counts in ((SD1.unet, (26, 17)), (SDXL.unet, (20, 12))):
         with on_meta():
             assert _blocks(UNet(spec)) == tuple(LISTS[count].split() for count in counts)
     assert list(LISTED) == LISTS[17].split()

@@ -25,11 +25,15 @@ from torch import nn
 
 from ldm_lite.bench import peers
 from ldm_lite.checkpoint.reader import on_meta, prefix
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd2 import SD2
+from ldm_lite.families.sdxl import SDXL
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.zoo.detection import with_prediction
-from ldm_lite.zoo.families import FAMILIES, Family
-from ldm_lite.zoo.networks import SD1_UNET, SD2_UNET, SDXL_UNET, build
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.networks import build
 
 Shapes = dict[str, list[int]]
 PREFIX = "model.diffusion_model."
@@ -48,15 +52,15 @@ X4 = {  # of stable-diffusion-x4-upscaler/unet/config.json, as far as it is not 
 # Among them diffusers/controlnet-canny-sdxl-1.0, -mid and -small; where the last two have transformers and how many is
 # assumed by what is known of their configurations and sizes (5 and 7 times smaller).
 CONTROLS = {
-    "sd15": SD1_UNET,
-    "sd21": SD2_UNET,
-    "sdxl": SDXL_UNET,
-    "sdxl_mid": replace(SDXL_UNET, transformer_depth=(0, 1, 1), middle_depth=1),
-    "sdxl_small": replace(SDXL_UNET, transformer_depth=(0, 0, 0), middle_depth=1),
+    "sd15": SD1.unet,
+    "sd21": SD2.unet,
+    "sdxl": SDXL.unet,
+    "sdxl_mid": replace(SDXL.unet, transformer_depth=(0, 1, 1), middle_depth=1),
+    "sdxl_small": replace(SDXL.unet, transformer_depth=(0, 0, 0), middle_depth=1),
 }
 
 
-WIDTHS = tuple(SD1_UNET.model_channels * mult for mult in SD1_UNET.channel_mult)
+WIDTHS = tuple(SD1.unet.model_channels * mult for mult in SD1.unet.channel_mult)
 ADAPTERS = {
     "sd_rgb": AdapterSpec(3, 8, WIDTHS, 2, light=False),
     "light_color": AdapterSpec(3, 8, WIDTHS, 4, light=True),

@@ -31,8 +31,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ldm_lite.bench import peers
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sdxl import SDXL
 from ldm_lite.text.tokenizer import CLIPTokenizer
-from ldm_lite.zoo.families import SD1, SDXL, Family
+from ldm_lite.zoo.family import Family
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "lora.npz"
 SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0

@@ -33,7 +33,7 @@ from random_checkpoint import state_dict
 from torch import Tensor
 
 from ldm_lite.bench import peers
-from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.family import Family
 
 Pixels = NDArray[np.uint8]
 

@@ -24,7 +24,7 @@ from toy_verify import FAMILY_OF, SIDE, toy_vectors
 import ldm_lite.text
 from ldm_lite.bench import peers
 from ldm_lite.tasks.verify import Vector
-from ldm_lite.zoo.families import Family
+from ldm_lite.zoo.family import Family
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 STORED = {**BETAS, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1, "clip_sample": False}

@@ -12,8 +12,7 @@ import torch
 import toy
 from random_checkpoint import SMALL
 
-from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.zoo.networks import CLIP_L
+from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")

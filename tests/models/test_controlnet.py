@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import toy
+from released import UNETS
 from torch import nn
 
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
-from ldm_lite.zoo.families import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "control.npz")

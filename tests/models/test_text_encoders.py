@@ -11,10 +11,9 @@ import torch
 import toy
 from torch import nn
 
-from ldm_lite.models.bert import BERTSpec, BERTTextEncoder
-from ldm_lite.models.open_clip import OpenCLIPTextEncoder, OpenCLIPTextSpec
+from ldm_lite.models.bert import BERT_LARGE, BERTSpec, BERTTextEncoder
+from ldm_lite.models.open_clip import OPEN_CLIP_G, OPEN_CLIP_H, OpenCLIPTextEncoder, OpenCLIPTextSpec
 from ldm_lite.models.t5 import T5Encoder, T5Spec, relative_buckets
-from ldm_lite.zoo.networks import BERT_LARGE, OPEN_CLIP_G, OPEN_CLIP_H
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "text.npz")

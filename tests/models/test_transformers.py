@@ -12,6 +12,7 @@ import pytest
 import torch
 import toy
 import toy_flow
+from released import TRANSFORMERS
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
@@ -19,10 +20,11 @@ from torch.nn import functional as F
 from ldm_lite.models.flux import FluxSpec
 from ldm_lite.models.mmdit import MMDiT, MMDiTSpec
 from ldm_lite.models.ops import axial_rotation, rotate
+from ldm_lite.models.t5 import T5_XXL
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.attention import layers, record, use, vanilla
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.zoo.networks import T5_XXL, TRANSFORMERS, build
+from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "transformers.npz")

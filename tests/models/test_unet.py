@@ -14,12 +14,12 @@ import pytest
 import torch
 import toy
 from random_checkpoint import SMALL
+from released import UNETS
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from ldm_lite.models.transformer import AttentionBlock, CrossAttention, SpatialTransformer
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.zoo.networks import UNETS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")

@@ -12,9 +12,9 @@ import toy
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
 from ldm_lite.models.unet_if import AttentionPooling, IFSpec, TextAttention, UNetIF
 from ldm_lite.runtime.attention import record, use, vanilla
-from ldm_lite.zoo.networks import IF_I_XL, IF_II_L
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "control.npz")

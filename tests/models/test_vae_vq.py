@@ -9,9 +9,9 @@ import pytest
 import torch
 import toy
 
+from ldm_lite.families.ldm import AUTOENCODERS
 from ldm_lite.models import vae_vq
 from ldm_lite.models.vae_vq import VectorQuantizer, VQModel
-from ldm_lite.zoo.networks import AUTOENCODERS
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "zoo.npz")

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from released import TRANSFORMERS
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, on_meta, split
 from ldm_lite.checkpoint.sources import placed
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
+from ldm_lite.families.ldm import AUTOENCODERS
+from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.zoo.detection import check_complete, detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import AUTOENCODERS, NETWORKS, QWEN3_4B, TRANSFORMERS, Spec, build, infer_vae
+from ldm_lite.zoo.networks import NETWORKS, Spec, build, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (
@@ -252,4 +255,13 @@ def test_the_same_name_of_another_width_is_another_family() -> None:
 
 
 def test_every_spec_of_a_family_has_a_network() -> None:
-    assert {type(spec) for family in FAMILIES.values() for spec in family.networks.values()} <= set(NETWORKS)
+    specs = {type(spec).__name__ for family in FAMILIES.values() for spec in family.networks.values()}
+    assert specs <= set(NETWORKS)
+
+
+def test_the_table_of_families_is_that_of_their_modules() -> None:
+    for name, module in FAMILIES.modules.items():
+        rows = FAMILIES.rows(name)
+        assert tuple(rows) == module.rows
+        contexts = {row.unet.context_dim for row in rows.values() if type(row.unet).__name__ == "UNetSpec"}
+        assert contexts == set(module.contexts)

@@ -23,9 +23,11 @@ from ldm_lite import Pipeline, img2img, inpaint, txt2img
 from ldm_lite.bench import __main__ as bench
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.diffusion.names import make_plan
+from ldm_lite.families.sd2 import SD2
+from ldm_lite.families.sdxl import SDXL
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.detection import check_metadata, detect_family, turbo_variant, with_prediction
-from ldm_lite.zoo.families import FAMILIES, SD2, SDXL
+from ldm_lite.zoo.detection import check_metadata, detect_family, with_prediction
+from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.networks import build
 
 DATA = Path(__file__).parents[1] / "data"
@@ -244,20 +246,18 @@ def test_turbo_is_detected_by_layout_or_metadata() -> None:
 
 
 def test_a_turbo_file_name_gives_a_hint(
-    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [turbo_variant(FAMILIES[name]) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
-        *("sdxl_turbo", "sd_turbo", None, None, None)
+    assert [len(FAMILIES[name].hints) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
+        *(1, 1, 0, 0, 0)
     ]
-    assert turbo_variant(replace(FAMILIES["sdxl_turbo"], scale_factor=1.0)) is None  # with a tiny autoencoder
-    monkeypatch.setattr(
-        "ldm_lite.checkpoint.model.turbo_variant", lambda family: "sdxl_turbo"
-    )  # small ones have no row
     for name in ("sd_xl_turbo_1.0.safetensors", "other.safetensors"):
-        (tmp_path / name).symlink_to(small_path)
-        caplog.clear()
-        ldm_lite.load(tmp_path / name, device="cpu")
-        assert ("if it is, add `metadata=family=sdxl_turbo`" in caplog.text) == ("turbo" in name)
+        (tmp_path / name).symlink_to(files("sdxl_base"))
+        for added in ({}, {"family": "sdxl_base"}):
+            caplog.clear()
+            ldm_lite.load(tmp_path / name, device="cpu", metadata=added)
+            is_hinted = "if it is, add `metadata=family=sdxl_turbo`" in caplog.text
+            assert is_hinted == ("turbo" in name and not added)
 
 
 def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":

@@ -1,0 +1,114 @@
+"""FLUX.1: dev, schnell, Kontext, Fill, Depth and Canny, and LoRAs that make dev one of the last two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ldm_lite.core.files import Tensors
+from ldm_lite.core.layers import Shapes
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.models.clip import CLIP_L
+from ldm_lite.models.flux import RELEASED, FluxSpec
+from ldm_lite.models.t5 import T5_XXL
+from ldm_lite.zoo.detection import chosen
+from ldm_lite.zoo.family import Family, Flow, Hint
+from ldm_lite.zoo.networks import KL_F8_16
+
+if TYPE_CHECKING:
+    from ldm_lite.checkpoint.lora import Lora
+
+MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
+INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
+
+
+def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
+    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
+
+    def variant(spec: FluxSpec) -> object:
+        condition = spec.in_channels - spec.out_channels
+        kinds = {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}
+        return spec.guidance, kinds.get(condition, condition)
+
+    return chosen(ROWS, FluxSpec.from_shapes(unet), variant, metadata)
+
+
+def widened(family: Family, unet: Tensors, loras: Sequence[Lora]) -> tuple[Family, Tensors]:
+    """Return the family and the weights that control LoRAs change; the same ones for any other LoRA.
+
+    Depth and Canny read an image's latents beside the noised ones.  The network gets inputs for them, with weights of
+    0, as in the original's load_flow_model.
+    """
+    spec = family.unet
+    changes = (lora.modules.get(name, {}).get("weight") for lora in loras for name in INPUTS)
+    wide = any(change is not None and change.shape[1] == 8 * spec.out_channels for change in changes)
+    if not wide or spec.in_channels != spec.out_channels:
+        return family, unet
+    control, key, more = ROWS["flux_control"], "img_in.weight", 4 * spec.in_channels
+    wider = replace(spec, in_channels=2 * spec.in_channels)
+
+    def read(name: str) -> Tensor:
+        value = unet.read(name)
+        return F.pad(value.float(), (0, more)) if name == key else value
+
+    shapes = {**unet.shapes, key: (spec.width, 2 * more)}
+    family = replace(family, title=control.title, task=control.task, scale=control.scale, unet=wider)
+    return family, replace(unet, shapes=shapes, read=read)
+
+
+DEV = replace(
+    SD1,
+    title="FLUX.1 [dev]",
+    unet=RELEASED["flux_dev"],
+    vae=KL_F8_16,
+    text_encoders=(CLIP_L, T5_XXL),
+    conditioner="flux",
+    prediction="flow",
+    noise=Flow("s", "flow", by_size=(0.5, 1.15)),
+    scale_factor=0.3611,
+    shift_factor=0.1159,
+    sampler="euler",
+    resolution=1024,
+    dtype="bf16",
+    vae_overflows=True,
+    scale=2.5,
+    with_loras=widened,
+    hints=(
+        Hint(
+            "kontext",
+            "its name says Kontext, which weights cannot tell from dev: if it is, add `metadata=family=flux_kontext`",
+        ),
+    ),
+)
+CONTROL = replace(
+    DEV,
+    title="FLUX.1 Depth",
+    unet=RELEASED["flux_control"],
+    task="control_image",
+    scale=10.0,
+    hints=(
+        Hint(
+            "canny",
+            "its name says Canny, which weights cannot tell from Depth: if it is, add `metadata=family=flux_canny`",
+        ),
+    ),
+)
+ROWS = {
+    "flux_dev": DEV,
+    "flux_schnell": replace(
+        DEV,
+        title="FLUX.1 [schnell]",
+        unet=RELEASED["flux_schnell"],
+        noise=Flow("s", "flow"),
+        steps=4,
+        scale=1.0,
+    ),
+    "flux_kontext": replace(DEV, title="FLUX.1 Kontext", task="edit", hints=()),
+    "flux_fill": replace(DEV, title="FLUX.1 Fill", unet=RELEASED["flux_fill"], task="inpaint_flux", scale=30.0),
+    "flux_control": CONTROL,
+    "flux_canny": replace(CONTROL, title="FLUX.1 Canny", scale=30.0, hints=()),
+}

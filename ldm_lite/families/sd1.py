@@ -1,0 +1,47 @@
+"""Stable Diffusion 1.x: the row from which those of other families are made."""
+
+from ldm_lite.models.clip import CLIP_L
+from ldm_lite.models.unet import UNetSpec
+from ldm_lite.zoo.family import Family, ScaledLinear
+from ldm_lite.zoo.networks import KL_F8
+
+SD1 = Family(
+    title="Stable Diffusion 1.x",
+    unet=UNetSpec(
+        in_channels=4,
+        out_channels=4,
+        model_channels=320,
+        channel_mult=(1, 2, 4, 4),
+        num_res_blocks=(2, 2, 2, 2),
+        transformer_depth=(1, 1, 1, 0),
+        middle_depth=1,
+        num_heads=8,
+        head_dim=None,
+        context_dim=768,
+        linear_proj=False,
+        cross_only=(False, False, False, False),
+        vector_dim=None,
+        guidance_dim=None,
+        num_classes=None,
+        scale_shift=False,
+        resblock_updown=False,
+    ),
+    vae=KL_F8,
+    text_encoders=(CLIP_L,),
+    conditioner="clip",
+    task="txt2img",
+    sgm=False,
+    prediction="eps",
+    noise=ScaledLinear(0.00085, 0.012),
+    scale_factor=0.18215,
+    shift_factor=0.0,
+    sampler="ddim",
+    resolution=512,
+    v_resolution=None,
+    vae_overflows=False,
+    steps=50,
+    scale=7.5,
+    threshold=None,
+    original_ema=False,
+)
+ROWS = {"sd1": SD1}
