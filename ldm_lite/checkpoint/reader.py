@@ -8,6 +8,7 @@ import io
 import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file
 from ldm_lite.core import files
+from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.runtime.memory import MappedPages
@@ -82,6 +84,7 @@ NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
 def open_checkpoint(path: Path) -> Tensors:
     """Open a checkpoint file, whatever its extension, in the layout that it has.
 
+    Metadata under our prefix, as the core writes them, are those of that name without it.
     Raises ValueError, one line, for a file that is not a checkpoint, is damaged, would run code, or has more tensors,
     longer keys or higher numbers in them than networks have.
     """
@@ -109,7 +112,8 @@ def open_checkpoint(path: Path) -> Tensors:
     odd = (key for key in tensors if len(key) > LONGEST_KEY or NO_INDEX.search(key))
     if (key := next(odd, None)) is not None:
         raise ValueError(f"{path}: has the key {key[:60]!r}, which is too long or has too high a number")
-    return tensors
+    ours = {name.removeprefix(PREFIX): value for name, value in tensors.metadata.items() if name.startswith(PREFIX)}
+    return replace(tensors, metadata={**tensors.metadata, **ours}) if ours else tensors
 
 
 def joined(path: Path, places: Mapping[str, tuple[Tensors, str]], metadata: Mapping[str, str]) -> Tensors:

@@ -6,6 +6,7 @@ import re
 import struct
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite import txt2img
+from ldm_lite import core, txt2img
 from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, split
 
 METADATA = random_checkpoint.metadata(SMALL)
@@ -128,6 +129,14 @@ def test_only_the_needed_tensors_are_read(tmp_path: Path, small_path: Path) -> N
     before = set(split(checkpoint))
     assert before == {"unet", "vae", "text_encoder"}
     assert checkpoint.read("betas").shape == (1000,)
+
+
+def test_a_file_of_the_core_is_the_same_model(tmp_path: Path) -> None:
+    """The core writes what weights do not tell under a prefix."""
+    core.load(device="cpu").save(tmp_path / "saved.safetensors")
+    saved, bundled = ldm_lite.load(tmp_path / "saved.safetensors", device="cpu"), ldm_lite.load(device="cpu")
+    assert saved.family == replace(bundled.family, title=saved.family.title)
+    assert_same(saved, bundled)
 
 
 # ---- hostile files --------------------------------------------------------------------------------------------------
