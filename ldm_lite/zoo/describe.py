@@ -23,7 +23,8 @@ def describe(family: Family) -> dict[str, str]:
     }
     if isinstance(family.unet, UNetSpec):
         about |= {"unet_num_heads": family.unet.num_heads, "unet_head_dim": family.unet.head_dim} | _curve(family.noise)
-    for name, spec in texts_of(family):
+    for role, spec in texts_of(family):
+        name = role.replace("_encoder", "")
         if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
             about[f"{name}_num_heads"] = spec.heads
         if hasattr(spec, "activation"):

@@ -7,7 +7,7 @@ The specs in models/ read the architecture from the shapes; families/ has one ro
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         check_complete(shapes, FAMILIES["sd1"].networks)
     if (row := row_of(shapes["unet"], metadata)) is None:
         return _of_unet(shapes, metadata, sgm)
-    return _numbered(fitted(row, shapes, metadata), metadata) if row.text_encoders else row
+    return _with_facts(fitted(row, shapes), metadata) if row.text_encoders else row
 
 
 def row_of(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
@@ -77,7 +77,8 @@ def _of_unet(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: boo
         row = next((row for row in rows.values() if row.sgm == sgm), next(iter(rows.values())))
         if "scheduler" in metadata:
             row = next((row for row in rows.values() if row.scheduler == metadata["scheduler"]), row)
-        family = _heeding(_fit_text(rows.get(metadata.get("family", ""), row), shapes), metadata)
+        row = rows.get(metadata.get("family", ""), row)
+        family = _with_facts(_fit_text(row, shapes), metadata, FACTS.keys() & {"scale_factor", "scaling_factor"})
     elif spec.context_dim is not None and spec.middle_depth == 0:
         raise ValueError(
             "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
@@ -106,40 +107,6 @@ def _rows_of(spec: UNetSpec) -> dict[str, Family]:
             if rows:
                 return rows
     return {}
-
-
-def _numbered(row: Family, metadata: Mapping[str, str]) -> Family:
-    """Return a transformer's row with the numbers that the metadata give.  Raises ValueError for nonsense."""
-    try:
-        family = replace(
-            row,
-            title=metadata.get("title", row.title),
-            scale_factor=_scale_factor(row, metadata),
-            resolution=int(metadata.get("resolution", row.resolution)),
-            steps=int(metadata.get("steps", row.steps)),
-            scale=float(metadata.get("guidance", row.scale)),
-        )
-        _check_numbers(_number_checks(family))
-    except ValueError as error:
-        raise ValueError(f"the metadata does not describe a model: {error}") from error
-    return family
-
-
-def _heeding(row: Family, metadata: Mapping[str, str]) -> Family:
-    """Return a row with what the metadata say of its networks and noise process.  Raises ValueError for nonsense."""
-    try:
-        texts = tuple(_with_text(spec, metadata, name) for name, spec in texts_of(row))
-        family = replace(
-            row,
-            unet=_with_heads(row.unet, row.unet, metadata),
-            text_encoders=texts,
-            noise=_noise(row, metadata),
-            scale_factor=_scale_factor(row, metadata),
-        )
-        _check(family)
-    except ValueError as error:
-        raise ValueError(f"the metadata does not describe a model: {error}") from error
-    return family
 
 
 def _fit_text(family: Family, shapes: Mapping[str, Shapes]) -> Family:
@@ -222,18 +189,37 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return metadata
 
 
+# What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
+FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "scaling_factor": ("scale_factor", float),
+    "scale_factor": ("scale_factor", float),
+    "title": ("title", str),
+    "resolution": ("resolution", int),
+    "steps": ("steps", int),
+    "guidance": ("scale", float),
+}
 BETA_SCHEDULES = {"scaled_linear": ScaledLinear, "linear": Linear}
-TEXT_KEYS = ("text_num_heads", "text_activation")
-REQUIRED = ("unet_num_heads", *TEXT_KEYS, "scale_factor", "beta_start", "beta_end", "resolution")
+REQUIRED = (
+    "unet_num_heads",
+    "text_num_heads",
+    "text_activation",
+    "scale_factor",
+    "beta_start",
+    "beta_end",
+    "resolution",
+)
 METADATA_KEYS = (
     *REQUIRED,
     *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
     *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
 )
-# What a diffusers folder tells in place of a required key.
-CURVES = {"trained_betas"}
-INSTEAD = {"unet_num_heads": {"unet_head_dim"}, "scale_factor": {"scaling_factor"}, "resolution": {"sample_size"}}
-INSTEAD |= {"beta_start": CURVES, "beta_end": CURVES}
+# What a diffusers folder tells -> the required keys that it is in place of.
+INSTEAD = {
+    "unet_head_dim": ("unet_num_heads",),
+    "scaling_factor": ("scale_factor",),
+    "sample_size": ("resolution",),
+    "trained_betas": ("beta_start", "beta_end"),
+}
 
 
 def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
@@ -241,7 +227,7 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
 
     If the metadata name a row as "family", it supplies the missing values.
     """
-    told = metadata.keys() | {key for key, others in INSTEAD.items() if others & metadata.keys()}
+    told = {*metadata, *(key for other in INSTEAD.keys() & metadata.keys() for key in INSTEAD[other])}
     missing = [key for key in (*REQUIRED, "prediction") if key not in told]
     if missing and "family" not in metadata:
         name, key = nearest_unet(unet, shapes["unet"])
@@ -251,27 +237,47 @@ def _from_metadata(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mappi
         )
     row = FAMILIES[metadata.get("family", "sd1")]
     check_complete(shapes, row.networks)
+    family = replace(
+        row,
+        title=row.title if "family" in metadata else "unnamed model",
+        unet=replace(unet, num_heads=row.unet.num_heads, head_dim=row.unet.head_dim),
+        vae=infer_vae(shapes["vae"]),
+        text_encoders=tuple(like.fitted(shapes[role]) for role, like in texts_of(row)),
+    )
+    return _with_facts(family, metadata)
+
+
+def _with_facts(row: Family, metadata: Mapping[str, str], names: Collection[str] = FACTS) -> Family:
+    """Return a row with what the metadata say, of FACTS only these names.  Raises ValueError for nonsense."""
     try:
-        family = replace(
-            row,
-            title=metadata.get("title", row.title if "family" in metadata else "unnamed model"),
-            unet=_with_heads(unet, row.unet, metadata),
-            vae=infer_vae(shapes["vae"]),
-            text_encoders=tuple(_infer_text(shapes, metadata, name, like) for name, like in texts_of(row)),
-            noise=_noise(row, metadata),
-            scale_factor=_scale_factor(row, metadata),
-            resolution=int(metadata.get("resolution", row.resolution)),
-            steps=int(metadata.get("steps", row.steps)),
-            scale=float(metadata.get("guidance", row.scale)),
-        )
+        values: dict[str, Any] = {
+            field: kind(metadata[name]) for name, (field, kind) in FACTS.items() if name in metadata and name in names
+        }
+        values["text_encoders"] = tuple(_with_text(spec, metadata, role) for role, spec in texts_of(row))
+        if isinstance(row.unet, UNetSpec):
+            values |= {"noise": _noise(row, metadata), "unet": row.unet}
+            for name, other in (("unet_head_dim", "num_heads"), ("unet_num_heads", "head_dim")):
+                if name in metadata:
+                    heads: dict[str, Any] = {name.removeprefix("unet_"): int(metadata[name]), other: None}
+                    values["unet"] = replace(row.unet, **heads)
+        family = replace(row, **values)
         _check(family)
     except ValueError as error:
         raise ValueError(f"the metadata does not describe a model: {error}") from error
     return family
 
 
-def _scale_factor(row: Family, metadata: Mapping[str, str]) -> float:
-    return float(metadata.get("scale_factor", metadata.get("scaling_factor", row.scale_factor)))
+def _with_text(spec: Spec, metadata: Mapping[str, str], role: str) -> Spec:
+    """Return the spec of a text encoder with what the metadata say of CLIP and OpenCLIP."""
+    if not hasattr(spec, "skip"):
+        return spec
+    name = role.replace("_encoder", "")  # "text", "text_2", ...
+    values: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
+    if hasattr(spec, "activation"):
+        values["activation"] = metadata.get(f"{name}_activation", spec.activation)
+    else:
+        values["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
+    return replace(spec, **values)
 
 
 def _noise(row: Family, metadata: Mapping[str, str]) -> Noise:
@@ -296,79 +302,45 @@ def _noise(row: Family, metadata: Mapping[str, str]) -> Noise:
     return BETA_SCHEDULES[kind](float(start), float(end))
 
 
-Check = tuple[str, object, bool, str]  # name, value, whether it is valid, valid values
-
-
 def _check(family: Family) -> None:
     """Raise ValueError for numbers that no model can have."""
-    unet, checks = family.unet, list(_number_checks(family))
-    if isinstance(family.noise, Betas):
-        Schedule.from_betas(family.noise.betas, family.prediction)
-    if isinstance(family.noise, ScaledLinear):
-        increasing = 0 < family.noise.start <= family.noise.end < 1
-        checks.append(("beta_start", family.noise.start, increasing, "0 < beta_start <= beta_end < 1"))
-    depths = (*unet.transformer_depth, unet.middle_depth)
-    widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
-    for name, size in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
-        for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
-            checks.append((name, size, size is None or (size > 0 and width % size == 0), f"a divisor of {width}"))
-    _check_numbers(checks)
-
-
-def _number_checks(family: Family) -> Iterator[Check]:
-    """Yield what any family is checked for."""
-    factor = family.vae.factor * family.unet.patch
-    scaled = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
-    whole = family.resolution > 0 and family.resolution % factor == 0
-    yield "scale_factor", family.scale_factor, scaled, "more than 0"
-    yield "resolution", family.resolution, whole, f"a multiple of {factor}"
-    yield "steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"
-    yield "guidance", family.scale, math.isfinite(family.scale), "a finite number"
-    for name, text in texts_of(family):
+    unet, noise, factor = family.unet, family.noise, family.vae.factor * family.unet.patch
+    is_scale = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
+    is_whole = family.resolution > 0 and family.resolution % factor == 0
+    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
+        ("scale_factor", family.scale_factor, is_scale, "more than 0"),
+        ("resolution", family.resolution, is_whole, f"a multiple of {factor}"),
+        ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
+        ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
+    ]
+    for role, text in texts_of(family):
+        name = role.replace("_encoder", "")
         if hasattr(text, "skip"):  # CLIP's and OpenCLIP's
             divides = text.heads > 0 and text.width % text.heads == 0
-            yield f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"
-            yield f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"
+            checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
+            checks.append((f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"))
         if hasattr(text, "activation"):
-            wanted, found = f"one of {', '.join(ACTIVATIONS)}", text.activation
-            yield f"{name}_activation", found, found in ACTIVATIONS, wanted
-
-
-def _check_numbers(checks: Iterable[Check]) -> None:
+            is_known, known = text.activation in ACTIVATIONS, ", ".join(ACTIVATIONS)
+            checks.append((f"{name}_activation", text.activation, is_known, f"one of {known}"))
+    if isinstance(noise, Betas):
+        Schedule.from_betas(noise.betas, family.prediction)
+    if isinstance(noise, ScaledLinear):
+        checks.append(("beta_start", noise.start, 0 < noise.start <= noise.end < 1, "0 < beta_start <= beta_end < 1"))
+    if isinstance(unet, UNetSpec):
+        depths = (*unet.transformer_depth, unet.middle_depth)
+        widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
+        for name, heads in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
+            for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
+                divides = heads is None or (heads > 0 and width % heads == 0)
+                checks.append((name, heads, divides, f"a divisor of {width}"))
     for name, value, is_valid, wanted in checks:
         if not is_valid:
             raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
 
 
-def texts_of(family: Family) -> Iterator[tuple[str, Spec]]:
-    """Yield (name in the metadata, spec) of each text encoder: "text", "text_2", ..."""
-    for role, spec in zip(text_roles(family.text_encoders), family.text_encoders, strict=True):
-        yield role.replace("text_encoder", "text"), spec
-
-
-def _with_heads(unet: UNetSpec, row: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
-    if "unet_num_heads" in metadata:
-        return replace(unet, num_heads=int(metadata["unet_num_heads"]), head_dim=None)
-    if "unet_head_dim" in metadata:
-        return replace(unet, num_heads=None, head_dim=int(metadata["unet_head_dim"]))
-    return replace(unet, num_heads=row.num_heads, head_dim=row.head_dim)
-
-
-def _infer_text(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], name: str, like: Spec) -> Spec:
-    """Infer the spec of a text encoder, "text" or "text_2", of the same kind as `like`."""
-    return _with_text(like.fitted(shapes[name.replace("text", "text_encoder")]), metadata, name)
-
-
-def _with_text(spec: Spec, metadata: Mapping[str, str], name: str) -> Spec:
-    """Return the spec of a text encoder, "text" or "text_2", with what the metadata say of CLIP and OpenCLIP."""
-    if not hasattr(spec, "skip"):
-        return spec
-    values: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
-    if hasattr(spec, "activation"):
-        values["activation"] = metadata.get(f"{name}_activation", spec.activation)
-    else:
-        values["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
-    return replace(spec, **values)
+def texts_of(family: Family) -> list[tuple[str, Spec]]:
+    """Return (role, spec) of each text encoder."""
+    return list(zip(text_roles(family.text_encoders), family.text_encoders, strict=True))
 
 
 def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
@@ -415,13 +387,12 @@ def check_texts(row: Family, texts: Mapping[str, Shapes]) -> None:
             raise ValueError(f"{path}: is {what}, but {row.title} reads text with {_titles(kinds_of(row))}")
 
 
-def fitted(row: Family, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+def fitted(row: Family, shapes: Mapping[str, Shapes]) -> Family:
     """Return a row with the specs of this file's autoencoder and text encoders.
 
     Raises ValueError for networks that are missing or do not fit together.
     """
-    roles = [(name, like) for name, like in texts_of(row) if name.replace("text", "text_encoder") in shapes]
-    texts = {type(like).__name__: _infer_text(shapes, metadata, name, like) for name, like in roles}
+    texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in texts_of(row) if role in shapes}
     optional = {type(spec).__name__ for spec in row.optional}
     if missing := [kind for kind in kinds_of(row) if kind not in texts.keys() | optional]:
         raise ValueError(
