@@ -236,6 +236,7 @@ BOMBS = {
     "a negative stride": NAMED % (TENSOR % (b"K\x05", b"K\x02\x85", b"J\xff\xff\xff\xff\x85")),
     "a negative offset": NAMED % (TENSOR % (b"J\xff\xff\xff\xff", b"K\x02\x85", b"K\x01\x85")),
     "a rank of 65": NAMED % (TENSOR % (b"K\x00", b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t")),
+    "a tensor that is made": NAMED % b"ctorch\nTensor\n\x8a\x05\x00\x00\x00\x00\x01\x85R",
     "a storage of another kind": NAMED % (b"(X\x06\x00\x00\x00moduleK\x01K\x02K\x03K\x04tQ"),
     "an identity that is a number": b"K\x01Q",
     "an identity as text": b"Px\n",

@@ -55,7 +55,7 @@ def open_torch(path: Path) -> Tensors:
     if not tensors:
         raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
     for key, value in tensors.items():
-        if kind := _odd(value):
+        if kind := _odd(value, path.stat().st_size):
             raise ValueError(f"{path}: {key} is {kind}, wanted an ordinary tensor")
     return Tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, tensors.__getitem__)
 
@@ -101,8 +101,8 @@ def _named(content: Any) -> dict[str, object]:
     return {str(key): value for key, value in content.items()}
 
 
-def _odd(value: Tensor) -> str | None:
-    """What a tensor is, if not an ordinary one whose values are in the file."""
+def _odd(value: Tensor, file_size: int) -> str | None:
+    """What a tensor is, if not an ordinary one whose values are in a file of so many bytes."""
     if value.is_meta:
         return "without values"
     if value.is_quantized:
@@ -115,5 +115,5 @@ def _odd(value: Tensor) -> str | None:
         return "of a class of its own"
     if value.ndim > MOST_DIMENSIONS:
         return f"of {value.ndim} dimensions"
-    is_held = value.numel() * value.itemsize <= value.untyped_storage().nbytes()
-    return None if is_held else f"of shape {tuple(value.shape)}, larger than its storage"
+    is_held = value.numel() * value.itemsize <= value.untyped_storage().nbytes() <= file_size
+    return None if is_held else f"of shape {tuple(value.shape)}, larger than what is stored"
