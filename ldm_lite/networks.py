@@ -16,13 +16,12 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
 from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.core.unet import Block, SpatialTransformer
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
-from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.models.unet import Block, UNet
+from ldm_lite.models.unet import UNet
 from ldm_lite.models.z_image import Block as ZImageBlock
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import has_fast_bf16
@@ -90,7 +89,7 @@ def encode_captions(model: Pipeline, captions: Sequence[str | None], with_gradie
     options = PromptOptions(num_chunks=most_chunks(model))
     encode = CONDITIONERS[model.family.conditioner] if with_gradients else encode_prompts
     text = encode(model, captions, options)
-    return {name: value for name, value in (("context", text.context), ("y", text.y)) if value is not None}
+    return {name: text[name] for name in ("context", "y") if name in text}
 
 
 def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | None = None) -> dict[str, Tensor]:
@@ -99,19 +98,15 @@ def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | 
     sizes (B,6) int32 are what SDXL reads of an image: height and width, top and left of its crop, height and width of
     that (default: whole images of the model's resolution).  A network that reads the guidance scale is given 1.
     """
-    conditioning = Conditioning(text.get("context"), text.get("y"))
+    conditioning: dict[str, Tensor] = {name: text[name] for name in ("context", "y") if name in text}
     if model.family.conditioner == "z_image":  # which masks what is beyond the longest
-        assert conditioning.context is not None
-        assert conditioning.y is not None
-        conditioning = conditioning._replace(context=conditioning.context[:, : int(conditioning.y.max())])
+        conditioning["context"] = conditioning["context"][:, : int(conditioning["y"].max())]
     if model.family.conditioner == "sdxl":
-        assert conditioning.y is not None
-        side = model.family.resolution
-        sizes = torch.tensor([[side, side, 0, 0, side, side]] * len(conditioning.y)) if sizes is None else sizes
-        conditioning = conditioning._replace(y=with_numbers(conditioning.y[:, : -256 * sizes.shape[1]], sizes))
-    [conditioning] = guided(model, conditioning, None, 1.0).conditionings
-    inputs = {"context": conditioning.context, "y": conditioning.y, **(conditioning.inputs or {})}
-    return {name: value for name, value in inputs.items() if value is not None}
+        side, y = model.family.resolution, conditioning["y"]
+        sizes = torch.tensor([[side, side, 0, 0, side, side]] * len(y)) if sizes is None else sizes
+        conditioning["y"] = with_numbers(y[:, : -256 * sizes.shape[1]], sizes)
+    [branch] = guided(model, conditioning, None, 1.0).branches
+    return dict(branch.conditioning)
 
 
 # ---- parts of networks ----------------------------------------------------------------------------------------------

@@ -28,12 +28,11 @@ from ldm_lite.cli.task_options import (
     UpscaleOptions,
 )
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
-from ldm_lite.core.denoise import Draw
+from ldm_lite.core.denoise import Draw, State
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Conditioning, as_conditioning
+from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, rows_of
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.generate import DenoisingState
 from ldm_lite.image import pad, to_array, to_pil, to_pixels
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import short_name
@@ -123,13 +122,13 @@ class Pipeline(Model):
         given = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
         return _outputs(*upscale.prepare(self, _options(UpscaleOptions, "upscale", given)), output)
 
-    def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[DenoisingState]:
+    def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
         decode() turns either into images.  Leaving the loop stops the job.
         """
         job, inputs = txt2img.prepare(self, _options(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
-        return (event for event in run(job, inputs) if isinstance(event, DenoisingState))
+        return (event for event in run(job, inputs) if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -184,11 +183,12 @@ class Pipeline(Model):
         """
         if not isinstance(noise, Tensor) or not isinstance(plan, Plan):
             raise TypeError(f"got {type(noise).__name__} and {type(plan).__name__}, wanted noise, a tensor, and a Plan")
-        count, given, other = len(noise), as_conditioning(cond), as_conditioning(uncond)
-        if given is None:
+        count, positive, negative = len(noise), as_conditioning(cond), as_conditioning(uncond)
+        if positive is None:
             raise TypeError("got None as conditioning, wanted what encode_prompt makes")
-        cond, uncond = given.rows(slice(None), count), None if other is None else other.rows(slice(None), count)
-        return generate.denoise(self, noise, guided(self, cond, uncond, guidance), plan, draw=draw)
+        of_images = rows_of(positive, slice(None), count)
+        of_negative = None if negative is None else rows_of(negative, slice(None), count)
+        return generate.denoise(self, noise, guided(self, of_images, of_negative, guidance), plan, draw=draw)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""

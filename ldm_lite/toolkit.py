@@ -28,9 +28,8 @@ from ldm_lite.checkpoint.strength import Strength, strength_of
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.prompts import FROM_FILES, OPTIONAL, PromptOptions, count_chunks, encode_prompts
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.generate import DenoisingState
+from ldm_lite.core.denoise import Conditioning, State, denoise_step
+from ldm_lite.diffusion.guidance import rows_of
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.runtime.tiling import out_of_memory
@@ -46,11 +45,11 @@ from ldm_lite.zoo.family import text_roles
 
 __all__ = [
     "Batch",
-    "DenoisingState",
     "LoraWeight",
     "Result",
     "Row",
     "Sample",
+    "State",
     "contents",
     "count_images",
     "load_model",
@@ -244,10 +243,8 @@ class _Rows:
         unique = list(places)
         firsts = range(0, len(unique), TEXTS_AT_ONCE)
         parts = [encode_prompts(self.job.model, unique[i : i + TEXTS_AT_ONCE], options) for i in firsts]
-        columns = zip(*[part[:3] for part in parts], strict=True)
-        whole = [None if column[0] is None else torch.cat([part.cpu() for part in column]) for column in columns]
-        cond = Conditioning(whole[0], whole[1], whole[2])
-        return cond if len(unique) == 1 else cond.rows([places[prompt] for prompt in prompts], len(unique))
+        cond = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
+        return cond if len(unique) == 1 else rows_of(cond, [places[prompt] for prompt in prompts], len(unique))
 
     def ready(self, samples: "Sequence[Sample]") -> Ready:
         """Return some of the samples, of one size, as a batch that can be denoised."""
@@ -352,7 +349,7 @@ class Batch:
         """The number of steps; 0 if none run."""
         return 0 if self._ready.plan is None else self._ready.plan.num_steps
 
-    def __iter__(self) -> Iterator[DenoisingState]:
+    def __iter__(self) -> Iterator[State]:
         step = self._ready.model.step
         with step.images(self._size) if isinstance(step, Together) else contextlib.nullcontext():
             for state in self._ready.stream():

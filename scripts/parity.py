@@ -45,7 +45,7 @@ from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
-from ldm_lite.generate import DenoisingState, denoise
+from ldm_lite.generate import State, denoise
 from ldm_lite.models import mmdit
 from ldm_lite.models.flux import FLUX_DEV
 from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
@@ -146,7 +146,7 @@ def images(args: argparse.Namespace, checks: Checks) -> None:
         settings: Any = {"steps": run.steps, "scale": 5.0, "strength": strength, "sampler": "ddim"}
         settings |= {"cond": context, "uncond": uncond, "init_img": Image.fromarray(image)}
 
-        def on_step(state: DenoisingState, latents: list[Tensor] = latents) -> None:
+        def on_step(state: State, latents: list[Tensor] = latents) -> None:
             latents.append(state.latents)
 
         if command == "inpaint":

@@ -1,7 +1,6 @@
 """Count kernels and time parts of the networks.
 
     python scripts/profiling.py kernels            # operators of a forward of Stable Diffusion 1's UNet, and diffusers'
-    python scripts/profiling.py text-cache         # a step with and without the text's cached keys and values
     python scripts/profiling.py convolutions       # 3x3 convolutions on a CPU, PyTorch's and Winograd's
     python scripts/profiling.py attention          # a step on a CPU with PyTorch's attention, and with ours
     python scripts/profiling.py operators          # where a step spends its time, on a CPU or a GPU
@@ -27,14 +26,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldm_lite
-from ldm_lite import generate
 from ldm_lite.bench.checkpoints import random_checkpoint
 from ldm_lite.bench.measure import alternating
 from ldm_lite.checkpoint.reader import load_weights, on_meta, split
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime import timing
@@ -74,10 +71,7 @@ def kernels(args: argparse.Namespace) -> None:
     with mock.patch.object(F, "scaled_dot_product_attention", one_operator), torch.device("meta"):
         x, t, context = torch.empty(2, 4, 64, 64), torch.empty(2), torch.empty(2, 77, 768)
         unet: Any = UNet(SD1.unet).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        with torch.no_grad():
-            cache = unet.text_cache(context)
         count("ours", lambda: unet(x, t, context))
-        count("ours, the text's keys and values cached", lambda: unet(x, t, context, cache=cache))
         if importlib.util.find_spec("diffusers") is None:
             return
         diffusers = importlib.import_module("diffusers")
@@ -119,27 +113,6 @@ def print_times(times: Times, unit: str, scale: float = 1.0) -> None:
         print(f"{name}: {median:.2f} {unit}, quartiles {low:.2f} to {high:.2f}")
     first, second = times.values()
     print(f"ratio {statistics.median(b / a for a, b in zip(first, second, strict=True)):.3f}")
-
-
-def text_cache(args: argparse.Namespace) -> None:
-    """Guided steps of DDIM with and without the text's cached keys and values, on the bundled model or --ckpt."""
-    pipe, steps = ldm_lite.load(args.ckpt), 20
-    spec, side = pipe.family.unet, pipe.family.resolution
-    assert spec.context_dim is not None
-    noise = torch.randn(1, *pipe.latent_shape(side, side))
-    cond, uncond = (Conditioning(torch.randn(1, 77, spec.context_dim)) for _ in range(2))
-    plan, branches = make_plan("ddim", pipe.schedule, steps), classifier_free(cond, uncond, 5.0)
-
-    def cached() -> None:
-        generate.denoise(pipe, noise, branches, plan).cpu()
-
-    def not_cached() -> None:
-        hook = pipe.unet.register_forward_pre_hook(lambda module, args: None)  # a hook turns the cache off
-        cached()
-        hook.remove()
-
-    times = timed({"made at every step": not_cached, "cached": cached}, args.rounds)
-    print_times(times, "ms a step", 1e3 / steps)
 
 
 def strips(args: argparse.Namespace) -> None:
@@ -271,7 +244,6 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="NAME")
     measurements = {
         "kernels": kernels,
-        "text-cache": text_cache,
         "convolutions": convolutions,
         "attention": attention,
         "operators": operators,
@@ -281,9 +253,8 @@ def main() -> None:
     for name, measure in measurements.items():
         added[name] = commands.add_parser(name, description=measure.__doc__)
         added[name].set_defaults(measure=measure)
-    for name, rounds in (("text-cache", 40), ("convolutions", 5), ("attention", 5), ("strips", 12)):
+    for name, rounds in (("convolutions", 5), ("attention", 5), ("strips", 12)):
         added[name].add_argument("--rounds", type=int, default=rounds)
-    added["text-cache"].add_argument("--ckpt")
     added["convolutions"].add_argument("--threads", type=int, default=1)
     added["strips"].add_argument("--size", type=int, default=512)
     added["strips"].add_argument("--dtype", default="float32")

@@ -31,11 +31,11 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.cli import console
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
+from ldm_lite.core.unet import SpatialTransformer
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder, CLIPTextSpec
-from ldm_lite.models.transformer import AttentionBlock, BasicTransformerBlock, SpatialTransformer
-from ldm_lite.models.unet import ResBlock, UNet
+from ldm_lite.models.unet import AttentionBlock, CrossOnlyBlock, ResBlock, UNet
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.toolkit import load_model
@@ -173,7 +173,7 @@ class LatentGuess(nn.Module):
         super().__init__()
         self.shape, patches = shape, shape[1] * shape[2] // PATCH**2
         self.places = nn.Parameter(torch.randn(patches, width) * 0.5)
-        self.blocks = nn.ModuleList(BasicTransformerBlock(width, width, heads, cross_only=True) for _ in range(depth))
+        self.blocks = nn.ModuleList(CrossOnlyBlock(width, width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.hidden = nn.Linear(width, 2 * width)
         self.last = nn.Parameter(torch.randn(patches, 2 * width, shape[0] * PATCH**2) * 0.02)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.diffusion.guidance import Conditioning
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_ready_conditioning_of_sdxl_keeps_its_vector(tmp_path: Path) -> None:
     assert cond.y is not None
     given = pixels(pipe, cond=cond, uncond=uncond)
     assert torch.equal(given[0], pixels(pipe, "a cat", negative_prompt="")[0])
-    other = cond._replace(y=cond.y + 1)
+    other = Conditioning(cond.context, cond.y + 1)
     assert not torch.equal(given[0], pixels(pipe, cond=other, uncond=uncond)[0])
     with pytest.raises(ValueError, match="y: got none, wanted one of shape"):
         pixels(pipe, cond=cond.context, uncond=uncond.context)
@@ -165,7 +166,7 @@ def test_errors_name_the_argument_in_python_s_terms(pipe: Pipeline, options: dic
         ({"control": 5}, "got int as `control`, wanted a Control or FILE:IMAGE"),
         ({"plan": 5}, "got int as `plan`, wanted a Plan"),
         ({"noise": np.zeros((1, 4, 8, 8))}, "got ndarray as `noise`, wanted a tensor"),
-        ({"cond": "a cat"}, "got str as conditioning, wanted a Conditioning that holds something"),
+        ({"cond": "a cat"}, "got str as conditioning, wanted what encode_prompt makes, or a tensor"),
         ({"guidance": "7"}, "got `guidance` '7', wanted a number or a function"),
     ],
 )

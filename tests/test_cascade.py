@@ -24,8 +24,8 @@ from ldm_lite.cli.command_options import CascadeOptions as Options
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import UpscaleOptions
+from ldm_lite.core.denoise import State
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
-from ldm_lite.generate import DenoisingState
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.models.t5 import T5Encoder
@@ -161,7 +161,7 @@ def test_two_values_are_not_the_third_stages(stages: list[Pipeline], upscaler: P
     """Nor is one; it has the checkpoint's own."""
     x4 = ldm_lite.load(upscaler, device="cpu")
 
-    def stop(state: DenoisingState) -> None:
+    def stop(state: State) -> None:
         if state.latents.shape[1] == 4:
             raise InterruptedError(f"steps: {state.num_steps}")
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import ldm_lite
 from ldm_lite import Pipeline, samplers, txt2img
+from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.tasks.img2img import KONTEXT, kontext_size
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.batches import Batch, Draws
@@ -332,7 +333,7 @@ def test_a_run_of_kontext_is_that_of_diffusers(tmp_path: Path) -> None:
     path = toy_flow.write(tmp_path, "flux_dev")
     pipe = sized(path, unet=parts, metadata={"family": "flux_kontext"})
     x, _, context, y = toy_flow.run_inputs(pipe.family.unet)
-    cond = pipe.encode_prompt(["a", "b"])._replace(context=context, y=y, concat=toy_flow.reference(pipe.family.unet))
+    cond = Conditioning(context, y, toy_flow.reference(pipe.family.unet))
     latents = pipe.denoise(x, cond, None, pipe.plan("euler", toy_flow.STEPS), toy_flow.SCALE)
     assert toy.relative_error(latents, KONTEXT_GOLDEN["run"]) < 2e-5
 
@@ -341,14 +342,14 @@ def test_a_run_of_kontext_is_that_of_diffusers(tmp_path: Path) -> None:
 def test_whole_runs_are_those_of_the_originals(run: str, tmp_path: Path) -> None:
     name, *kind = run.split(".")
     pipe = sized(toy_flow.write(tmp_path, name, golden=True))
-    spec, ready = pipe.family.unet, pipe.encode_prompt(["a", "b"])
+    spec = pipe.family.unet
     x, concat, context, y = toy_flow.run_inputs(spec)
-    cond, uncond, scale = ready._replace(context=context, y=y, concat=concat), None, toy_flow.SCALE
+    cond, uncond, scale = Conditioning(context, y, concat), None, toy_flow.SCALE
     if name.startswith("flux"):
         scale = toy_flow.SCALE if pipe.family.distilled else 1.0
     else:
         context, y = toy_flow.negative(spec)
-        uncond = ready._replace(context=context, y=y)
+        uncond = Conditioning(context, y)
     if kind == ["skip"]:
         given = {"cond": cond, "uncond": uncond, "noise": x, "height": 48, "width": 80, "batch_size": 2}
         pipe = skipping(pipe, toy_flow.SKIP["end"])

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import Pipeline, generate
+from ldm_lite.core.denoise import Branch, InputSource
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.generate import Extras, denoise
+from ldm_lite.generate import denoise
 from ldm_lite.runtime import tiling
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
@@ -90,73 +91,7 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     assert not torch.equal(plain, guided)
 
 
-# ---- keys and values of the text are made once for all steps --------------------------------------------------------
-
-
-def calls_in_a_run(pipe: Pipeline, layers: dict[str, str], steps: int = 4) -> tuple[Tensor, dict[str, int]]:
-    """Latents, and how often each of the UNet's layers, by their names in the checkpoint, was called for them."""
-    calls, forward = dict.fromkeys(layers, 0), nn.Linear.forward
-    names = {pipe.unet.get_submodule(name): what for what, name in layers.items()}
-
-    def counted(self: nn.Linear, x: Tensor) -> Tensor:
-        if self in names:
-            calls[names[self]] += 1
-        return forward(self, x)
-
-    with mock.patch.object(nn.Linear, "forward", counted):  # in the class: the layers themselves run as written
-        return run(pipe, "ddim", ["a red apple"], [1], steps), calls
-
-
-LAYERS = {
-    "keys": "middle_block.1.transformer_blocks.0.attn2.to_k",
-    "values": "middle_block.1.transformer_blocks.0.attn2.to_v",
-    "time": "middle_block.0.emb_layers.1",
-    "queries": "middle_block.1.transformer_blocks.0.attn2.to_q",
-}
-ONCE = {"keys": 1, "values": 1, "time": 4, "queries": 4}
-EVERY_STEP = dict.fromkeys(LAYERS, 4)
-
-
-@pytest.mark.slow
-def test_keys_and_values_are_made_once_a_run(bundled: Pipeline) -> None:
-    latents, calls = calls_in_a_run(bundled, LAYERS)
-    assert calls == ONCE
-    with torch.autocast("cpu", torch.bfloat16, enabled=True):
-        _, calls = calls_in_a_run(bundled, LAYERS)
-        assert calls == EVERY_STEP  # types change on the way there
-    bundled.use_attention("mha")
-    try:
-        again, calls = calls_in_a_run(bundled, LAYERS)
-    finally:
-        bundled.use_attention("sdpa")
-    assert calls["queries"] == 0  # MultiheadAttention's function reads weights and text itself
-    torch.testing.assert_close(latents, again, rtol=1e-4, atol=1e-4)
-    for name in ("middle_block.1.transformer_blocks.0.attn2.to_k", "middle_block.1", ""):
-        seen: list[Any] = []
-        hook = bundled.unet.get_submodule(name).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args))
-        again, calls = calls_in_a_run(bundled, LAYERS)
-        hook.remove()
-        assert len(seen) == 4  # whoever looks sees what is read at every step
-        assert calls == EVERY_STEP
-        torch.testing.assert_close(latents, again, rtol=1e-4, atol=1e-4)
-    assert [tuple(arg.shape) for arg in seen[0][1:3]] == [(2,), (2, 32, 128)]
-
-
-@pytest.mark.parametrize(
-    ("tuning", "wanted"),
-    [({"offload": "model"}, ONCE), ({"offload": "sequential"}, EVERY_STEP), ({"storage": "int8"}, EVERY_STEP)],
-    ids=str,
-)
-def test_nothing_is_cached_with_weights_that_come_and_go(
-    bundled: Pipeline, tuning: dict[str, str], wanted: dict[str, int]
-) -> None:
-    latents, calls = calls_in_a_run(ldm_lite.load(device="cpu", **tuning), LAYERS)
-    assert calls == wanted
-    if "offload" in tuning:
-        torch.testing.assert_close(latents, run(bundled, "ddim", ["a red apple"], [1], 4), rtol=1e-4, atol=1e-4)
-
-
-def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipeline) -> None:
+def test_what_runs_in_the_unet_s_place_gets_all_that_it_reads(bundled: Pipeline) -> None:
     seen = []
 
     class Other(nn.Module):
@@ -164,34 +99,39 @@ def test_what_runs_in_the_unet_s_place_is_given_the_text_itself(bundled: Pipelin
             super().__init__()
             self.unet = bundled.unet
 
-        def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
+        def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
             seen.append((tuple(t.shape), tuple(context.shape)))
-            return self.unet(x, t, context, y)
+            return self.unet(x, t, context)
 
     plan, noise, other = bundled.plan("ddim", 3), torch.zeros(1, *SHAPE), Other()
-    denoise(bundled, noise, ALONE, plan, extras=Extras(control=lambda step, conditioning: (other, conditioning)))
+
+    def wrap(source: InputSource) -> InputSource:
+        return lambda call: source(call)._replace(network=other)
+
+    denoise(bundled, noise, ALONE, plan, wrap=wrap)
     replace(bundled, unet=other).denoise(noise, NOTHING, None, plan)  # type: ignore[arg-type]
     assert seen == [((1,), (1, 77, 128))] * 6
 
 
-def test_a_longer_text_than_was_cached_is_read_in_its_step(bundled: Pipeline) -> None:
+def test_a_text_of_another_length_is_read_in_its_step(bundled: Pipeline) -> None:
     """As a style adapter makes it, in some of the steps."""
-    plan, noise = bundled.plan("ddim", 3), bundled.noise(1)
-    longer = Conditioning(torch.cat([NOTHING, torch.ones(1, 4, 128)], dim=1))
+    plan, noise, seen = bundled.plan("ddim", 3), bundled.noise(1), []
+    longer = (Branch({"context": torch.cat([NOTHING, torch.ones(1, 4, 128)], dim=1)}),)
 
-    def control(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
-        return bundled.unet, longer if step == 1 else conditioning
+    def wrap(source: InputSource) -> InputSource:
+        return lambda call: source(call)._replace(branches=longer) if call.step == 1 else source(call)
 
-    def plain(step: int, conditioning: Conditioning) -> tuple[Any, Conditioning]:
-        return lambda *inputs: bundled.unet(*inputs), control(step, conditioning)[1]
-
-    found = denoise(bundled, noise, ALONE, plan, extras=Extras(control=control))
-    wanted = denoise(bundled, noise, ALONE, plan, extras=Extras(control=plain))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    hook = bundled.unet.register_forward_pre_hook(
+        lambda module, args, named: seen.append(named["context"].shape[1]), with_kwargs=True
+    )
+    found = denoise(bundled, noise, ALONE, plan, wrap=wrap)
+    hook.remove()
+    assert seen == [77, 81, 77]
+    assert not torch.equal(found, denoise(bundled, noise, ALONE, plan))
 
 
 def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipeline) -> None:
-    """A fork's own layer; the others keep their cache."""
+    """A fork's own layer."""
     seen = []
 
     class Own(nn.Module):
@@ -206,10 +146,9 @@ def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipel
     block: Any = bundled.unet.get_submodule("output_blocks.3.1.transformer_blocks.0")
     wanted = run(bundled, "ddim", ["a red apple"], [1], 4)
     with mock.patch.dict(block._modules, attn2=Own(block.attn2)):
-        found, calls = calls_in_a_run(bundled, LAYERS)
+        found = run(bundled, "ddim", ["a red apple"], [1], 4)
     assert torch.equal(found, wanted)
     assert seen == [(2, 32, 128)] * 4
-    assert calls == ONCE
 
 
 def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:
@@ -245,9 +184,9 @@ def test_shapes_that_do_not_fit(
 def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
     plan, cond = bundled.plan("ddim", 2), bundled.encode_prompt("rocket")
     for conditioning, message in (
-        (cond._replace(context=None, y=torch.zeros(1, 8)), "context: got none, wanted"),
-        (cond._replace(y=torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), wanted none"),
-        (cond._replace(concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
+        (Conditioning(y=torch.zeros(1, 8)), "context: got none, wanted"),
+        (Conditioning(cond.context, torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), wanted none"),
+        (Conditioning(cond.context, concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
     ):
         with pytest.raises(ValueError, match=message):
             bundled.denoise(torch.zeros(1, *SHAPE), conditioning, None, plan)

@@ -49,9 +49,8 @@ COMMANDS = {
     "evaluate",
     "__main__",
 }
-BLOCKS = {"models.unet_if": {"models.unet"}, "models.unet": {"models.transformer"}}
-BLOCKS |= {"models.controlnet": {"models.unet", "models.transformer"}}
-BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.transformer", "models.unet"}}
+BLOCKS = {"models.unet_if": {"models.unet"}, "models.controlnet": {"models.unet"}}
+BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.unet"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip"}}
 BLOCKS |= {"models.open_clip": {"models.clip"}, "models.style_adapter": {"models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -73,7 +73,8 @@ def test_the_scale_stands_behind_the_vector_of_sdxl(pipe: Pipeline) -> None:
     sdxl = replace(pipe, family=replace(pipe.family, unet=replace(pipe.family.unet, vector_dim=24)))
     cond, vector = pipe.encode_prompt(["a", "b"]), toy.normal(3, 2, 24)
     alone, both = (
-        guided(model, cond._replace(y=y), None, 8.0).conditionings[0].y for model, y in ((pipe, None), (sdxl, vector))
+        guided(model, Conditioning(cond.context, y), None, 8.0).branches[0].conditioning["y"]
+        for model, y in ((pipe, None), (sdxl, vector))
     )
     assert torch.equal(both, torch.cat([vector, alone], dim=1))
 

@@ -1,8 +1,6 @@
 """The scripts that measure and compare, as far as they run in seconds."""
 
 import importlib
-import re
-from argparse import Namespace
 
 import profiling
 import pytest
@@ -12,13 +10,6 @@ import pytest
 def test_scripts_import(name: str) -> None:
     """They use much of the package and have no other test here: a renamed function is found."""
     assert importlib.import_module(name).__doc__
-
-
-@pytest.mark.slow
-def test_the_text_cache_saves_the_operators_of_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    profiling.kernels(Namespace())
-    plain, cached = (int(re.search(r": (\d+) \(", line)[1]) for line in capsys.readouterr().out.splitlines()[:2])
-    assert plain - cached == 2 * 16  # keys and values of 16 transformers
 
 
 def test_works_are_timed_in_turn() -> None:

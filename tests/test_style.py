@@ -82,12 +82,10 @@ def test_runs_that_it_steers_end_as_the_originals(pipe: Pipeline, folder: Path) 
 
 def test_tokens_are_not_for_the_negative_prompt() -> None:
     context, tokens = toy.normal(0, 6, 5, 4), toy.normal(1, 1, 2, 4)
-    longer = styled(context, tokens, 4)
-    assert torch.equal(longer[:, :5], context)
-    assert torch.equal(longer[4:, 5:], tokens.expand(2, -1, -1))
-    assert torch.equal(longer[:4, 5:], context[:4, 3:])
-    assert torch.equal(styled(context, tokens, 0)[:, 5:], tokens.expand(6, -1, -1))
-    assert styled(context, toy.normal(1, 1, 7, 4), 1).shape == (6, 12, 4)  # more than the context has
+    assert torch.equal(styled(context, tokens, positive=True), torch.cat([context, tokens.expand(6, -1, -1)], dim=1))
+    assert torch.equal(styled(context, tokens, positive=False), torch.cat([context, context[:, 3:]], dim=1))
+    longer = styled(context, toy.normal(1, 1, 7, 4), positive=False)  # more tokens than the context has
+    assert torch.equal(longer[:, 5:], torch.cat([context[:, 3:], context], dim=1))
 
 
 def test_the_released_file_is_this_network() -> None:

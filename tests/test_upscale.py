@@ -49,8 +49,7 @@ def test_the_upscaler_equals_the_original(pipes: dict[str, Pipeline]) -> None:
     pipe, run = pipes["x4"], toy_zoo.RUNS["x4"]
     _, a, s = pipe.schedule.at(toy_zoo.NOISE_LEVEL)
     read = {"y": torch.tensor([toy_zoo.NOISE_LEVEL]), "concat": a * toy_zoo.picture("x4") + s * toy_zoo.upscale_noise()}
-    ready = pipe.encode_prompt("")
-    cond, uncond = (ready._replace(context=context[None], **read) for context in toy_zoo.upscale_contexts())
+    cond, uncond = (Conditioning(context[None], **read) for context in toy_zoo.upscale_contexts())
     plan = pipe.plan("ddim", run.steps, spacing="original")
     with toy.in_float64(*pipe.networks.values()):
         latents = pipe.denoise(toy_zoo.noise("x4"), cond, uncond, plan, run.scale)

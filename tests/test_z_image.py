@@ -27,9 +27,9 @@ from toy_flow import save, under, weights
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.core.denoise import Branch, join, weighted
+from ldm_lite.core.plan import rows_of
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.step import rows
 from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.qwen3 import QWEN3_4B, Qwen3, Qwen3Spec
 from ldm_lite.models.z_image import ZImage, ZImageSpec
@@ -451,19 +451,16 @@ def test_a_lora_is_trained(files: dict[str, Any], tmp_path: Path) -> None:
 
 def test_requests_that_are_joined_keep_all_inputs() -> None:
     """Each image's own, in one batch and where a step runs image by image."""
-    conditionings = [
-        Conditioning(torch.ones(1, 32, 8), torch.ones(1, 1), inputs={"full": torch.full((1,), i)}) for i in range(2)
-    ]
-    both, seen = _joined(conditionings), []
+    texts = [{"context": torch.ones(1, 32, 8), "y": torch.ones(1, 1), "full": torch.full((1,), i)} for i in range(2)]
+    both, seen = _joined([Branch(text) for text in texts]), []
 
     def network(x: Tensor, t: Tensor, context: Tensor, y: Tensor, full: Tensor) -> Tensor:
         seen.append(full.tolist())
         return x
 
-    [row] = rows(make_plan("euler", FAMILIES["z_image"].noise.schedule("reverse_flow"), 1), torch.device("cpu"))
+    [row] = rows_of(make_plan("euler", FAMILIES["z_image"].noise.schedule("reverse_flow"), 1), torch.device("cpu"))
     zeros = torch.zeros(2, 4, 2, 2)
-    guidance = Guidance(None, None, None)
-    Together(torch.nn.Sequential())(
-        network, zeros.expand(len(row.mix), -1, -1, -1, -1), row, zeros, both, guidance, torch.float32
-    )
+    guided = join([both], 1.0, torch.device("cpu"))
+    registers = zeros.expand(len(row.mix), -1, -1, -1, -1)
+    Together(torch.nn.Sequential())(network, registers, row, zeros, guided, weighted, ())
     assert seen == [[0, 1], [0], [1]]

@@ -22,9 +22,9 @@ from ldm_lite.checkpoint.reader import SGM, Parts, ema_copy, errors_of, load_wei
 from ldm_lite.checkpoint.sources import from_files, metadata_of, open_source, placed, tokenizers_of
 from ldm_lite.checkpoint.strength import parse as parse_strength
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.core.denoise import denoise_step
 from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Schedule
-from ldm_lite.diffusion.step import denoise_step
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.runtime.blocks import num_parameters
 from ldm_lite.runtime.compile import Step

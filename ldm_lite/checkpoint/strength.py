@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import AttentionBlock, SpatialTransformer, UNet
 
 log = logging.getLogger("ldm_lite")
 

@@ -19,7 +19,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint, read_weight
 from ldm_lite.cli.files import open_file
 from ldm_lite.conditioning import boxes
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.image import read_image
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
@@ -34,7 +34,7 @@ def nothing(model: Model, prompts: Prompts) -> Conditioning:
     for prompt in prompts:
         if prompt:
             raise ValueError(f"{model.family.title} reads no prompt: got {prompt!r}, leave it out")
-    return Conditioning()
+    return {}
 
 
 def classes(model: Model, prompts: Prompts) -> Conditioning:
@@ -50,7 +50,8 @@ def classes(model: Model, prompts: Prompts) -> Conditioning:
             raise _not(model, prompt, f"a class, 0 to {most}", guided=spec.unconditional is not None)
         return int(prompt)
 
-    return Conditioning(model.text_encoder(torch.tensor([number(prompt) for prompt in prompts], device=model.device)))
+    numbers = torch.tensor([number(prompt) for prompt in prompts], device=model.device)
+    return {"context": model.text_encoder(numbers)}
 
 
 def layouts(model: Model, prompts: Prompts) -> Conditioning:
@@ -60,7 +61,7 @@ def layouts(model: Model, prompts: Prompts) -> Conditioning:
         boxes.tokens(boxes.read(_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
         for prompt in prompts
     ]
-    return Conditioning(model.text_encoder(torch.tensor(rows, device=model.device)))
+    return {"context": model.text_encoder(torch.tensor(rows, device=model.device))}
 
 
 def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
@@ -79,7 +80,7 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
                 f"{path}: is not a label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
-    return Conditioning(concat=model.text_encoder(torch.stack(maps).to(model.device)))
+    return {"concat": model.text_encoder(torch.stack(maps).to(model.device))}
 
 
 def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
@@ -101,7 +102,7 @@ def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
             else torch.zeros(1, model.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
         )
         rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
-    return Conditioning(torch.stack(rows).to(model.device))
+    return {"context": torch.stack(rows).to(model.device)}
 
 
 def read_embeddings(model: Model, prompt: str) -> Tensor:

@@ -18,8 +18,9 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.sources import tokenizer_of
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.conditioning import inputs
+from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.layers import sinusoids
-from ldm_lite.diffusion.guidance import Branches, Conditioning, classifier_free
+from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
 from ldm_lite.diffusion.schedule import cosine_betas
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
@@ -51,7 +52,7 @@ class PromptOptions:
     extra: ConditioningOptions = NOTHING  # further conditioning of some families
 
 
-Conditioner = Callable[[Model, Prompts, PromptOptions], Conditioning]
+Conditioner = Callable[[Model, Prompts, PromptOptions], Parts]
 
 DEFAULT = PromptOptions()
 
@@ -71,7 +72,7 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
             if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
                 log.warning("prompt is too long, dropped from it: %s", dropped)
     with model.phase(*text_roles(model.family.text_encoders)):
-        return CONDITIONERS[model.family.conditioner](model, prompts, options)
+        return Conditioning(**CONDITIONERS[model.family.conditioner](model, prompts, options))
 
 
 def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
@@ -84,9 +85,7 @@ def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
             raise ValueError(f"got {what}, which {title} does not use: leave out `{each.name}`")
 
 
-def guided(
-    model: Model, cond: Conditioning, uncond: Conditioning | None, guidance: float | Callable[..., Any]
-) -> Branches:
+def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
     """Return the branches of classifier-free guidance, or one branch with the scale as input for distilled models.
 
     guidance is a scale or a function, as classifier_free takes it.  Raises ValueError for a function if the network
@@ -96,15 +95,14 @@ def guided(
         return classifier_free(cond, uncond, guidance)
     if callable(guidance):
         raise ValueError(f"{model.family.title} reads the guidance scale itself: give a number, not a function")
-    assert cond.context is not None
-    dim = model.family.unet.guidance_dim
+    context, dim = cond["context"], model.family.unet.guidance_dim
     if dim is None:  # the network embeds it
-        scales = torch.full((len(cond.context),), guidance, dtype=torch.float32, device="cpu")
-        return classifier_free(cond.with_inputs(guidance=scales), None, 1.0)
-    embedded = guidance_embedding(torch.tensor([guidance], dtype=torch.float64, device="cpu"), dim).to(cond.context)
-    embedded = embedded.expand(len(cond.context), -1)
-    y = embedded if cond.y is None else torch.cat([cond.y, embedded], dim=1)
-    return classifier_free(cond._replace(y=y), None, 1.0)
+        scales = torch.full((len(context),), guidance, dtype=torch.float32, device="cpu")
+        return classifier_free({**cond, "guidance": scales}, None, 1.0)
+    embedded = guidance_embedding(torch.tensor([guidance], dtype=torch.float64, device="cpu"), dim).to(context)
+    embedded = embedded.expand(len(context), -1)
+    y = torch.cat([cond["y"], embedded], dim=1) if "y" in cond else embedded
+    return classifier_free({**cond, "y": y}, None, 1.0)
 
 
 def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "plain") -> int:
@@ -121,16 +119,16 @@ def most_chunks(model: Model) -> int:
     return MOST.get(model.family.conditioner, 1)
 
 
-def clip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def clip(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 1.x and 2.x: CLIP's hidden states, as context (B, K * T, D)."""
     assert model.tokenizer is not None
     assert model.text_encoder is not None
     parts = _read(model.tokenizer, prompts, options)
     context = model.text_encoder(parts.ids.to(model.device), options.clip_skip, _learned(model, model.text_encoder))
-    return Conditioning(_joined(weighted(context, parts.weights), len(prompts)))
+    return {"context": _joined(weighted(context, parts.weights), len(prompts))}
 
 
-def bert(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def bert(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Latent diffusion's text-to-image models: the hidden states of their own encoder, as context (B, K * T, D)."""
     assert model.tokenizer is not None
     assert model.text_encoder is not None
@@ -138,10 +136,10 @@ def bert(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
         raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
     parts = _read(model.tokenizer, prompts, options)
     context = model.text_encoder(parts.ids.to(model.device))
-    return Conditioning(_joined(weighted(context, parts.weights), len(prompts)))
+    return {"context": _joined(weighted(context, parts.weights), len(prompts))}
 
 
-def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """SDXL: both encoders' hidden states, concatenated by channel; y is bigG's pooled output followed by the sizes.
 
     Sizes are height first: (original, top and left of the crop, target).  Without a prompt, context and pooled output
@@ -157,19 +155,19 @@ def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
     target = _size(model, options) if options.extra.target_size is None else options.extra.target_size
     given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
     y = with_numbers(pooled * given[:, None], torch.tensor((*_cut(model, options), *target)))
-    return Conditioning(context * given[:, None, None], y)
+    return {"context": context * given[:, None, None], "y": y}
 
 
-def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """SDXL's refiner: bigG alone, with an aesthetic score in place of the image's size."""
     context, pooled = _big(model, model.text_encoder, model.family.text, prompts, options)
     score = options.extra.negative_aesthetic_score if options.negative else options.extra.aesthetic_score
     if score is None:
         score = 2.5 if options.negative else 6.0
-    return Conditioning(context, with_numbers(pooled, torch.tensor((*_cut(model, options), score))))
+    return {"context": context, "y": with_numbers(pooled, torch.tensor((*_cut(model, options), score)))}
 
 
-def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """FLUX.1: T5's hidden states (B,512,D) as context, padding included; y is CLIP's pooled output, without projection.
 
     schnell was trained with 256 tokens.  black-forest-labs/flux conditioner.py.
@@ -181,10 +179,10 @@ def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning
     assert isinstance(encoder, CLIPTextEncoder)
     ids = _read(model.tokenizer, prompts, options).ids.to(model.device)
     _, pooled = encoder.context_and_pooled(ids, 1, _learned(model, encoder))
-    return Conditioning(_t5(model, prompts, T5_LENGTHS["flux"](model)), pooled)
+    return {"context": _t5(model, prompts, T5_LENGTHS["flux"](model)), "y": pooled}
 
 
-def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 3: CLIP-L's and bigG's hidden states by channel, zeros up to T5's width, then T5's tokens.
 
     T5 has at least 77 tokens, at most 256; without T5 they are 77 zeros.  y is both pooled outputs, of which only
@@ -200,10 +198,10 @@ def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     both = torch.cat([context, context_2], dim=2)
     both = F.pad(both, (0, model.family.unet.context_dim - both.shape[2]))  # (B, 77, D)
     tokens = _t5(model, prompts, max(TOKENS, options.num_chunks)) if _t5_role(model) else both.new_zeros(both.shape)
-    return Conditioning(torch.cat([both, tokens.to(both)], dim=1), torch.cat([pooled, pooled_2], dim=1))
+    return {"context": torch.cat([both, tokens.to(both)], dim=1), "y": torch.cat([pooled, pooled_2], dim=1)}
 
 
-def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Z-Image: Qwen3's second to last hidden states (B,T,D) of a chat, without a mask; y (B,1) is its number of tokens.
 
     T is a multiple of 32, at most 512.  Tongyi-MAI/Z-Image pipeline.py.
@@ -215,11 +213,12 @@ def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
     counts = [_num_qwen3(model, prompt) for prompt in prompts]
     length = MULTIPLE * max(options.num_chunks, *(-(-count // MULTIPLE) for count in counts))
     ids = replace(model.tokenizer, length=length)([prompt or "" for prompt in prompts])
-    found = Conditioning(model.text_encoder(ids.to(model.device)), torch.tensor(counts, device=model.device)[:, None])
-    return found.with_inputs(full=torch.ones(len(prompts))) if options.alike else found
+    context = model.text_encoder(ids.to(model.device))
+    text = {"context": context, "y": torch.tensor(counts, device=model.device)[:, None]}
+    return {**text, "full": torch.ones(len(prompts))} if options.alike else text
 
 
-def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 2.1 unCLIP: an image's embedding, noised, and the noise level as y; zeros for the negative.
 
     The noise is the same for all images.  With embedding statistics, it is added to the standardised embedding.
@@ -248,10 +247,10 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
     noised = kept**0.5 * (embedding.cpu().float() - mean) / deviation + (1 - kept) ** 0.5 * noise
     embedded = sinusoids(torch.tensor([level], device="cpu"), width)
     y = torch.cat([noised * deviation + mean, embedded], dim=1).to(model.device)
-    return clip(model, prompts, options)._replace(y=(y * (not options.negative)).repeat(len(prompts), 1))
+    return {**clip(model, prompts, options), "y": (y * (not options.negative)).repeat(len(prompts), 1)}
 
 
-def unclip_l(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def unclip_l(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """unCLIP with CLIP-L embeddings; its checkpoint lacks the statistics that it was trained with."""
     if options.extra.image_statistics is None and options.extra.noise_level:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Apply controls: choose the network and the conditioning of each step of a plan."""
+"""Apply controls: what the network of each call reads besides the text, and which network it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,21 +9,21 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import ImagePrompt, LoadedControl
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, running
+from ldm_lite.diffusion.guidance import IdentityKey
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.step import Network
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
-from ldm_lite.models.ip_adapter import Images
+from ldm_lite.models.ip_adapter import Images, UNetWithImages, cross_attentions
 from ldm_lite.models.style_adapter import styled
 from ldm_lite.models.t2i_adapter import T2IAdapter
-from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from ldm_lite.runtime.compile import is_compiled
+from ldm_lite.runtime.patching import twin
 
 Features = tuple[Tensor | None, ...]  # as UNet.forward takes them
 
 
 class ActiveControls:
-    """The controls of a plan, for images of one size: a generate.StepControl.
+    """The controls of a plan, for images of one size.
 
     A step without any control runs the UNet alone.  If steps are compiled, all other steps run all controls, with
     weight 0 outside their range, since leaving one out would need another graph.  Style adapters and Redux append
@@ -31,29 +31,15 @@ class ActiveControls:
     three is for the negative prompt's branches.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        controls: Sequence[LoadedControl],
-        plan: Plan,
-        size: tuple[int, int],
-        num_branches: Callable[[int], int] = lambda step: 2,
-        negatives: Callable[[int], int] = lambda step: 1,
-    ) -> None:
-        """size is (width, height) in pixels; num_branches(step) are those of the guidance that run in a step,
-        negatives(step) how many of them, which come first, are of the negative prompt.
-
-        Raises ValueError for sizes and UNets that an adapter does not fit.
-        """
-        self._unet, self._num_steps, self._num_branches = model.unet, plan.num_steps, num_branches
+    def __init__(self, model: Model, controls: Sequence[LoadedControl], plan: Plan, size: tuple[int, int]) -> None:
+        """size is (width, height) in pixels.  Raises ValueError for sizes and UNets that an adapter does not fit."""
+        self._num_steps = plan.num_steps
         self._compiled = is_compiled(model.step)
         nets: list[ControlNet] = []
         self._nets: list[tuple[Control, ControlInput]] = []  # with the inputs within their range of steps
         self._adapters: list[tuple[Control, Features]] = []
         self._styles: list[tuple[Control, Tensor]] = []
         self._prompts: list[tuple[Control, ImagePrompt]] = []
-        self._images: tuple[object, tuple[Any, ...] | None] = None, None
-        self._negatives = negatives
         for loaded in controls:
             control, network = loaded.control, loaded.network
             if isinstance(network, Tensor):
@@ -70,49 +56,85 @@ class ActiveControls:
             else:
                 features = _features(network, control, pixels, model.family.unet.num_res_blocks)
                 self._adapters.append((control, features))
-        self._controlled = ControlledUNet(model.unet, nets)
+        self._controlled = ControlledUNet(model.unet, nets) if nets or self._adapters else None
+        inner = model.unet if self._controlled is None else self._controlled
+        self._with_images = UNetWithImages(twin(inner)) if self._prompts else None
+        self._longer: dict[tuple[IdentityKey, tuple[bool, ...]], tuple[Branch, ...]] = {}
+        self._images: tuple[object, Any] = None, None
 
-    def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
-        """Return the network for a step, counted from 0, on all branches of guidance, and its conditioning."""
-        tokens = [tokens for control, tokens in self._styles if self._acts(control, step)]
-        if tokens and conditioning.context is not None:
-            first = self._negatives(step) * len(conditioning.context) // self._num_branches(step)
-            longer = styled(conditioning.context, torch.cat(tokens, dim=1), first)
-            conditioning = conditioning._replace(context=longer)
-        if not any(self._acts(control, step) for control, _ in (*self._nets, *self._adapters, *self._prompts)):
-            return self._unet, conditioning
+    def wrapped(self, source: InputSource) -> InputSource:
+        """Return inputs with the controls."""
+
+        def inputs_of(call: Call) -> Inputs:
+            inputs = source(call)
+            inputs = inputs._replace(branches=self._with_tokens(inputs.branches, call.step))
+            if not any(self._acts(control, call.step) for control, _ in (*self._nets, *self._adapters, *self._prompts)):
+                return inputs
+            signs = tuple(branch.positive for branch in running(inputs.branches, inputs.scale))
+            rows = len(next(iter(inputs.branches[0].conditioning.values())))
+            arguments: dict[str, Any] = dict(inputs.arguments or {})
+            network: Any = inputs.network
+            if self._controlled is not None:
+                network, arguments["control"] = self._controlled, self._control(call.step, len(signs))
+            if self._with_images is not None:
+                images = self._image_rows(call.step, signs, rows)
+                if images is not None:
+                    network, arguments["images"] = self._with_images, images
+            return inputs._replace(network=network, arguments=arguments)
+
+        return inputs_of
+
+    def _with_tokens(self, branches: tuple[Branch, ...], step: int) -> tuple[Branch, ...]:
+        """Append the tokens of the styles that act in a step to the text of each branch."""
+        acting = tuple(self._acts(control, step) for control, _ in self._styles)
+        if not any(acting):
+            return branches
+        key = IdentityKey(branches), acting
+        if key not in self._longer:
+            tokens = torch.cat([tokens for (_, tokens), acts in zip(self._styles, acting, strict=True) if acts], dim=1)
+            self._longer[key] = tuple(
+                branch._replace(
+                    conditioning={
+                        **branch.conditioning,
+                        "context": styled(branch.conditioning["context"], tokens, branch.positive),
+                    }
+                )
+                for branch in branches
+            )
+        return self._longer[key]
+
+    def _control(self, step: int, num_branches: int) -> ControlInputs:
         inputs: list[ControlInput | None] = []
-        for control, one in self._nets:
-            if not self._acts(control, step):
-                one = one._replace(scales=torch.zeros_like(one.scales))
+        for control, control_input in self._nets:
+            acts = self._acts(control, step)
+            if not acts:
+                control_input = control_input._replace(scales=torch.zeros_like(control_input.scales))
             if control.guess or control.pool:
-                one = one._replace(share=self._num_branches(step))
-            inputs.append(one if self._compiled or self._acts(control, step) else None)
+                control_input = control_input._replace(share=num_branches)
+            inputs.append(control_input if self._compiled or acts else None)
         features: Features | None = None
-        for control, own in self._adapters:
+        for control, added in self._adapters:
             if not self._acts(control, step):
-                own = tuple(None if each is None else torch.zeros_like(each) for each in own)
-            features = own if features is None else tuple(map(_plus, features, own))
-        images = self._image_rows(step, conditioning)
-        return self._controlled, conditioning._replace(control=ControlInputs(tuple(inputs), features, images))
+                added = tuple(None if feature is None else torch.zeros_like(feature) for feature in added)
+            features = added if features is None else tuple(map(_plus, features, added))
+        return ControlInputs(tuple(inputs), features)
 
-    def _image_rows(self, step: int, conditioning: Conditioning) -> tuple[Any, ...] | None:
-        """Return the keys and values of images (K*B,T,C), by transformer, block and IP-Adapter; None without one."""
+    def _image_rows(self, step: int, signs: tuple[bool, ...], rows: int) -> Any:
+        """Return the keys and values (K*B,T,C) of images, for every cross-attention; None without one.
+
+        signs tells of each of the K branches that run whether it is positive; each has so many rows.
+        """
         acting = tuple(self._acts(control, step) for control, _ in self._prompts)
-        if not any(acting) and not (acting and self._compiled):
+        if not any(acting) and not self._compiled:
             return None
-        assert conditioning.context is not None
-        branches, negatives, rows = self._num_branches(step), self._negatives(step), len(conditioning.context)
-        key = acting, branches, negatives, rows
+        key = acting, signs, rows
         if self._images[0] != key:
-            count = negatives * rows // branches
             adapters = [
-                _rows(prompt, (count, rows - count), acts)
+                _rows(prompt, signs, rows, acts)
                 for (_, prompt), acts in zip(self._prompts, acting, strict=True)
                 if acts or self._compiled
             ]
-            layers = zip(*adapters, strict=True)
-            self._images = key, tuple(tuple(zip(*layer, strict=True)) for layer in layers)
+            self._images = key, tuple(zip(*adapters, strict=True))
         return self._images[1]
 
     def _acts(self, control: Control, step: int) -> bool:
@@ -129,27 +151,24 @@ class ActiveControls:
         return ControlInput(network.embed_hint(pixels), scales, share=1, pool=control.pool)
 
 
-def _rows(prompt: ImagePrompt, counts: tuple[int, int], acts: bool) -> Images:
-    """Return an image's keys and values for that many rows of the negative and of the other branches."""
+def _rows(prompt: ImagePrompt, signs: tuple[bool, ...], rows: int, acts: bool) -> Images:
+    """Return an image's keys and values for the rows of each branch."""
 
-    def expanded(never: Tensor, given: Tensor) -> Tensor:
-        return torch.cat([each.expand(count, -1, -1) for each, count in zip((never, given), counts, strict=True)])
+    def expanded(negative: Tensor, positive: Tensor) -> Tensor:
+        return torch.cat([(positive if sign else negative).expand(rows, -1, -1) for sign in signs])
 
-    layers = zip(prompt.never, prompt.given, strict=True)
     return tuple(
-        tuple(
-            (expanded(never[0], given[0]), expanded(never[1], given[1]) * acts)
-            for never, given in zip(*layer, strict=True)
-        )
-        for layer in layers
+        (expanded(negative[0], positive[0]), expanded(negative[1], positive[1]) * acts)
+        for negative, positive in zip(prompt.negative, prompt.positive, strict=True)
     )
 
 
 def _check_layers(model: Model, control: Control) -> None:
-    """Raises ValueError if a forward of the UNet's was replaced by one that does not know of images."""
-    kinds = (SpatialTransformer, BasicTransformerBlock, CrossAttention)
-    for name, layer in model.unet.named_modules():
-        if isinstance(layer, kinds) and "forward" in vars(layer):
+    """Raises ValueError if a forward of the UNet's cross-attention was replaced by one that does not know of images."""
+    layers = {layer: name for name, layer in model.unet.named_modules()}
+    for layer in cross_attentions(model.unet):
+        if "forward" in vars(layer):
+            name = layers[layer]
             raise ValueError(f"{control}: an IP-Adapter needs the UNet's own attention, and {name} was replaced")
 
 
@@ -160,7 +179,7 @@ def _features(network: T2IAdapter, control: Control, pixels: Tensor, num_res_blo
     if width % factor or height % factor:
         raise ValueError(f"got {width}x{height} pixels, but {control.source} wants multiples of {factor}")
     features = network(pixels[:, :1] if network.spec.in_channels == 1 else pixels)
-    return network.place(tuple(control.weight * each for each in features), num_res_blocks)
+    return network.place(tuple(control.weight * feature for feature in features), num_res_blocks)
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

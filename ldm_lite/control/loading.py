@@ -40,8 +40,8 @@ Seer = CLIPVisionEncoder | SiglipVisionEncoder
 class ImagePrompt(NamedTuple):
     """The keys and values of an image for every cross-attention, and those for the negative prompt's branch."""
 
-    given: Images
-    never: Images
+    positive: Images
+    negative: Images
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +134,8 @@ def _with_image(
     pixels = unit_pixels(clip_crop(control.rgb(), vision.spec.size)).to(vision.embeddings.class_embedding)
     if isinstance(network, StyleAdapter):
         return control.weight * network(vision(pixels))
-    given, never = network.tokens(vision, pixels)
-    return ImagePrompt(*(_scaled(network(tokens), control.weight) for tokens in (given, never)))
+    positive, negative = network.tokens(vision, pixels)
+    return ImagePrompt(*(_scaled(network(tokens), control.weight) for tokens in (positive, negative)))
 
 
 def _redux_tokens(network: Redux, vision: Seer | None, control: Control) -> Tensor:
@@ -162,7 +162,7 @@ WIDTHS = {  # of image encoders, by whether the pooled output is read
 
 def _scaled(images: Images, weight: float) -> Images:
     """Multiply the values, and so what attention makes of them, by a weight."""
-    return tuple(tuple((k, weight * v) for k, v in blocks) for blocks in images)
+    return tuple((k, weight * v) for k, v in images)
 
 
 def _load(model: Model, control: Control) -> tuple[Control, Network]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,21 +90,22 @@ class Guided(NamedTuple):
     positive: tuple[bool, ...]
 
 
-def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guided:
-    """Return branches as one batch.  The first is left out if weights and scale give it none: no guidance, less work.
+def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
+    """Return the branches that run: the first is left out if weights and scale give it none, as a scale of 1 does."""
+    total = scale * sum(branch.weight for branch in branches[1:])
+    farthest = abs(total - 1) if not isinstance(total, Tensor) else float((total - 1).abs().max())
+    return branches[1:] if len(branches) > 1 and farthest < 1e-6 else branches
 
-    Raises ValueError for conditionings of different shapes.
-    """
-    total = torch.as_tensor(scale * sum(torch.as_tensor(branch.weight) for branch in branches[1:]))
-    if len(branches) > 1 and bool(((total - 1).abs() < 1e-6).all()):
-        branches = branches[1:]
+
+def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guided:
+    """Return branches as one batch.  Raises ValueError for conditionings of different shapes."""
     parts = [branch.conditioning for branch in branches]
     for name in parts[0]:
         if len({part[name].shape for part in parts}) > 1:
             shapes = " and ".join(str(tuple(part[name].shape)) for part in parts)
             raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
     conditioning = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
-    weights = [scale * torch.as_tensor(branch.weight, dtype=torch.float64) for branch in branches]
+    weights = [scale * torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
     size = max(weights, key=Tensor.numel).shape[-2:] or (1, 1)
     stacked = torch.stack([weight.expand(1, 1, *size) for weight in weights]).to(device, torch.float32)
     return Guided(conditioning, stacked, tuple(branch.positive for branch in branches))
@@ -121,15 +122,17 @@ def denoise_step(
     guided: Guided,
     combine: Combine = weighted,
     adjust: tuple[Adjust, ...] = (),
+    arguments: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Run one row: return the registers (R,B,C,h,w) float32, the first of which is the latent, after one call.
 
-    noise (B,C,h,w) is unit noise or zeros.  `torch.compile(denoise_step)` serves every sampler, number of steps and
-    guidance scale; it compiles again for another network, number of branches, combine or adjust.
+    noise (B,C,h,w) is unit noise or zeros; arguments are further ones of the network.  `torch.compile(denoise_step)`
+    serves every sampler, number of steps and guidance scale; it compiles again for another network, number of branches,
+    combine or adjust.
     """
     x, num_branches = registers[0], len(guided.positive)
     batch = x if num_branches == 1 else x.repeat(num_branches, 1, 1, 1)
-    out = network(batch, row.t.expand(len(batch)), **guided.conditioning).float()
+    out = network(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {})).float()
     outputs = Outputs(out.view(num_branches, *x.shape), guided.weights, guided.positive, x, row)
     out = combine(outputs)
     for change in adjust:
@@ -151,6 +154,7 @@ class Inputs(NamedTuple):
     scale: float = 1.0  # of guidance: the factor of all weights
     combine: Combine = weighted
     adjust: tuple[Adjust, ...] = ()  # applied after `combine`, in this order
+    arguments: Mapping[str, Any] | None = None  # further ones of the network, the same for all branches
     step: Callable[..., Tensor] = denoise_step  # perhaps compiled
 
     def combined_by(self, combine: Combine) -> Inputs:
@@ -205,14 +209,16 @@ def run_plan(
     for i, row in enumerate(rows_of(plan, x.device)):
         step = int(plan.step[i])
         registers = _constrained(constrain, i, registers)
-        inputs = inputs_of(Call(i, step, plan.num_steps))
-        if joined is None or joined[0] is not inputs.branches or joined[1] != inputs.scale:
-            joined = inputs.branches, inputs.scale, join(inputs.branches, inputs.scale, x.device)
         noise = draw().to(x.device) if plan.adds_noise[i] else no_noise
         if noise.shape != x.shape:
-            raise ValueError(f"got noise of shape {tuple(noise.shape)}, wanted {tuple(x.shape)}")
+            raise ValueError(f"got noise of shape {tuple(noise.shape)} from `draw`, wanted {tuple(x.shape)}")
+        inputs = inputs_of(Call(i, step, plan.num_steps))
+        if joined is None or joined[0] is not inputs.branches or joined[1] != inputs.scale:
+            branches = running(inputs.branches, inputs.scale)
+            joined = inputs.branches, inputs.scale, join(branches, inputs.scale, x.device)
         before = registers[0]
-        registers = inputs.step(inputs.network, registers, row, noise, joined[2], inputs.combine, inputs.adjust)
+        how = inputs.combine, inputs.adjust, inputs.arguments
+        registers = inputs.step(inputs.network, registers, row, noise, joined[2], *how)
         if plan.remembers[i]:
             remembered = before, registers[2], plan.x0_of_h(i)
         if i + 1 == num_calls:

@@ -1,4 +1,4 @@
-"""What the networks share: attention, 1x1 convolutions, the timestep embedding, and reading sizes from shapes.
+"""What the networks share: attention, small layers, the timestep embedding, and reading sizes from shapes.
 
 Shape letters: B batch, C channels, h w latent size, N tokens, H heads, D channels of a head.
 """
@@ -87,6 +87,17 @@ class Conv1x1(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(channels_last(x).permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class Upsample(nn.Module):
+    """(B,C,h,w) -> (B,C,*size), by default twice the size, by nearest neighbour; then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        return self.conv(F.interpolate(x, size, None if size else 2.0, "nearest"))
 
 
 def sinusoids(t: Tensor, dim: int) -> Tensor:

@@ -23,6 +23,7 @@ from ldm_lite.core.layers import (
     AttentionFn,
     Conv1x1,
     Shapes,
+    Upsample,
     channels_last,
     count,
     merge_heads,
@@ -173,17 +174,6 @@ class Downsample(nn.Module):
         return self.op(x)
 
 
-class Upsample(nn.Module):
-    """(B,C,h,w) -> (B,C,*size) by nearest neighbour, then a convolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        return self.conv(F.interpolate(x, size=size, mode="nearest"))
-
-
 class ResBlock(nn.Module):
     """Two 3x3 convolutions with the timestep in between and a residual connection."""
 
@@ -235,10 +225,8 @@ class UNet(nn.Module):
         channels, skips = width, [width]  # output channels of each input block
         for level, mult in enumerate(spec.channel_mult):
             for _ in range(spec.num_res_blocks[level]):
-                depth = spec.transformer_depth[level]
-                self.input_blocks.append(
-                    Block([self.residual(channels, mult * width), *self.attend(mult * width, depth)])
-                )
+                layers = [self.residual(channels, mult * width), *self.attend(mult * width, level)]
+                self.input_blocks.append(Block(layers))
                 channels = mult * width
                 skips.append(channels)
             if level != last:
@@ -247,15 +235,14 @@ class UNet(nn.Module):
 
         # middle
         first, second = self.residual(channels, channels), self.residual(channels, channels)
-        self.middle_block = Block([first, *self.attend(channels, spec.middle_depth), second])
+        self.middle_block = Block([first, *self.attend(channels, None), second])
         self.skip_channels = tuple(skips)
 
         # up: one more residual block per level; each also reads the skip of its counterpart
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
             for i in range(spec.num_res_blocks[level] + 1):
-                depth = spec.transformer_depth[level]
-                layers = [self.residual(channels + skips.pop(), mult * width), *self.attend(mult * width, depth)]
+                layers = [self.residual(channels + skips.pop(), mult * width), *self.attend(mult * width, level)]
                 channels = mult * width
                 if level and i == spec.num_res_blocks[level]:
                     layers.append(Upsample(channels))
@@ -270,16 +257,16 @@ class UNet(nn.Module):
         """A residual block."""
         return ResBlock(in_channels, channels, 4 * self.spec.model_channels)
 
-    def attend(self, channels: int, depth: int) -> list[nn.Module]:
-        """A transformer of so many blocks; none if that is 0."""
-        if depth == 0:
-            return []
-        return [SpatialTransformer(channels, self.spec.context_dim, self.spec.heads or 1, depth)]
+    def attend(self, channels: int, level: int | None) -> list[nn.Module]:
+        """The transformer after a residual block of a level, or of the middle (None); nothing if it has none."""
+        depth = self.spec.middle_depth if level is None else self.spec.transformer_depth[level]
+        heads = self.spec.heads or 1
+        return [SpatialTransformer(channels, self.spec.context_dim, heads, depth)] if depth else []
 
     def embed(self, t: Tensor) -> Tensor:
         """Embed the timestep t (B,): (B,E) in the weights' dtype, after the SiLU that starts every residual block."""
-        weight: Any = self.time_embed[0].weight
-        return F.silu(self.time_embed(sinusoids(t, self.spec.model_channels).to(weight.dtype)))
+        bias: Any = self.time_embed[0].bias  # its dtype is the network's; stored matrices may have another
+        return F.silu(self.time_embed(sinusoids(t, self.spec.model_channels).to(bias.dtype)))
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None) -> Tensor:
         """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000), text (B,T,D) -> (B,out_channels,h,w).
@@ -287,8 +274,12 @@ class UNet(nn.Module):
         residuals are added to every skip, and the last one to the middle's output.  Inputs may have any dtype; it
         computes in that of the weights.
         """
-        emb = self.embed(t)  # (B, E)
-        x, context, skips = channels_last(x.to(emb.dtype)), context.to(emb.dtype), []
+        emb = self.embed(t)
+        return self.run(x.to(emb.dtype), emb, context.to(emb.dtype), residuals)
+
+    def run(self, x: Tensor, emb: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None) -> Tensor:
+        """The same for an embedded timestep (B,E); all are in the weights' dtype."""
+        x, skips = channels_last(x), []
         for block in self.input_blocks:
             x = block(x, emb, context)
             skips.append(x)

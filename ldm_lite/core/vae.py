@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Conv1x1, Shapes, channels_last, count, sdpa, size
+from ldm_lite.core.layers import AttentionFn, Conv1x1, Shapes, Upsample, channels_last, count, sdpa, size
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,6 @@ class Downsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.pad(x, (0, 1, 0, 1)))
-
-
-class Upsample(nn.Module):
-    """(B,C,h,w) -> (B,C,2h,2w) by nearest neighbour, then a convolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
 class Level(nn.Module):

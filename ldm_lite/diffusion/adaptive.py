@@ -75,48 +75,61 @@ class AdaptivePlan(Plan):
     adaptive: Adaptive
 
 
-def each_image(
-    stream: Callable[..., Any], noise: Tensor, branches: Any, plan: AdaptivePlan, more: tuple[Any, Any]
-) -> Iterator[Any]:
+def each_image(noised: "Tensor", source: Any, plan: AdaptivePlan, draw: "Callable[[], Tensor]") -> Iterator[Any]:
     """Run each image (B,C,h,w) in steps of its own, one after the other, so that none depends on its batch.
 
-    stream is generate.stream of a model; more is its draw and extras.  Yields its states, of all images, with the
-    share of the way as steps.  Raises ValueError for extras.
+    source is the core's InputSource of all images.  Yields the states of core.denoise.run_plan, of all images, with the
+    fraction of the range covered as steps.
     """
-    draw, extras = more
-    if any(part is not None for part in extras):
-        raise ValueError(
-            "DPM adaptive has no fixed steps for controls, a mask, a refiner, DeepCache, T-GATE or FreeU: take another "
-            "sampler"
-        )
+    from ldm_lite.core.denoise import Branch, Call, Inputs, run_plan
+
     drawn: list[Any] = []
-    latents, count = noise * plan.initial, len(noise)
+    latents, count, rows = noised, len(noised), plan.num_steps
     clean = latents * 0
 
-    def nth(index: int, one: slice) -> Any:
+    def nth(index: int, k: int) -> Any:
         while len(drawn) <= index:  # every image takes its own share of the same draws
             drawn.append(draw())
-        return drawn[index][one].to(noise.device, noise.dtype)
+        return drawn[index][k : k + 1].to(latents.device, latents.dtype)
 
     for k in range(count):
-        one = slice(k, k + 1)
-        last: list[Any] = []
-        alone, tries = branches.map(lambda each, one=one: each.rows(one, count)), itertools.count()
+        states: list[Any] = []
+        tries, cut = itertools.count(), dict[int, tuple[Any, tuple[Branch, ...]]]()
+
+        def alone(inputs: Inputs, k: int = k, cut: dict[int, tuple[Any, tuple[Branch, ...]]] = cut) -> Inputs:
+            """The inputs of image k."""
+            branches = inputs.branches
+            if id(branches) not in cut:
+                parts = tuple(
+                    branch._replace(conditioning={name: x[k : k + 1] for name, x in branch.conditioning.items()})
+                    for branch in branches
+                )
+                cut[id(branches)] = branches, parts
+            return inputs._replace(branches=cut[id(branches)][1])
 
         def run(
-            part: Plan, x: Any, done: float, alone: Any = alone, last: list[Any] = last, tries: Iterator[int] = tries
+            part: Plan,
+            x: Any,
+            done: float,
+            states: list[Any] = states,
+            tries: Iterator[int] = tries,
+            alone: Any = alone,
         ) -> list[Any]:
-            weights = alone.weights_at(min(plan.num_steps - 1, int(done * plan.num_steps)))
-            last[:] = stream(x, replace(alone.from_call(next(tries) * len(part.t)), weights=weights), part)
-            return [last[0].prediction, last[1].prediction, last[2].latents]
+            attempt, step = next(tries), min(rows - 1, int(done * rows))
 
-        noises = (nth(i, one) for i in itertools.count())
-        for x, done in plan.adaptive.solve(latents[one], run, noises.__next__):
+            def inputs_of(call: Call) -> Inputs:
+                return alone(source(Call(attempt * len(part.t) + call.number, step, rows)))
+
+            states[:] = run_plan(x, part, inputs_of, lambda: x)
+            return [states[0].h, states[1].h, states[2].latents]
+
+        noises = (nth(i, k) for i in itertools.count())
+        for x, done in plan.adaptive.solve(latents[k : k + 1], run, noises.__next__):
             latents, clean = latents.clone(), clean.clone()
-            latents[one], clean[one] = x, last[0].x0
-            step = max(1, math.ceil((k + done) / count * plan.num_steps - 1e-9))
-            made = {"step": step, "num_steps": plan.num_steps, "latents": latents, "before": latents}
-            yield replace(last[2], **made, prediction=clean, to_x0=(0.0, 1.0))
+            latents[k : k + 1], clean[k : k + 1] = x, states[0].x0
+            step = max(1, math.ceil((k + done) / count * rows - 1e-9))
+            known = {"step": step, "num_steps": rows, "latents": latents, "before": latents}
+            yield replace(states[2], **known, h=clean, x0_of_h=(0.0, 1.0))
 
 
 @register(label="DPM adaptive", aliases=("dpm_ad",))

@@ -1,159 +1,190 @@
-"""Conditioning, and guidance: what happens to the network's output before the sampler's update.
+"""Guidance: on which conditionings the network runs, and how its outputs are mixed.
 
-Guidance runs the network on several conditionings (the branches) at once and mixes their outputs.
+A `Guidance` says it for a whole run, in the core's terms: branches with weights, a scale, and functions that mix and
+adjust the outputs.  `Guidance.source` makes the core's InputSource of it.
 """
 
+from __future__ import annotations
+
+import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ldm_lite.core.denoise import Adjust, Branch, Call, Combine, Inputs, InputSource, Outputs, running, weighted
+from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.projected import Projected, Projection
 
 
-class Conditioning(NamedTuple):
-    """The network's inputs besides the latents, batch first; None = no such input."""
+class Conditioning(dict[str, Tensor]):
+    """What a network reads besides latents and timesteps, batch first, by the names of its parameters.
 
-    context: Tensor | None = None  # (B,T,D)
-    y: Tensor | None = None  # vectors (B,V), or classes (B,) int64
-    concat: Tensor | None = None  # (B,C',h,w), channels appended to the latents
-    control: tuple[Any, ...] | None = None  # models.controlnet.ControlInputs, for a ControlledUNet
-    cache: tuple[Any, ...] | None = None  # keys and values of the context: models.unet.TextCache, of UNet.text_cache
-    inputs: Mapping[str, Tensor] | None = None  # what else the network takes, by the names of its parameters
-
-    def rows(self, rows: slice | list[int], count: int) -> "Conditioning":
-        """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
-        parts = [self.context, self.y, self.concat]
-        for part in parts:
-            if part is not None and (part.ndim == 0 or len(part) not in (1, count)):
-                raise ValueError(
-                    f"got conditioning of shape {tuple(part.shape)} for {count} images, wanted 1 or {count}"
-                )
-        chosen = [None if part is None else part.expand(count, *part.shape[1:])[rows] for part in parts]
-        more = {name: each.expand(count, *each.shape[1:])[rows] for name, each in (self.inputs or {}).items()}
-        return Conditioning(chosen[0], chosen[1], chosen[2], inputs=more or None)
-
-    def with_inputs(self, **more: Tensor) -> "Conditioning":
-        """Return it with further inputs by name."""
-        return self._replace(inputs={**(self.inputs or {}), **more})
-
-
-def as_conditioning(value: Any) -> Conditioning | None:
-    """Ready conditioning from the user: a Conditioning, or embeddings (N,T,D).  Raises TypeError for anything else."""
-    if value is None or (isinstance(value, Conditioning) and any(part is not None for part in value[:3])):
-        return value
-    if isinstance(value, Tensor):
-        return Conditioning(value)
-    raise TypeError(
-        f"got {type(value).__name__} as conditioning, wanted a Conditioning that holds something, or a tensor"
-    )
-
-
-Combine = Callable[[Tensor, Tensor], Tensor]  # the outputs (B,C,h,w) of cond and uncond -> the guided output
-
-
-@dataclass(frozen=True)
-class Branches:
-    """The conditionings that the network runs on at every step, and how its outputs are mixed.
-
-    The last branch has all of the conditioning.  Outputs are mixed by `weights`, which add up to 1 (or a function of
-    the step, counted from 0), or by `combine`, a function of the outputs of two branches, or APG.  A branch of weight
-    0 does not run, unless it is the last.  Other conditionings of the same shapes may take over from some calls of the
-    network on.
+    It is a mapping, as the core has it, whose usual parts are attributes too: context (B,T,D), y, vectors (B,V) or
+    classes (B,) int64, and concat (B,C',h,w), channels appended to the latents; None if it has no such part.
     """
 
-    conditionings: tuple[Conditioning, ...]
-    weights: tuple[float, ...] | Callable[[int], tuple[float, ...]]
-    rescale: float = 0.0  # as in rescaled(), in [0,1]
-    threshold: tuple[float, float] | None = None  # percentile and limit, as in dynamic_threshold()
-    combine: Combine | Projection | None = None
-    later: tuple[tuple[int, tuple[Conditioning, ...]], ...] = ()  # (call, counted from 0, conditionings), in order
-    unguided: tuple[float, ...] | None = None  # weights in steps without guidance; None: the last branch alone
-    maps: Tensor | None = None  # (K,1,h,w) for K branches: their weights are multiplied by it at each position
+    def __init__(
+        self, context: Tensor | None = None, y: Tensor | None = None, concat: Tensor | None = None, **more: Tensor
+    ) -> None:
+        parts = {"context": context, "y": y, "concat": concat, **more}
+        super().__init__({name: part for name, part in parts.items() if part is not None})
 
-    def weights_at(self, step: int) -> tuple[float, ...]:
-        """Return the weights of a step, counted from 0."""
-        return self.weights(step) if callable(self.weights) else self.weights
+    @property
+    def context(self) -> Tensor | None:
+        """The text."""
+        return self.get("context")
 
-    def at(self, call: int) -> tuple[Conditioning, ...]:
-        """Return the conditionings of a call of the network, counted from 0."""
-        return next((each for first, each in reversed(self.later) if first <= call), self.conditionings)
+    @property
+    def y(self) -> Tensor | None:
+        """Vectors or classes."""
+        return self.get("y")
 
-    def from_call(self, call: int) -> "Branches":
-        """Return the branches of a run that begins with this call."""
-        later = tuple((first - call, each) for first, each in self.later if first > call)
-        return replace(self, conditionings=self.at(call), later=later)
+    @property
+    def concat(self) -> Tensor | None:
+        """Further channels."""
+        return self.get("concat")
 
-    def map(self, function: Callable[[Conditioning], Conditioning]) -> "Branches":
-        """Return branches with each conditioning replaced by a function's; those that were the same stay the same."""
-        made: dict[int, tuple[Conditioning, ...]] = {}
-        for each in (self.conditionings, *(each for _, each in self.later)):
-            if id(each) not in made:
-                made[id(each)] = tuple(map(function, each))
-        later = tuple((first, made[id(each)]) for first, each in self.later)
-        return replace(self, conditionings=made[id(self.conditionings)], later=later)
 
-    def used_at(self, step: int) -> tuple[int, ...]:
-        """Return which branches run in a step."""
-        weights = self.weights_at(step)
-        return tuple(k for k, weight in enumerate(weights) if weight != 0 or k == len(weights) - 1)
+def as_conditioning(value: Any) -> Parts | None:
+    """Ready conditioning from the user: what encode_prompt makes, or embeddings (N,T,D).  Raises TypeError."""
+    if value is None or (isinstance(value, Mapping) and value and all(isinstance(x, Tensor) for x in value.values())):
+        return value
+    if isinstance(value, Tensor):
+        return {"context": value}
+    raise TypeError(f"got {type(value).__name__} as conditioning, wanted what encode_prompt makes, or a tensor")
 
-    def count_at(self, step: int) -> int:
-        """Return how many branches run in a step."""
-        return len(self.used_at(step))
+
+def rows_of(conditioning: Parts, rows: slice | list[int], count: int) -> Parts:
+    """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
+    for part in conditioning.values():
+        if part.ndim == 0 or len(part) not in (1, count):
+            raise ValueError(f"got conditioning of shape {tuple(part.shape)} for {count} images, wanted 1 or {count}")
+    return {name: part.expand(count, *part.shape[1:])[rows] for name, part in conditioning.items()}
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """Weights of classifier-free guidance with a scale that depends on the step."""
+class Constant:
+    """An InputSource whose inputs are the same in every call: batches that have one can be joined."""
 
-    scale: Callable[[int], float]
-    parts: tuple[float, ...] = (1.0,)  # weights of the conditional branches
+    inputs: Inputs
 
-    def __call__(self, step: int) -> tuple[float, ...]:
-        """The weights (uncond, *conds) of a step, counted from 0."""
-        return _weights(float(self.scale(step)), self.parts)
-
-
-def _weights(scale: float, parts: tuple[float, ...]) -> tuple[float, ...]:
-    return 1 - scale * math.fsum(parts), *(scale * part for part in parts)
+    def __call__(self, call: Call) -> Inputs:
+        """Return the inputs."""
+        return self.inputs
 
 
-def classifier_free(
-    cond: Conditioning, uncond: Conditioning | None, guidance: float | Callable[..., Any] = 7.5
-) -> Branches:
+@dataclass(frozen=True, eq=False)
+class Guidance:
+    """The branches of a run, and how their outputs are mixed.
+
+    Other branches, with the same weights and conditionings of the same shapes, may take over from some calls on.
+    """
+
+    branches: tuple[Branch, ...]
+    scale: float | Callable[[int], float] = 1.0  # or a function of the step, counted from 0
+    combine: Combine = weighted
+    adjust: tuple[Adjust, ...] = ()
+    later: tuple[tuple[int, tuple[Branch, ...]], ...] = ()  # (call, counted from 0, branches), in order
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether there is anything to guide by."""
+        return callable(self.scale) or len(running(self.branches, self.scale)) > 1
+
+    @property
+    def is_classifier_free(self) -> bool:
+        """Whether it is a negative and a positive branch with a number as scale."""
+        signs = [branch.positive for branch in self.branches]
+        return signs == [False, True] and not callable(self.scale) and self.combine is weighted
+
+    def at(self, call: int) -> tuple[Branch, ...]:
+        """Return the branches of a call of the network, counted from 0."""
+        return next((branches for first, branches in reversed(self.later) if first <= call), self.branches)
+
+    def mapped(self, change: Callable[[Parts, bool], Parts]) -> Guidance:
+        """Return guidance with each conditioning replaced by a function's of it and of whether it is positive."""
+
+        def changed(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+            return tuple(b._replace(conditioning=change(b.conditioning, b.positive)) for b in branches)
+
+        later = tuple((first, changed(branches)) for first, branches in self.later)
+        return replace(self, branches=changed(self.branches), later=later)
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Guidance:
+        """Return it on a device; context, y and concat in a dtype unless they are integers, others as they are."""
+
+        @functools.cache
+        def sent(conditioning: IdentityKey) -> Parts:
+            cast = {name for name in ("context", "y", "concat") if name in conditioning.value}
+            return {
+                name: part.to(device, dtype if name in cast and part.is_floating_point() else part.dtype)
+                for name, part in conditioning.value.items()
+            }
+
+        return self.mapped(lambda conditioning, positive: sent(IdentityKey(conditioning)))
+
+    def source(self, network: Any, step: Callable[..., Tensor]) -> InputSource:
+        """Return the inputs of each call of a network, which `step` runs."""
+        scale = 1.0 if callable(self.scale) else self.scale
+        inputs = Inputs(network, self.branches, scale, self.combine, self.adjust, step=step)
+        if not callable(self.scale) and not self.later:
+            return Constant(inputs)
+
+        def inputs_of(call: Call) -> Inputs:
+            scale = float(self.scale(call.step)) if callable(self.scale) else self.scale
+            return inputs._replace(branches=self.at(call.number), scale=scale)
+
+        return inputs_of
+
+
+# ---- kinds of guidance ----------------------------------------------------------------------------------------------
+
+
+def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any] = 7.5) -> Guidance:
     """uncond + scale * (cond - uncond); no uncond, or scale 1, means no guidance, and half the work.
 
     guidance is the scale, a function step -> scale (steps count from 0), or a function (cond, uncond) -> output of the
     network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in the original scripts' convention.  Raises
     TypeError for anything else, ValueError for a function without uncond.
     """
-    if not callable(guidance):
-        if isinstance(guidance, str):
-            raise TypeError(f"got `guidance` {guidance!r}, wanted a number or a function")
-        if uncond is None or guidance == 1:
-            return Branches((cond,), (1.0,))
-        return Branches((uncond, cond), (1 - guidance, guidance))
-    if uncond is None:
+    if isinstance(guidance, str):
+        raise TypeError(f"got `guidance` {guidance!r}, wanted a number or a function")
+    if callable(guidance) and uncond is None:
         raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
-    needed = [each for each in inspect.signature(guidance).parameters.values() if each.default is each.empty]
+    if uncond is None or guidance == 1:
+        return Guidance((Branch(cond),))
+    branches = Branch(uncond, positive=False), Branch(cond)
+    if not callable(guidance):
+        return Guidance(branches, float(guidance))
+    needed = [part for part in inspect.signature(guidance).parameters.values() if part.default is part.empty]
     if len(needed) >= 2:
-        return Branches((uncond, cond), (0.5, 0.5), combine=guidance)  # both run; the function mixes them
-    return Branches((uncond, cond), Scheduled(guidance))
+        return Guidance(branches, 0.0, functools.partial(_by_function, guidance))  # a scale with which both run
+    return Guidance(branches, guidance)
+
+
+def _by_function(function: Callable[[Tensor, Tensor], Tensor], outputs: Outputs) -> Tensor:
+    """What the user's function makes of the outputs of cond and uncond.  Raises ValueError unless it fits them."""
+    if len(outputs.outs) != 2:
+        return weighted(outputs)
+    uncond, cond = outputs.outs
+    out: object = function(cond, uncond)
+    if not isinstance(out, Tensor) or out.shape != cond.shape:
+        got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"got {got} from the `guidance` function, wanted {tuple(cond.shape)} as it was given")
+    return out
 
 
 def composed(
-    conds: Sequence[Conditioning],
+    conds: Sequence[Parts],
     parts: tuple[float, ...],
-    uncond: Conditioning | None,
+    uncond: Parts | None,
     guidance: float | Callable[..., Any],
-) -> Branches:
+) -> Guidance:
     """uncond + scale * sum of part * (cond - uncond), for conditionings and the weights of each: a prompt with AND.
 
     Liu et al. 2022, eq. 11.  Raises ValueError for guidance by a function of outputs, and if there is no uncond.
@@ -162,31 +193,29 @@ def composed(
         return classifier_free(conds[0], uncond, guidance)
     if uncond is None:
         raise ValueError("a prompt with AND, or with a weight at its end, needs a model with classifier-free guidance")
-    if not callable(guidance):
-        return Branches((uncond, *conds), _weights(guidance, parts), unguided=_weights(1.0, parts))
-    branches = classifier_free(conds[0], uncond, guidance)
-    if not isinstance(branches.weights, Scheduled):
+    scale = classifier_free(conds[0], uncond, guidance) if callable(guidance) else None
+    if scale is not None and not callable(scale.scale):
         raise ValueError("a prompt with AND takes a `scale`, or a `guidance` function of the step")
-    return Branches((uncond, *conds), Scheduled(branches.weights.scale, parts), unguided=_weights(1.0, parts))
+    branches = Branch(uncond, positive=False), *map(Branch, conds, parts)
+    return Guidance(branches, guidance if scale is None else scale.scale)
 
 
 def regional(
-    conds: Sequence[Conditioning],
+    conds: Sequence[Parts],
     shares: Tensor,
-    uncond: Conditioning | None,
+    uncond: Parts | None,
     guidance: float | Callable[..., Any],
-) -> Branches:
+) -> Guidance:
     """uncond + scale * (cond - uncond), where cond is the sum of each of P conditionings times its share (P,1,h,w).
 
     shares add up to 1 at each position.  No uncond means no guidance.  Raises ValueError as composed does.
     """
-    count = len(conds)
-    if count == 1:
+    if len(conds) == 1:
         return classifier_free(conds[0], uncond, guidance)
     if uncond is None:
-        return Branches(tuple(conds), (1.0,) * count, unguided=(1.0,) * count, maps=shares)
-    branches = composed(conds, (1 / count,) * count, uncond, guidance)
-    return replace(branches, maps=torch.cat([torch.ones_like(shares[:1]), count * shares]))
+        return Guidance(tuple(map(Branch, conds, shares)))
+    guided = composed(conds, (1.0,) * len(conds), uncond, guidance)
+    return replace(guided, branches=(guided.branches[0], *map(Branch, conds, shares)))
 
 
 def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
@@ -205,109 +234,84 @@ def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
     return lambda step: float(scales[step])
 
 
-def instructed(
-    cond: Conditioning, uncond: Conditioning | None, concat: Tensor, scale: float, image_scale: float
-) -> Branches:
+def instructed(cond: Parts, uncond: Parts | None, concat: Tensor, scale: float, image_scale: float) -> Guidance:
     """Guidance by text and image: neither + image_scale * (image - neither) + scale * (both - image).
 
-    concat (B,C',h,w) is the image; uncond may be None if both scales are 1.  Branches of weight 0 are left out.
-    Brooks et al. 2023, eq. 3.
+    concat (B,C',h,w) is the image; uncond may be None if both scales are 1.  Brooks et al. 2023, eq. 3.
     """
-    both = cond._replace(concat=concat)
+    both = {**cond, "concat": concat}
     if uncond is None:
-        return Branches((both,), (1.0,))
-    image, neither = uncond._replace(concat=concat), uncond._replace(concat=torch.zeros_like(concat))
-    weighted = ((neither, 1 - image_scale), (image, image_scale - scale), (both, scale))
-    used = [(branch, weight) for branch, weight in weighted if weight != 0 or branch is both]
-    return Branches(*zip(*used, strict=True))
+        return Guidance((Branch(both),))
+    neither, image = {**uncond, "concat": torch.zeros_like(concat)}, {**uncond, "concat": concat}
+    branches = [
+        Branch(neither, positive=False),
+        Branch(image, image_scale - scale, positive=False),
+        Branch(both, scale),
+    ]
+    return Guidance(tuple(branch for branch in branches if branch.weight != 0 or branch.positive))
 
 
-@dataclass(frozen=True)
-class SkipWeights:
-    """Weights of branches, of which the first leaves blocks of the network out, for the steps in which it counts."""
+def skipping(source: InputSource, skip: Tensor, scale: float, between: tuple[float, float]) -> InputSource:
+    """Return inputs with skip-layer guidance: plus scale * (cond - cond without the blocks in `skip`).
 
-    others: tuple[float, ...] | Callable[[int], tuple[float, ...]]
-    scale: float
-    between: tuple[float, float]  # steps from 0, both excluded
-
-    def __call__(self, step: int) -> tuple[float, ...]:
-        """The weights of a step, counted from 0."""
-        *uncond, cond = self.others(step) if callable(self.others) else self.others
-        scale = self.scale if self.between[0] < step < self.between[1] else 0.0
-        return -scale, *uncond, cond + scale
-
-
-def skipping(branches: Branches, skip: Tensor, scale: float, between: tuple[float, float]) -> Branches:
-    """Return branches with skip-layer guidance: plus scale * (cond - cond without the blocks in `skip`).
-
-    skip (depth,) bool tells which blocks are left out, `between` (both excluded) in which steps.  Raises ValueError
-    for branches that a function mixes.  Stability-AI/sd3.5, SkipLayerCFGDenoiser.
+    skip (depth,) bool tells which blocks are left out, `between` (both excluded) in which steps.
+    Stability-AI/sd3.5, SkipLayerCFGDenoiser.
     """
-    if branches.combine is not None:
-        raise ValueError("skip-layer guidance takes `scale` alone: leave the `guidance` function out, or the skipping")
-    cond = branches.conditionings[-1]
-    assert cond.context is not None
-    rows = skip.expand(len(cond.context), -1)
-    whole = [each.with_inputs(skip=torch.zeros_like(rows)) for each in branches.conditionings]
-    return replace(
-        branches,
-        conditionings=(cond.with_inputs(skip=rows), *whole),
-        weights=SkipWeights(branches.weights, scale, between),
-    )
+
+    @functools.cache
+    def branches_of(branches: IdentityKey) -> tuple[tuple[Branch, ...], Branch]:
+        cond = branches.value[-1].conditioning
+        rows = skip.expand(len(cond["context"]), -1)
+        whole = {"skip": torch.zeros_like(rows)}
+        changed = (branch._replace(conditioning={**branch.conditioning, **whole}) for branch in branches.value)
+        return tuple(changed), Branch({**cond, "skip": rows}, positive=False)
+
+    @functools.cache
+    def weighted_branches(branches: IdentityKey, guidance: float) -> tuple[Branch, ...]:
+        (*others, cond), skipped = branches_of(branches)
+        uncond = [branch._replace(weight=1 - guidance) for branch in others]
+        return skipped, *uncond, cond._replace(weight=guidance + scale)
+
+    def inputs_of(call: Call) -> Inputs:
+        inputs = source(call)
+        if inputs.combine is not weighted:
+            raise ValueError(
+                "skip-layer guidance takes `scale` alone: leave the `guidance` function out, or the skipping"
+            )
+        key = IdentityKey(inputs.branches)
+        if not between[0] < call.step < between[1]:
+            return inputs._replace(branches=branches_of(key)[0])
+        return inputs._replace(branches=weighted_branches(key, inputs.scale), scale=1.0)
+
+    return inputs_of
 
 
-class Guidance(NamedTuple):
-    """What a step does to the outputs, as tensors, so that one compiled step serves all values.  None = not done."""
+class IdentityKey:
+    """A value as a key of a cache, by its identity: it stays alive with the key."""
 
-    weights: Tensor | None  # (K,) for K branches; None for one
-    rescale: Tensor | None  # (): share of the rescaled result, in [0,1]
-    percentile: Tensor | None  # (): of |x0|, in (0,1), for dynamic thresholding
-    limit: Tensor | None = None  # (): of dynamic thresholding, at least 1: never clamp to more
-    combine: Combine | Projected | None = None  # in place of weights; steps that have one are not compiled
-    maps: Tensor | None = None  # (K,1,h,w): factors of the weights at each position
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdentityKey) and self.value is other.value
 
-def guide(guidance: Guidance, out: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
-    """Return the guided output (B,C,h,w), from the network's raw output (K*B,C,h,w) for latents x (B,C,h,w).
-
-    to_x0 (2,) is (p, q) with x0 = p x + q out.
-    """
-    if guidance.weights is not None:
-        outs = out.view(len(guidance.weights), *x.shape)  # (K, B, C, h, w)
-        if isinstance(guidance.combine, Projected):
-            out = guidance.combine(outs, guidance.weights[-1], x, to_x0)
-        else:
-            combine, maps = guidance.combine, guidance.maps
-            out = mixed(outs, guidance.weights, maps) if combine is None else _combined(combine, outs)
-        if guidance.rescale is not None:
-            out = rescaled(out, outs[-1], guidance.rescale)
-    if guidance.percentile is None:
-        return out
-    p, q = to_x0[0], to_x0[1]
-    x0 = dynamic_threshold(p * x + q * out, guidance.percentile, guidance.limit)
-    return (x0 - p * x) / q
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
-def _combined(combine: Combine, outs: Tensor) -> Tensor:
-    """What the user's function makes of the outputs (2,B,C,h,w).  Raises ValueError unless that is (B,C,h,w)."""
-    out: object = combine(outs[1], outs[0])
-    if not isinstance(out, Tensor) or out.shape != outs[0].shape:
-        got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"got {got} from the `guidance` function, wanted {tuple(outs[0].shape)} as it was given")
-    return out
+# ---- adjustments of the guided output -------------------------------------------------------------------------------
 
 
-def mixed(outs: Tensor, weights: Tensor, maps: Tensor | None = None) -> Tensor:
-    """Return the weighted sum (B,C,h,w) of the branches' outputs (K,B,C,h,w), by differences from the first.
+# The same function for the same numbers, which are tensors: one compiled step serves all, a CUDA graph each number.
+@functools.lru_cache(maxsize=64)
+def rescaling(share: float, device: torch.device) -> Adjust:
+    """Return what rescales the guided output as `rescaled` does."""
+    value = torch.tensor(share, dtype=torch.float64, device=device)
 
-    maps (K,1,h,w) are factors of the weights at each position.  For two branches without them this equals the original
-    scripts' uncond + scale * (cond - uncond) to the last bit.
-    """
-    differences = outs[1:] - outs[:1]
-    factors = weights[1:, None, None, None, None]
-    if maps is not None:
-        factors = factors * maps[1:, None]
-    return outs[0] + (factors * differences).sum(dim=0)
+    def rescale(out: Tensor, outputs: Outputs) -> Tensor:
+        return out if len(outputs.outs) == 1 else rescaled(out, outputs.cond, value.to(out.dtype))
+
+    return rescale
 
 
 def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
@@ -319,7 +323,19 @@ def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
     return share * guided * ratio + (1 - share) * guided
 
 
-def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor | None = None) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def thresholding(percentile: float, limit: float, device: torch.device) -> Adjust:
+    """Return what clamps x0 as `dynamic_threshold` does; a limit of infinity is none."""
+    values = torch.tensor([percentile, limit], dtype=torch.float64, device=device)
+
+    def threshold(out: Tensor, outputs: Outputs) -> Tensor:
+        share, most = values.to(out.dtype)
+        return outputs.from_x0(dynamic_threshold(outputs.to_x0(out), share, most))
+
+    return threshold
+
+
+def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor) -> Tensor:
     """Clamp x0 (B,C,h,w) to [-s,s] and divide by s, where s is each image's percentile of |x0|, in [1,limit].
 
     For pixel models; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
@@ -327,7 +343,7 @@ def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor | None = Non
     # Not torch.quantile: torch 2.11 cannot compile it.
     sizes = x0.abs().flatten(1).sort(dim=1).values  # (B, N)
     rank = percentile * (sizes.shape[1] - 1)
-    below, above = (sizes.index_select(1, each.long()[None]) for each in (rank.floor(), rank.ceil()))  # (B, 1) each
+    below, above = (sizes.index_select(1, end.long()[None]) for end in (rank.floor(), rank.ceil()))  # (B, 1) each
     s = torch.lerp(below, above, rank.frac()).clamp(min=1)[:, :, None, None]  # (B, 1, 1, 1)
-    s = s if limit is None else torch.minimum(s, limit)
+    s = torch.minimum(s, limit)
     return torch.clamp(x0, -s, s) / s

@@ -3,35 +3,51 @@
 Where there is no guidance, the network runs on one branch only: half the work.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ldm_lite.diffusion.guidance import Branches
+from torch import Tensor
+
+from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, weighted
+from ldm_lite.diffusion.guidance import IdentityKey
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import number
 
-Weights = tuple[float, ...]
+
+def within(source: InputSource, active: tuple[bool, ...], alone: bool = False) -> InputSource:
+    """Return inputs whose guidance acts only in some of the steps, one bool for each: a scale of 1 in the others.
+
+    With `alone` only the last branch runs in these, for weights that are not those of a scale.
+    """
+    last = gated(source, 0)
+
+    def inputs_of(call: Call) -> Inputs:
+        if active[call.step]:
+            return source(call)
+        return last(call) if alone else source(call)._replace(scale=1.0, combine=weighted)
+
+    return inputs_of
 
 
-@dataclass(frozen=True)
-class Within:
-    """Weights of branches in some of the steps, and those without guidance in the others."""
+def gated(source: InputSource, first: int) -> InputSource:
+    """Return inputs of which only the last branch runs from a step on; regions, whose weights are maps, all run."""
 
-    others: Weights | Callable[[int], Weights]
-    active: tuple[bool, ...]  # one for each step
-    unguided: Weights | None  # None: the last branch alone
+    @functools.cache
+    def last(branches: IdentityKey) -> tuple[Branch, ...]:
+        maps = any(isinstance(branch.weight, Tensor) for branch in branches.value)
+        chosen: tuple[Branch, ...] = branches.value if maps else (branches.value[-1]._replace(weight=1.0),)
+        return chosen
 
-    def __call__(self, step: int) -> Weights:
-        """The weights of a step, counted from 0."""
-        weights = self.others(step) if callable(self.others) else self.others
-        return weights if self.active[step] else self.unguided or (*(0.0 for _ in weights[1:]), 1.0)
+    def inputs_of(call: Call) -> Inputs:
+        inputs = source(call)
+        if call.step < first:
+            return inputs
+        return inputs._replace(branches=last(IdentityKey(inputs.branches)), scale=1.0, combine=weighted)
 
-
-def within(branches: Branches, active: tuple[bool, ...]) -> Branches:
-    """Return branches whose guidance acts only in some of the steps, one bool for each."""
-    return replace(branches, weights=Within(branches.weights, active, branches.unguided))
+    return inputs_of
 
 
 @dataclass(frozen=True)

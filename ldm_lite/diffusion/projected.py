@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ldm_lite.core.denoise import Outputs, weighted
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -35,15 +37,13 @@ class Projected:
         self.settings = settings
         self._average: Tensor | None = None  # (B,C,h,w)
 
-    def __call__(self, outs: Tensor, scale: Tensor, x: Tensor, to_x0: Tensor) -> Tensor:
-        """Return the guided output (B,C,h,w), from the network's outputs (2,B,C,h,w) of uncond and cond.
-
-        As in the paper it is x0 that is guided, x0 = p x + q out for latents x; to_x0 (2,) is (p, q).
-        """
-        p, q = to_x0[0], to_x0[1]
-        uncond, cond = (p * x + q * out for out in outs)
+    def __call__(self, outputs: Outputs) -> Tensor:
+        """Return the guided output (B,C,h,w) of uncond and cond.  As in the paper it is x0 that is guided."""
+        if len(outputs.outs) == 1:
+            return weighted(outputs)
+        uncond, cond = (outputs.to_x0(out) for out in outputs.outs)
         update = self._update(cond, cond - uncond)
-        return (cond + (scale - 1) * update - p * x) / q
+        return outputs.from_x0(cond + (outputs.weights[-1] - 1) * update)
 
     def _update(self, cond: Tensor, difference: Tensor) -> Tensor:
         parallel, threshold, momentum = self.settings.parallel, self.settings.threshold, self.settings.momentum

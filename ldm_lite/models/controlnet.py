@@ -1,29 +1,26 @@
 """ControlNet: a copy of the UNet's encoder that also reads an image; and a UNet with ControlNets.
 
-What is unusual about it:
-- it is the UNet's own `Encoder` with three small additions, so optimisations of the UNet apply to it;
-- the image is embedded once per job (`embed_hint`), not once per step;
-- `ControlledUNet` is the UNet and its ControlNets as one network of tensors, so that they compile as one.
+The image is embedded once per job (`embed_hint`), not once per step.  `ControlledUNet` is the UNet and its ControlNets
+as one network of tensors, so that they compile as one.
 
 Shape letters: B batch, C channels, h w latent size, T text tokens, D context channels.
 Source: Zhang et al. 2023, sec. 3; cldm.py of the original repository.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.layers import Shapes, channels_last, size
-from ldm_lite.models.transformer import KeysValues, TextCache, with_images
-from ldm_lite.models.unet import Encoder, UNetSpec
+from ldm_lite.models.unet import UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
 HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
 
 
-class ControlNet(Encoder):
+class ControlNet(UNet):
     """Noised latents, a timestep, a text and an embedded image -> tensors to add to the UNet's skips and middle.
 
     spec has the widths and residual blocks of its UNet, but may have fewer transformers and no vector; out_channels is
@@ -32,34 +29,36 @@ class ControlNet(Encoder):
 
     def __init__(self, spec: UNetSpec) -> None:
         super().__init__(spec)
+        del self.output_blocks, self.out
         layers: list[nn.Module] = []
         channels = (*HINT_CHANNELS, spec.model_channels)
         for i, stride in enumerate(HINT_STRIDES):
             layers += [nn.Conv2d(channels[i], channels[i + 1], 3, stride=stride, padding=1), nn.SiLU()]
         self.input_hint_block = nn.Sequential(*layers[:-1])
-        self.zero_convs = nn.ModuleList(nn.Sequential(nn.Conv2d(c, c, 1)) for c in self._skips)
-        last = self._skips[-1]
+        self.zero_convs = nn.ModuleList(nn.Sequential(nn.Conv2d(c, c, 1)) for c in self.skip_channels)
+        last = self.skip_channels[-1]
         self.middle_block_out = nn.Sequential(nn.Conv2d(last, last, 1))
 
     def embed_hint(self, image: Tensor) -> Tensor:
         """Embed the image (B,3,8h,8w) in [0,1]: (B,model_channels,h,w), the same for all steps."""
         return self.input_hint_block(image)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, t: Tensor, context: Tensor | None, hint: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return `control` of UNet.forward: one (B,C,h',w') for each input block, and one for the middle.
+        """Return `residuals` of UNet.forward: one (B,C,h',w') for each input block, and one for the middle.
 
         x (B,in_channels,h,w), t (B,), context (B,T,D), y (B,vector_dim); hint is the output of embed_hint (B or 1).
         """
-        x, emb = channels_last(x), self.embed(t, y, x.dtype)
-        out = []
+        emb = self.embed(t, y)
+        x = channels_last(x.to(emb.dtype))
+        text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
+        residuals = []
         for i, (block, zero_conv) in enumerate(zip(self.input_blocks, self.zero_convs, strict=True)):
-            x = block(x, emb, context, None)
+            x = block(x, emb, text)
             x = x + hint if i == 0 else x
-            out.append(zero_conv(x))
-        x = self.middle_block(x, emb, context, None)
-        return *out, self.middle_block_out(x)
+            residuals.append(zero_conv(x))
+        return *residuals, self.middle_block_out(self.middle_block(x, emb, text))
 
 
 def infer_spec(shapes: Shapes) -> UNetSpec:
@@ -80,7 +79,7 @@ class ControlInput(NamedTuple):
 
     hint: Tensor  # (1,C,h,w) of embed_hint
     scales: Tensor  # (S,) float32, the factors of its S results; all zero = no effect
-    share: int  # K: only the last of the batch's K branches is controlled; 1: all are
+    share: int  # K: only the last 1/K of the batch is controlled; 1: all is
     pool: bool  # average its results over all positions, for the shuffle network
 
 
@@ -89,8 +88,6 @@ class ControlInputs(NamedTuple):
 
     nets: tuple[ControlInput | None, ...]  # one for each ControlNet; None = it does not run
     features: tuple[Tensor | None, ...] | None  # of T2I-Adapters, as UNet.forward takes them
-    # Keys and values (B,T,C) of IP-Adapters, by transformer and block, times their weights.
-    images: tuple[tuple[tuple[KeysValues, ...], ...], ...] | None = None
 
 
 class ControlledUNet(nn.Module):
@@ -101,37 +98,30 @@ class ControlledUNet(nn.Module):
         self.unet = unet
         self.nets = nn.ModuleList(nets)
 
-    def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        context: Tensor | None,
-        y: Tensor | None,
-        control: ControlInputs,
-        cache: TextCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, control: ControlInputs, **inputs: Any) -> Tensor:
         """Run as UNet.forward; a ControlNet reads as many of the first channels of x and y as its spec has."""
-        added: tuple[Tensor, ...] | None = None
-        for net, own in zip(self.nets, control.nets, strict=True):
+        residuals: tuple[Tensor, ...] | None = None
+        for net, control_input in zip(self.nets, control.nets, strict=True):
             assert isinstance(net, ControlNet)
-            if own is not None:
-                more = _results(net, own, x, t, context, y)
-                added = more if added is None else tuple(a + b for a, b in zip(added, more, strict=True))
-        cache = cache if control.images is None else with_images(cache, control.images)
-        return self.unet(x, t, context, y, cache=cache, control=added, features=control.features)
+            if control_input is not None:
+                more = _residuals(net, control_input, x, t, inputs)
+                residuals = more if residuals is None else tuple(a + b for a, b in zip(residuals, more, strict=True))
+        return self.unet(x, t, residuals=residuals, features=control.features, **inputs)
 
 
-def _results(
-    net: ControlNet, control: ControlInput, x: Tensor, t: Tensor, context: Tensor | None, y: Tensor | None
+def _residuals(
+    net: ControlNet, control: ControlInput, x: Tensor, t: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a ControlNet adds to the UNet's skips and middle, for the whole batch."""
     first = 0 if control.share == 1 else x.shape[0] - x.shape[0] // control.share
-    text = None if context is None else context[first:]
-    vector = None if y is None or net.spec.vector_dim is None else y[first:, : net.spec.vector_dim]
+    if "concat" in inputs and net.spec.in_channels > x.shape[1]:
+        x = torch.cat([x, inputs["concat"].to(x.dtype)], dim=1)
+    text = inputs["context"][first:] if "context" in inputs else None
+    vector = inputs["y"][first:, : net.spec.vector_dim] if "y" in inputs and net.spec.vector_dim is not None else None
     results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], text, control.hint, vector)
-    results = tuple(scale * each for scale, each in zip(control.scales, results, strict=True))
+    results = tuple(scale * result for scale, result in zip(control.scales, results, strict=True))
     if control.pool:
-        results = tuple(each.mean(dim=(2, 3), keepdim=True) for each in results)
+        results = tuple(result.mean(dim=(2, 3), keepdim=True) for result in results)
     if control.share > 1:
-        results = tuple(torch.cat([each.new_zeros(first, *each.shape[1:]), each]) for each in results)
+        results = tuple(torch.cat([result.new_zeros(first, *result.shape[1:]), result]) for result in results)
     return results

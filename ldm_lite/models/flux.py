@@ -206,17 +206,26 @@ class Flux(nn.Module):
         self.final_layer = LastLayer(spec.width, 4 * spec.out_channels)
 
     def forward(
-        self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None, *, guidance: Tensor | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        context: Tensor,
+        y: Tensor | None = None,
+        concat: Tensor | None = None,
+        *,
+        guidance: Tensor | None = None,
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
 
-        Of in_channels the first out_channels are the noised latents, then comes the condition: an image's latents
-        (depth, canny), or the masked image's latents and the mask's 8x8 pixels of each position as 64 channels (fill).
+        concat has the further channels, the condition: an image's latents (depth, canny), or the masked image's latents
+        and the mask's 8x8 pixels of each position as 64 channels (fill).
         context (B,T,context_dim) is T5's output, y (B,vector_dim) CLIP's pooled output, guidance (B,) the guidance
-        scale, which is not read by schnell.  x with twice in_channels ends with the latents of a reference image, whose
-        tokens follow those of x (Kontext).  x, context and y are in the weights' dtype; t and guidance may have any.
+        scale, which is not read by schnell.  Beyond in_channels concat has the latents of a reference image, whose
+        tokens follow those of x (Kontext).  context, y and concat are in the weights' dtype; x, t and guidance may have
+        any.
         """
         assert y is not None, "FLUX reads the pooled text"
+        x = x.to(context.dtype) if concat is None else torch.cat([x.to(context.dtype), concat], dim=1)
         images = [F.pixel_unshuffle(image, 2) for image in torch.split(x, self.spec.in_channels, dim=1)]
         num_text, (h, w) = context.shape[1], images[0].shape[2:]
         rotation = self.rotation(num_text, (len(images), h, w), x)

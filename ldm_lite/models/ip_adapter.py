@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.unet import Attention, BasicTransformerBlock, SpatialTransformer
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.ops import multiple
-from ldm_lite.models.transformer import BasicTransformerBlock, KeysValues, SpatialTransformer
 from ldm_lite.models.unet import UNet
 
 HEAD = 64  # channels of a resampler's head
-Images = tuple[tuple[KeysValues, ...], ...]  # keys and values of an image by transformer (its `index`) and block
+KeysValues = tuple[Tensor, Tensor]  # (B,T,C) each
+Images = tuple[KeysValues, ...]  # keys and values of an image for every cross-attention, in the order of the modules
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,9 @@ class IPAdapter(nn.Module):
         self.spec = spec
         self.image_proj = PROJECTIONS[spec.kind](spec)
         # Numbers are of diffusers' attention processors: two a block, of which the second is of cross-attention.
-        self._order: list[tuple[int, int]] = []  # each transformer's index and number of blocks
-        widths: list[int] = []
-        for layer in _transformers(unet):
-            assert layer.index is not None
-            blocks = [cast(BasicTransformerBlock, block) for block in layer.transformer_blocks]
-            self._order.append((layer.index, len(blocks)))
-            widths += [block.attn2.to_q.out_features for block in blocks]
+        layers = [block.attn2 for transformer in _transformers(unet) for block in _blocks(transformer)]
+        self._order = [layers.index(layer) for layer in cross_attentions(unet)]
+        widths = [layer.to_q.out_features for layer in layers]
         self.ip_adapter = nn.ModuleDict(
             {str(2 * i + 1): KeysAndValues(spec.context_dim, width) for i, width in enumerate(widths)}
         )
@@ -191,13 +188,55 @@ class IPAdapter(nn.Module):
         return self.image_proj(vision(image, skip=1)), self.image_proj(vision(vision.mean_like(image), skip=1))
 
     def forward(self, tokens: Tensor) -> Images:
-        """Tokens (B,T,C) -> their keys and values by the UNet's transformers and blocks."""
-        made = iter([layer(tokens) for layer in self.ip_adapter.values()])
-        found = {index: tuple(next(made) for _ in range(depth)) for index, depth in self._order}
-        return tuple(found[index] for index in sorted(found))
+        """Tokens (B,T,C) -> their keys and values for every cross-attention of the UNet."""
+        keys_values = [layer(tokens) for layer in self.ip_adapter.values()]
+        return tuple(keys_values[place] for place in self._order)
 
 
 def _transformers(unet: UNet) -> Sequence[SpatialTransformer]:
     """Return a UNet's transformers in the order of diffusers' modules: down, up, middle."""
     parts = (unet.input_blocks, unet.output_blocks, unet.middle_block)
     return [layer for part in parts for layer in part.modules() if isinstance(layer, SpatialTransformer)]
+
+
+def _blocks(transformer: SpatialTransformer) -> list[BasicTransformerBlock]:
+    return [cast(BasicTransformerBlock, block) for block in transformer.transformer_blocks]
+
+
+def cross_attentions(unet: nn.Module) -> list[Attention]:
+    """Return the cross-attentions of a UNet, in the order of its modules."""
+    return [block.attn2 for block in unet.modules() if isinstance(block, BasicTransformerBlock)]
+
+
+# ---- a UNet that reads images ---------------------------------------------------------------------------------------
+
+
+class ImageAttention(Attention):
+    """A cross-attention that reads images beside the text, each by an attention of its own."""
+
+    images: tuple[KeysValues, ...]
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (split_heads(part, self.num_heads) for part in (self.to_q(x), self.to_k(context), self.to_v(context)))
+        out = self.attention(q, k, v)
+        for image in self.images:
+            out = out + self.attention(q, *(split_heads(part, self.num_heads) for part in image))
+        return self.to_out(merge_heads(out))
+
+
+class UNetWithImages(nn.Module):
+    """A UNet of the same weights as another one, whose cross-attentions read images too."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        """unet is changed: a copy of the model's, with the same weights."""
+        super().__init__()
+        self.unet = unet
+        for layer in cross_attentions(self.unet):
+            layer.__class__ = ImageAttention
+            vars(layer)["images"] = ()
+
+    def forward(self, x: Tensor, t: Tensor, images: tuple[tuple[KeysValues, ...], ...], **inputs: Any) -> Tensor:
+        """Run as UNet.forward; images are the keys and values (B,T,C) of every image, layer by layer."""
+        for layer, keys_values in zip(cross_attentions(self.unet), images, strict=True):
+            vars(layer)["images"] = keys_values
+        return self.unet(x, t, **inputs)

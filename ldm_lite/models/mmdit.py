@@ -193,10 +193,11 @@ class MMDiT(nn.Module):
         """Latents x (B,in_channels,h,w) with even h and w, at 1000 s = t (B,) in [0,1000] -> velocity, the same shape.
 
         context (B,T,context_dim) is the text, y (B,vector_dim) the pooled text.  skip (B,depth) bool tells which blocks
-        are left out, for skip-layer guidance.  x, context and y are in the weights' dtype; t may have any.  Raises
+        are left out, for skip-layer guidance.  context and y are in the weights' dtype; x and t may have any.  Raises
         ValueError if a side of the image has more tokens than the table of positions.
         """
         assert y is not None, "Stable Diffusion 3 reads the pooled text"
+        x = x.to(y.dtype)
         h, w = x.shape[2] // 2, x.shape[3] // 2
         x = self.x_embedder(x) + self.positions(h, w)  # (B, N, D)
         vec = F.silu(self.t_embedder(sinusoids(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)

@@ -60,12 +60,12 @@ class StyleAdapter(nn.Module):
         return self.ln_post(x[:, -self.spec.num_tokens :]) @ self.proj
 
 
-def styled(context: Tensor, tokens: Tensor, first: int) -> Tensor:
-    """Append tokens (1,T',C) to all but the first rows, of the negative prompt, of a context (B,T,C): (B,T+T',C).
+def styled(context: Tensor, tokens: Tensor, positive: bool) -> Tensor:
+    """Append tokens (1,T',C) to a context (B,T,C): (B,T+T',C).
 
-    These rows repeat their own last T' tokens, as in the original's ddim.py.
+    A negative prompt repeats its own last T' tokens, as in the original's ddim.py.
     """
-    others, steered = context[:first], context[first:]
+    if positive:
+        return torch.cat([context, tokens.to(context).expand(len(context), -1, -1)], dim=1)
     last = torch.arange(-tokens.shape[1], 0, device=context.device) % context.shape[1]
-    more = torch.cat([others[:, last], tokens.to(steered).expand(len(steered), -1, -1)])
-    return torch.cat([context, more], dim=1)
+    return torch.cat([context, context[:, last]], dim=1)

@@ -1,12 +1,8 @@
-"""The LDM UNet: every latent diffusion UNet of CompVis and Stability, from a frozen spec.
+"""The UNets of latent diffusion: every one of CompVis and Stability, from a frozen spec.
 
-What is unusual about it:
-- attribute names are the checkpoint's keys, so an original file loads strictly with no renaming;
-- one class covers Stable Diffusion 1.x, 2.x, XL, inpainting, the x4 upscaler, class-, BERT- and
-  unconditional LDM: they differ only in the fields of `UNetSpec`;
-- an upsampler resizes to the size of the next skip, so any latent size works;
-- tensors in, one tensor out: nothing that changes between steps is a Python number;
-- the keys and values of the text can be computed once for all steps (`text_cache`).
+They are the core's UNet and, where the spec says so, layers of another kind: Stable Diffusion 2 and XL project by
+linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have attention without text.
+Attribute names are the checkpoint's keys, so an original file loads strictly with no renaming.
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
 Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimodel.py and attention.py.
@@ -15,19 +11,33 @@ Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimod
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import MOST_BLOCKS, Conv1x1, Shapes, channels_last, count, size
-from ldm_lite.core.layers import sinusoids as timestep_embedding
+from ldm_lite.core import unet as core
+from ldm_lite.core.layers import (
+    MOST_BLOCKS,
+    AttentionFn,
+    Shapes,
+    Upsample,
+    channels_last,
+    count,
+    merge_heads,
+    sdpa,
+    sinusoids,
+    size,
+)
+from ldm_lite.core.unet import Attention, BasicTransformerBlock, Downsample, SpatialTransformer
 from ldm_lite.models.ops import multiple
-from ldm_lite.models.transformer import AttentionBlock, SpatialTransformer, TextCache, call_cached
+
+__all__ = ["Attention", "BasicTransformerBlock", "Downsample", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class UNetSpec:
     num_res_blocks: tuple[int, ...]
     transformer_depth: tuple[int, ...]  # transformer blocks after each residual block; 0 = no attention
     middle_depth: int
-    num_heads: int | None  # either num_heads or head_dim is given; not known from the weights
+    num_heads: int | None  # either num_heads or head_dim is set; weights do not tell
     head_dim: int | None
     context_dim: int | None  # None = unconditional: qkv attention blocks instead of transformers
     linear_proj: bool  # proj_in and proj_out of a transformer are linears, not 1x1 convolutions
@@ -131,30 +141,75 @@ def _cross_only(shapes: Shapes, block: str) -> bool:
     return to_q[1] != to_k[1]
 
 
-class Downsample(nn.Module):
-    """(B,C,h,w) -> (B,C,ceil(h/2),ceil(w/2)) by a strided convolution with symmetric padding."""
+# ---- transformers ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, channels: int) -> None:
+
+class AttentionBlock(nn.Module):
+    """Self-attention over all positions with a residual connection (B,C,h,w) -> (B,C,h,w), for unconditional families.
+
+    The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., the original's "legacy" order.
+    """
+
+    def __init__(self, channels: int, num_heads: int) -> None:
         super().__init__()
-        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.num_heads = num_heads
+        self.head_dim = channels // num_heads
+        self.attention: AttentionFn = sdpa
+        self.norm = nn.GroupNorm(32, channels)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.op(x)
+        # As linears over tokens (B, N, C): attention kernels need the channels of a head next to each other.
+        tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
+        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # (B, N, 3C)
+        q, k, v = qkv.view(*qkv.shape[:2], self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # (B, H, N, D) each
+        out = F.linear(merge_heads(self.attention(q, k, v)), self.proj_out.weight[:, :, 0], self.proj_out.bias)
+        return x + out.transpose(1, 2).view_as(x)
 
 
-class Upsample(nn.Module):
-    """(B,C,h,w) -> (B,C,*size) by nearest neighbour, then a convolution."""
+class CrossOnlyBlock(BasicTransformerBlock):
+    """A transformer block whose first attention reads the context too (x4 upscaler)."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+    def __init__(self, channels: int, context_dim: int, num_heads: int) -> None:
+        super().__init__(channels, context_dim, num_heads)
+        self.attn1 = Attention(channels, context_dim, num_heads)
 
-    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        return self.conv(F.interpolate(x, size=size, mode="nearest"))
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        x = x + self.attn1(self.norm1(x), context)
+        x = x + self.attn2(self.norm2(x), context)
+        return x + self.ff(self.norm3(x))
 
 
-class ResBlock(nn.Module):
-    """Two 3x3 convolutions with the timestep in between and a residual connection.
+class LinearTransformer(SpatialTransformer):
+    """A transformer with linears around it in place of 1x1 convolutions."""
+
+    def __init__(self, channels: int, context_dim: int, num_heads: int, depth: int) -> None:
+        super().__init__(channels, context_dim, num_heads, depth)
+        self.proj_in, self.proj_out = nn.Linear(channels, channels), nn.Linear(channels, channels)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + attend(self, self.norm(x), context)
+
+
+def attend(transformer: SpatialTransformer, normed: Tensor, context: Tensor) -> Tensor:
+    """Return what a transformer adds to a feature map, of its norm (B,C,h,w)."""
+    linear, size = isinstance(transformer.proj_in, nn.Linear), normed.shape[2:]
+    tokens = normed.flatten(2).transpose(1, 2) if linear else normed
+    tokens = transformer.proj_in(tokens)
+    tokens = tokens if linear else tokens.flatten(2).transpose(1, 2)  # (B, N, C)
+    for block in transformer.transformer_blocks:
+        tokens = block(tokens, context)
+    if linear:
+        return transformer.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
+    return transformer.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
+
+
+# ---- residual blocks ------------------------------------------------------------------------------------------------
+
+
+class ResBlock(core.ResBlock):
+    """A residual block whose timestep may scale and shift in place of being added, and which may resample.
 
     resample "down" halves the size, "up" resizes to `size`.
     """
@@ -162,20 +217,11 @@ class ResBlock(nn.Module):
     def __init__(
         self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
     ) -> None:
-        super().__init__()
-        self.scale_shift = scale_shift
-        self.resample = resample
-        self.in_layers = nn.Sequential(
-            nn.GroupNorm(32, in_channels), nn.SiLU(inplace=True), nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        )
-        # Slot 0 held a SiLU: UNet.forward applies it once for all blocks.  out_layers.2 held a Dropout.
-        self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, out_channels * (1 + scale_shift)))
-        conv = nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(inplace=True), nn.Identity(), conv)
-        same = in_channels == out_channels
-        self.skip_connection = nn.Identity() if same else Conv1x1(in_channels, out_channels)
+        super().__init__(in_channels, out_channels, emb_channels)
+        self.scale_shift, self.resample = scale_shift, resample
+        self.emb_layers[1] = nn.Linear(emb_channels, out_channels * (1 + scale_shift))
 
-    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         # norm, activation, first convolution
         h = self.in_layers[1](self.in_layers[0](x))
         if self.resample == "down":
@@ -195,168 +241,122 @@ class ResBlock(nn.Module):
         return self.skip_connection(x) + h
 
 
-class Block(nn.ModuleList):
-    """The layers at one index of input_blocks, middle_block or output_blocks, each called with the inputs it needs."""
+class Block(core.Block):
+    """The core's Block, whose residual blocks may resample."""
 
-    def forward(
-        self,
-        x: Tensor,
-        emb: Tensor,
-        context: Tensor | None,
-        size: tuple[int, int] | None,
-        cache: TextCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, context: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         for layer in self:
             if isinstance(layer, ResBlock):
                 x = layer(x, emb, size)
-            elif isinstance(layer, SpatialTransformer):
-                x = call_cached(layer, x, context, None if cache is None or layer.index is None else cache[layer.index])
-            elif isinstance(layer, Upsample):
-                x = layer(x, size)
             else:
-                x = layer(x)
+                x = core.Block.forward([layer], x, emb, context, size)  # type: ignore[arg-type]
         return x
 
 
-class Encoder(nn.Module):
-    """A UNet's encoder half and middle: the part that a ControlNet copies."""
-
-    def __init__(self, spec: UNetSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self._num_transformers = 0
-        width = spec.model_channels
-        emb_channels = 4 * width
-
-        def mlp(in_channels: int) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(in_channels, emb_channels), nn.SiLU(), nn.Linear(emb_channels, emb_channels))
-
-        self.time_embed = mlp(width)
-        # The originals have no such layer; the name is from diffusers' time_embedding.cond_proj.
-        self.cond_proj = None if spec.guidance_dim is None else nn.Linear(spec.guidance_dim, width, bias=False)
-        self.label_emb: nn.Module | None = None
-        if spec.num_classes is not None:
-            self.label_emb = nn.Embedding(spec.num_classes, emb_channels)
-        elif spec.vector_dim is not None:
-            self.label_emb = nn.Sequential(mlp(spec.vector_dim))
-
-        # down: the first convolution, then per level its residual blocks and a downsampler
-        self.input_blocks = nn.ModuleList([Block([nn.Conv2d(spec.in_channels, width, 3, padding=1)])])
-        channels, skips, last = width, [width], len(spec.channel_mult) - 1
-        for level, mult in enumerate(spec.channel_mult):
-            for _ in range(spec.num_res_blocks[level]):
-                layers: list[nn.Module] = [self._res(channels, mult * width)]
-                channels = mult * width
-                layers += self._attend(channels, spec.transformer_depth[level], spec.cross_only[level])
-                self.input_blocks.append(Block(layers))
-                skips.append(channels)
-            if level != last:
-                down = self._res(channels, channels, "down") if spec.resblock_updown else Downsample(channels)
-                self.input_blocks.append(Block([down]))
-                skips.append(channels)
-
-        # middle: always with attention
-        middle = self._attend(channels, spec.middle_depth, cross_only=False)
-        self.middle_block = Block([self._res(channels, channels), *middle, self._res(channels, channels)])
-        self._skips = tuple(skips)  # output channels of each input block
-
-    def _res(self, in_channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
-        return ResBlock(in_channels, out_channels, 4 * self.spec.model_channels, self.spec.scale_shift, resample)
-
-    def _attend(self, channels: int, depth: int, cross_only: bool) -> list[nn.Module]:
-        spec, heads = self.spec, self.spec.heads(channels)
-        if depth == 0:
-            return []
-        if spec.context_dim is None:
-            return [AttentionBlock(channels, heads)]
-        layer = SpatialTransformer(channels, spec.context_dim, heads, depth, spec.linear_proj, cross_only)
-        layer.index = self._num_transformers
-        self._num_transformers += 1
-        return [layer]
-
-    def embed(self, t: Tensor, y: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Embed the timestep t (B,) and the label: (B,E), after the SiLU that starts every residual block."""
-        sinusoids = timestep_embedding(t, self.spec.model_channels).to(dtype)
-        if self.cond_proj is not None and y is not None:
-            y, guidance = y.tensor_split([-self.cond_proj.in_features], dim=1)  # (B, V), (B, G)
-            sinusoids = sinusoids + self.cond_proj(guidance)
-        emb = self.time_embed(sinusoids)
-        if self.label_emb is not None:
-            emb = emb + self.label_emb(y)
-        return F.silu(emb)
+# ---- the network ----------------------------------------------------------------------------------------------------
 
 
-class UNet(Encoder):
+class UNet(core.UNet):
     """The denoising network of a latent diffusion model: noised latents and a timestep -> its prediction.
 
     The schedule knows what is predicted (eps, v or x0).  Rombach et al. 2022, sec. 3.2.
     """
 
     def __init__(self, spec: UNetSpec) -> None:
-        super().__init__(spec)
-        width, skips = spec.model_channels, list(self._skips)
-        channels = skips[-1]
+        super().__init__(spec)  # type: ignore[arg-type]
+        self.spec: UNetSpec = spec  # type: ignore[assignment]
+        width = spec.model_channels
+        # The originals have no such layer; the name is from diffusers' time_embedding.cond_proj.
+        self.cond_proj = None if spec.guidance_dim is None else nn.Linear(spec.guidance_dim, width, bias=False)
+        self.label_emb: nn.Module | None = None
+        if spec.num_classes is not None:
+            self.label_emb = nn.Embedding(spec.num_classes, 4 * width)
+        elif spec.vector_dim is not None:
+            vector = nn.Linear(spec.vector_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width)
+            self.label_emb = nn.Sequential(nn.Sequential(*vector))
+        if spec.resblock_updown:
+            halves: tuple[Any, Any] = self.input_blocks, self.output_blocks
+            for blocks in halves:
+                for i, block in enumerate(blocks):
+                    blocks[i] = Block(map(self._resampling, block))
 
-        # up: one more residual block per level; each also reads the skip of its counterpart
-        self.output_blocks = nn.ModuleList()
-        for level, mult in reversed(list(enumerate(spec.channel_mult))):
-            for i in range(spec.num_res_blocks[level] + 1):
-                layers: list[nn.Module] = [self._res(channels + skips.pop(), mult * width)]
-                channels = mult * width
-                layers += self._attend(channels, spec.transformer_depth[level], spec.cross_only[level])
-                if level and i == spec.num_res_blocks[level]:
-                    layers.append(self._res(channels, channels, "up") if spec.resblock_updown else Upsample(channels))
-                self.output_blocks.append(Block(layers))
+    def _resampling(self, layer: nn.Module) -> nn.Module:
+        """A residual block in place of a convolution that resamples."""
+        kind = {Downsample: "down", Upsample: "up"}.get(type(layer))
+        if kind is None:
+            return layer
+        conv: Any = layer.op if kind == "down" else layer.conv
+        channels = conv.out_channels
+        return ResBlock(channels, channels, 4 * self.spec.model_channels, self.spec.scale_shift, kind)
 
-        self.out = nn.Sequential(
-            nn.GroupNorm(32, channels), nn.SiLU(inplace=True), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
-        )
+    def residual(self, in_channels: int, channels: int) -> nn.Module:
+        """A residual block."""
+        if not self.spec.scale_shift:
+            return super().residual(in_channels, channels)
+        return ResBlock(in_channels, channels, 4 * self.spec.model_channels, scale_shift=True)
 
-    def text_cache(self, context: Tensor | None) -> TextCache:
-        """Compute the keys and values of all layers for the text (B,T,D) in the weights' dtype: forward's `cache`.
+    def attend(self, channels: int, level: int | None) -> list[nn.Module]:
+        """The transformer after a residual block of a level, or of the middle (None); nothing if it has none."""
+        spec = self.spec
+        depth, heads = spec.middle_depth if level is None else spec.transformer_depth[level], spec.heads(channels)
+        if depth == 0:
+            return []
+        if spec.context_dim is None:
+            return [AttentionBlock(channels, heads)]
+        kind = LinearTransformer if spec.linear_proj else SpatialTransformer
+        transformer = kind(channels, spec.context_dim, heads, depth)
+        if level is not None and spec.cross_only[level]:
+            blocks = (CrossOnlyBlock(channels, spec.context_dim, heads) for _ in range(depth))
+            transformer.transformer_blocks = nn.ModuleList(blocks)
+        return [transformer]
 
-        They depend only on the text, so they are valid for all its steps.  None gives empty entries of all layers.
-        """
-        layers = {layer.index: layer for layer in self.modules() if isinstance(layer, SpatialTransformer)}
-        return tuple(layers[i].text_cache(context) if i in layers else None for i in range(self._num_transformers))
+    def embed(self, t: Tensor, y: Tensor | None = None) -> Tensor:
+        """Embed the timestep t (B,) and the label: (B,E), after the SiLU that starts every residual block."""
+        dtype = self.time_embed[0].bias.dtype
+        waves = sinusoids(t, self.spec.model_channels).to(dtype)  # type: ignore[arg-type]
+        if self.cond_proj is not None and y is not None:
+            y, guidance = y.tensor_split([-self.cond_proj.in_features], dim=1)  # (B, V), (B, G)
+            waves = waves + self.cond_proj(guidance.to(waves.dtype))
+        emb = self.time_embed(waves)
+        if self.label_emb is not None:
+            assert y is not None
+            emb = emb + self.label_emb(y.to(emb.dtype) if y.is_floating_point() else y)
+        return F.silu(emb)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         t: Tensor,
         context: Tensor | None = None,
         y: Tensor | None = None,
-        *,
-        cache: TextCache | None = None,
-        control: tuple[Tensor, ...] | None = None,
-        features: tuple[Tensor | None, ...] | None = None,
+        concat: Tensor | None = None,
+        residuals: Sequence[Tensor] | None = None,
+        features: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> prediction (B,out_channels,h,w).
+        """Latents x (B,C,h,w) at timesteps t (B,) in [0,1000) -> prediction (B,out_channels,h,w).
 
-        context (B,T,D) is the text (None for unconditional models); cache is text_cache(context), or None.  y holds
-        a vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), both in this order, or class indices
-        (B,), as the spec says.  control and features have one entry for each input block and one for the middle:
-        control (ControlNet) is added only to the skip, features (T2I-Adapter) to the feature map too.
-        All are in the weights' dtype; t may have any.
+        context (B,T,D) is the text (None for unconditional models); concat (B,C',h,w) are the input channels after
+        those of the latents.  y holds a vector (B,vector_dim), the guidance scale's embedding (B,guidance_dim), both in
+        this order, or class indices (B,), as the spec says.  residuals and features have one entry for each input block
+        and one for the middle: residuals (ControlNet) are added only to the skips, features (T2I-Adapter) to the
+        feature maps too.  Inputs may have any dtype; it computes in that of the weights.
         """
-        x = channels_last(x)
-        emb = self.embed(t, y, x.dtype)  # (B, E)
-        add = features if features is not None else (None,) * (len(self.input_blocks) + 1)
-
-        # down, keeping the skips
-        skips = []
-        for i, block in enumerate(self.input_blocks):
-            x = plus(block(x, emb, context, None, cache), add[i])
-            skips.append(x if control is None else x + control[i])
-
-        x = plus(self.middle_block(x, emb, context, None, cache), add[-1])
-        x = x if control is None else x + control[-1]
-
-        # up, to the size of the next skip
+        emb = self.embed(t, y)  # (B, E)
+        x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
+        # Networks without text ignore the context.
+        text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
+        if features is None:
+            return self.run(x.to(emb.dtype), emb, text, residuals)
+        x, skips = channels_last(x.to(emb.dtype)), []
+        for block, feature in zip(self.input_blocks, features, strict=False):
+            x = plus(block(x, emb, text), feature)
+            skips.append(x)
+        x = plus(self.middle_block(x, emb, text), features[-1])
+        if residuals is not None:
+            *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
-            size = skips[-1].shape[2:] if skips else None
-            x = block(x, emb, context, size, cache)
+            x = block(x, emb, text, skips[-1].shape[2:] if skips else None)
         return self.out(x)
 
 

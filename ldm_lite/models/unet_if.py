@@ -62,7 +62,7 @@ class PixelResBlock(ResBlock):
         self.in_layers[1], self.out_layers[1] = nn.GELU(), nn.GELU()
         self.gain = 0.7071 if spec.super_resolution else 1.0
 
-    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         return super().forward(x, emb, size) * self.gain
 
 
@@ -185,13 +185,18 @@ class UNetIF(nn.Module):
         if spec.super_resolution:
             self.aug_proj = mlp()
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None) -> Tensor:
-        """Pixels x (B,in_channels,h,w) at timesteps t (B,) in [0,1000) -> (B,out_channels,h,w), eps then variance.
+    def forward(
+        self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None, concat: Tensor | None = None
+    ) -> Tensor:
+        """Pixels x (B,3,h,w) at timesteps t (B,) in [0,1000) -> (B,out_channels,h,w), eps then variance.
 
-        context (B,L,context_dim) is T5's output.  In stage II x is [noised pixels, upsampled image], and y (B,) the
-        timestep in [0,1000) of the noise added to that image.  The variance output, in [-1,1], interpolates
-        its logarithm between the schedule's limits.  x and context are in the weights' dtype; t and y may have any.
+        context (B,L,context_dim) is T5's output.  In stage II concat (B,3,h,w) is the upsampled image, and y (B,) the
+        timestep in [0,1000) of the noise added to it.  The variance output, in [-1,1], interpolates its logarithm
+        between the schedule's limits.  Inputs may have any dtype; it computes in that of the weights.
         """
+        dtype = self.encoder_proj.bias.dtype
+        x, context = x.to(dtype), context.to(dtype)
+        x = x if concat is None else torch.cat([x, concat.to(dtype)], dim=1)
         # timestep, pooled text and noise level, after the GELU that starts every residual block
         width = self.spec.model_channels
         emb = self.time_embed(timestep_embedding(t, width).to(x.dtype)) + self.encoder_pooling(context)

@@ -175,9 +175,10 @@ class ZImage(nn.Module):
 
         context (B,T,context_dim) is Qwen3's output, of which the first y (B,1) tokens are each text's, at least 1.
         `full` (B,), of any value, is for texts that all reach into the last 32 of T: nothing is masked, so that every
-        attention kernel can be used.  x and context are in the weights' dtype; t and y may have any.
+        attention kernel can be used.  context is in the weights' dtype; x, t and y may have any.
         """
         assert y is not None, "Z-Image reads the number of a text's tokens"
+        x = x.to(context.dtype)
         h, w = x.shape[2] // 2, x.shape[3] // 2
         vec = self.t_embedder(sinusoids(1000 * t.float(), SINUSOIDS).to(x.dtype))  # (B, M)
         x, context = self.embed(x, context, y)  # (B, N, D), (B, T, D)

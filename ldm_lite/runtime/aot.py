@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.transformer import CrossAttention
+from ldm_lite.runtime import joined
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.patching import patch
 from ldm_lite.runtime.precision import short_name
@@ -38,9 +38,9 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
 
     _check_changes(network)
     compiled: dict[str, Any] = {}
-    joined = [(layer, layer.qkv) for layer in network.modules() if isinstance(layer, CrossAttention)]
-    for layer, _ in joined:
-        layer.qkv = None  # it would be a constant of the package, which holds no weights
+    layers = list(joined.joined_layers(network))
+    for layer in layers:
+        joined.come_apart(layer)  # what joins them would be a constant of the package, which holds no weights
     try:
         for i, inputs in enumerate(examples):
             with torch.no_grad():
@@ -56,8 +56,8 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
         line = str(error).strip().splitlines()[0]
         raise ValueError(f"the network cannot be compiled here ({line}): install a C++ compiler such as g++") from error
     finally:
-        for layer, qkv in joined:
-            layer.qkv = qkv
+        for layer in layers:
+            joined.join(layer)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part.pt2")
     try:
@@ -93,10 +93,21 @@ class _Package:
         self.path = path
         self._runners: WeakKeyDictionary[nn.Module, Runners] = WeakKeyDictionary()
 
-    def __call__(self, network: nn.Module, *inputs: Tensor | None, **others: object) -> Tensor:
-        if others:
+    def __call__(
+        self,
+        network: nn.Module,
+        x: Tensor,
+        t: Tensor,
+        context: Tensor | None = None,
+        y: Tensor | None = None,
+        concat: Tensor | None = None,
+        **others: object,
+    ) -> Tensor:
+        if any(value is not None for value in others.values()):
             raise ValueError(f"{self.path.name} is compiled for a UNet without controls: leave out `control`")
-        given = inputs[: 1 + max(i for i, each in enumerate(inputs) if each is not None)]
+        dtype = next(network.parameters()).dtype
+        inputs = [x.to(dtype), t, *(None if part is None else _as(part, dtype) for part in (context, y, concat))]
+        given = tuple(inputs[: 1 + max(i for i, part in enumerate(inputs) if part is not None)])
         runners = self.runners(network)
         if _key(given) not in runners:
             known = "; or ".join(map(_words, runners))
@@ -173,6 +184,10 @@ def _about(network: nn.Module, inputs: Inputs) -> dict[str, Any]:
         "device": device,
         "inputs": _key(inputs),
     }
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _key(inputs: Inputs) -> Key:

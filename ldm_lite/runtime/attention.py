@@ -31,15 +31,6 @@ class AttentionLayer(Protocol):
     attention: AttentionFn
 
 
-def head_dim_of(layer: Any) -> int:
-    """Return the channels of each head of an attention layer."""
-    if hasattr(layer, "head_dim"):
-        return int(layer.head_dim)
-    if hasattr(layer, "to_q"):  # a UNet's
-        return int(layer.to_q.out_features // layer.num_heads)
-    return int(layer.q.out_channels)  # an autoencoder's, which has one head
-
-
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the formula as the original attention.py does, with the whole (B,H,N,M) map in memory."""
     return probabilities(q, k) @ v
@@ -178,7 +169,14 @@ def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
 def layers(network: nn.Module) -> dict[str, AttentionLayer]:
     """Return the attention layers of a network by their names, which are those of the checkpoint."""
     modules = network.named_modules()
-    return {name: cast(AttentionLayer, module) for name, module in modules if "attention" in vars(module)}
+    return {name: cast(AttentionLayer, module) for name, module in modules if callable(vars(module).get("attention"))}
+
+
+def head_dim(layer: AttentionLayer) -> int:
+    """Return the number of channels of a layer's heads."""
+    known: int | None = getattr(layer, "head_dim", None)
+    projection: Any = getattr(layer, "to_q", None) or getattr(layer, "q", None)
+    return known or projection.weight.shape[0] // getattr(layer, "num_heads", 1)
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
@@ -235,19 +233,24 @@ def use(network: nn.Module, attention: str | AttentionFn, device: torch.device |
         return
     if attention == "fastest":
         for layer in found.values():
-            unpatch(cast(nn.Module, layer))
+            _without_mha(layer)
             layer.attention = Fastest(layer)
         return
     first = next(network.parameters())
     functions = {
-        head_dim: resolve(attention, device or first.device, first.dtype, head_dim)
+        channels: resolve(attention, device or first.device, first.dtype, channels)
         if isinstance(attention, str)
         else attention
-        for head_dim in map(head_dim_of, found.values())
+        for channels in set(map(head_dim, found.values()))
     }
     for layer in found.values():
+        _without_mha(layer)
+        layer.attention = functions[head_dim(layer)]
+
+
+def _without_mha(layer: AttentionLayer) -> None:
+    if patch_of(cast(nn.Module, layer)) is _mha:
         unpatch(cast(nn.Module, layer))
-        layer.attention = functions[head_dim_of(layer)]
 
 
 def follow(network: nn.Module, other: nn.Module) -> None:

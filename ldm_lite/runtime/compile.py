@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.models.transformer import CrossAttention
+from ldm_lite.core.denoise import Guided, denoise_step
+from ldm_lite.runtime import joined
 from ldm_lite.runtime.timing import cache_folder, measured_convolutions
 
 log = logging.getLogger("ldm_lite")
@@ -38,7 +37,7 @@ TIERS = ("off", "auto", "regional", "step", "max")
 COLD_START_S = 60.0  # time of one compilation of the step, about
 FOLD = 8  # of h and w: what a UNet of four levels divides them by
 MOST_GRAPHS = 8  # CUDA graphs kept for a network, each with its buffers
-Step = Callable[..., Tensor]  # called like diffusion.step.denoise_step
+Step = Callable[..., Tensor]  # called like core.denoise.denoise_step
 
 
 def compiled_step(
@@ -66,7 +65,7 @@ class CompiledStep:
 
     def __init__(self, tier: str, network: nn.Module, backend: str, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = settings or {}
-        self._joined: WeakKeyDictionary[nn.Module, list[CrossAttention]] = WeakKeyDictionary()
+        self._joined: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         self._tier = "step" if tier == "auto" else tier
         self._network, self._backend = network, backend
         self._wait_s = COLD_START_S if tier == "auto" else 0.0
@@ -132,14 +131,12 @@ class CompiledStep:
                 module._compiled_call_impl = None
 
     def _check_joined(self, model: nn.Module) -> None:
-        """Compile anew without what joins weights that were replaced since (CrossAttention.join)."""
+        """Compile anew without what joins weights that were replaced since: see joined.py."""
         if model not in self._joined:
-            self._joined[model] = [
-                layer for layer in model.modules() if isinstance(layer, CrossAttention) and layer.qkv is not None
-            ]
+            self._joined[model] = list(joined.joined_layers(model))
         for layer in self._joined[model]:
-            if not layer.is_joined():
-                layer.qkv = None
+            if not joined.is_joined(layer):
+                joined.come_apart(layer)
                 self._step = None
                 self._joined.pop(model, None)
 
@@ -191,55 +188,65 @@ def regions(network: nn.Module) -> Iterator[nn.Module]:
     return walk(network)
 
 
-def fold(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any) -> tuple[Any, ...]:
+def fold(registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> tuple[Any, ...]:
     """A step's arguments, with maps (...,h,w) as views (...,h/8,8,w/8,8) if h and w are larger multiples of 8.
 
     This tells the compiler that h and w can be halved three times.  If they might be odd, it copies each lower-level
     map before using it as tokens: 66 more kernels in a step of Stable Diffusion on a GPU.
     """
     if any(side % FOLD or side == FOLD for side in registers.shape[-2:]):
-        return registers, row, noise, conditioning, guidance, *others
+        return registers, row, noise, guided, *others
 
-    def folded(x: Any) -> Any:
-        return _map(x, lambda each: each.view(*each.shape[:-2], each.shape[-2] // FOLD, FOLD, -1, FOLD))
+    def folded(x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-2], x.shape[-2] // FOLD, FOLD, -1, FOLD)
 
-    conditioning = conditioning._replace(concat=folded(conditioning.concat))
-    return folded(registers), row, folded(noise), conditioning, guidance, *others
+    conditioning = {name: folded(part) if name == "concat" else part for name, part in guided.conditioning.items()}
+    return folded(registers), row, folded(noise), guided._replace(conditioning=conditioning), *others
 
 
 def _unfolded(x: Tensor) -> Tensor:
     return x.flatten(-2).flatten(-3, -2)
 
 
-def _unfolded_step(
-    model: Any, registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any
-) -> Tensor:
+def _unfolded_step(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> Tensor:
     """Run denoise_step on arguments that may be folded."""
     if registers.ndim == 7:
         registers, noise = _unfolded(registers), _unfolded(noise)
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
-        context, y, concat, control, cache, inputs = conditioning
-        concat = None if concat is None else _unfolded(concat)
-        conditioning = Conditioning(context, y, concat, control, cache, inputs)
-    return denoise_step(model, registers, row, noise, conditioning, guidance, *others)
+        conditioning, weights, positive = guided
+        unfolded = {name: _unfolded(part) if name == "concat" else part for name, part in conditioning.items()}
+        guided = Guided(unfolded, weights, positive)
+    return denoise_step(model, registers, row, noise, guided, *others)
 
 
-def mark_sizes(registers: Tensor, row: Any, noise: Tensor, conditioning: Any, guidance: Any, *others: Any) -> None:
+# Which sizes of a network's input change: those of each of B images, and for a text (B,T,D) the number of its tokens.
+CHANGING: Mapping[str, tuple[int, ...]] = {"context": (0, 1)}
+
+
+def mark_sizes(
+    registers: Tensor,
+    row: Any,
+    noise: Tensor,
+    guided: Guided,
+    combine: Any = None,
+    adjust: Any = None,
+    arguments: Any = None,
+) -> None:
     """Tell the compiler which sizes of a step's arguments will change: batch, height, width, tokens.
 
     A size of 1 is not marked: the compiler treats it as a constant, so a batch of one has a graph of its own.
     """
     sides = (-4, -2) if registers.ndim == 7 else (-2, -1)
-    marks: list[tuple[Tensor | None, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
-    marks += [(conditioning.context, (0, 1)), (conditioning.y, (0,)), (conditioning.concat, (0, *sides))]
-    marks += [(tensor, (0, 1)) for tensor in _tensors(conditioning.cache)]  # (B,T,C)
-    marks += [(tensor, (2, 3)) for tensor in _tensors(conditioning.control) if tensor.ndim == 4]  # (1,C,h,w)
-    marks += [(tensor, (0,)) for tensor in _tensors(conditioning.control) if tensor.ndim == 3]  # (B,T,C)
+    marks: list[tuple[Tensor, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
+    for name, part in guided.conditioning.items():
+        marks.append((part, (0, *sides) if name == "concat" else CHANGING.get(name, (0,))))
+    marks.append((guided.weights, (-2, -1)))
+    marks += [(tensor, (2, 3)) for tensor in _tensors(arguments) if tensor.ndim == 4]  # (1,C,h,w)
+    marks += [(tensor, (0,)) for tensor in _tensors(arguments) if tensor.ndim == 3]  # (B,T,C)
     for tensor, axes in marks:
-        if tensor is not None:
-            for axis in axes:
-                if tensor.shape[axis] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
+        for axis in axes:
+            if tensor.shape[axis] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
 
 
 def _options(tier: str, device: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -304,7 +311,7 @@ class _Graphs:
         tensors = list(_tensors(args))
         # A graph is fixed to the address of the weights, and to which arguments are None.
         device = tensors[0].device
-        key = (device, next(model.parameters()).data_ptr(), _map(args, lambda x: (x.shape, x.dtype)))
+        key = (device, next(model.parameters()).data_ptr(), _signature(args))
         with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
             graphs = self._graphs.setdefault(model, OrderedDict())
             if key not in graphs:
@@ -381,19 +388,30 @@ class _Captured:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, in order."""
+    """Yield the tensors in nested tuples and mappings, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple):
-        for item in value:
+    elif isinstance(value, (tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
 
 
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to every tensor in nested tuples."""
+    """Apply a function to every tensor in nested tuples and mappings."""
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map(item, function) for name, item in value.items()}
     if isinstance(value, tuple):
         items = [_map(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+def _signature(value: Any) -> Any:
+    """Describe the tensors in nested tuples and mappings by shape and dtype, as a key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, _signature(item)) for name, item in value.items())
+    return tuple(map(_signature, value)) if isinstance(value, tuple) else value

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.models.unet import Block, ResBlock
+from ldm_lite.core.unet import Block, ResBlock, SpatialTransformer
+from ldm_lite.models.unet import LinearTransformer, attend
 from ldm_lite.runtime.patching import kernel, patch, patch_of
 
+TRANSFORMERS = (SpatialTransformer, LinearTransformer)
 _kernels: Any = None  # runtime.norm_kernels once it is used: Triton may be missing, and the compiler follows no import
 
 
@@ -49,9 +50,9 @@ def _by_triton(norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 @kernel
-def _res_block(block: ResBlock, x: Tensor, emb: Tensor, size: tuple[int, int] | None) -> Tensor:
+def _res_block(block: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
     if not _block_suits(block, x):
-        return ResBlock.forward(block, x, emb, size)
+        return ResBlock.forward(block, x, emb)
     return block.skip_connection(x) + block.out_layers[3](_before_last(block, x, emb))
 
 
@@ -62,15 +63,13 @@ def _before_last(block: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
 
 
 @kernel
-def _pair(
-    pair: Any, x: Tensor, emb: Tensor, context: Tensor, size: tuple[int, int] | None, cache: Any = None
-) -> Tensor:
+def _pair(pair: Any, x: Tensor, emb: Tensor, context: Tensor, size: tuple[int, int] | None = None) -> Tensor:
     """A residual block and a transformer, whose norm adds the residual connection."""
     block, transformer = pair[0], pair[1]
-    own = type(block) is ResBlock and patch_of(block) is _res_block and type(transformer) is SpatialTransformer
+    known = type(block) is ResBlock and patch_of(block) is _res_block and type(transformer) in TRANSFORMERS
     changed = "forward" in vars(transformer) or any(map(_is_called_otherwise, (block, transformer)))
-    if not own or changed or not _block_suits(block, x) or not _suits(transformer.norm, x):
-        return Block.forward(pair, x, emb, context, size, cache)
+    if not known or changed or not _block_suits(block, x) or not _suits(transformer.norm, x):
+        return Block.forward(pair, x, emb, context, size)
     h, bias = _without_bias(block.out_layers[3], _before_last(block, x, emb))
     norm = transformer.norm
     given = (norm.weight, norm.bias, norm.num_groups, norm.eps, False)
@@ -79,8 +78,8 @@ def _pair(
         normed, x = _kernels.group_norm_of_sum(h, skip, *given, channel=bias)
     else:
         normed, x = _kernels.launch(h, *given, y=skip, channel=bias)
-    x = x + transformer.attend(normed, context, None if cache is None else cache[transformer.index])
-    return Block.forward(list(pair)[2:], x, emb, context, size, cache)  # type: ignore[arg-type]
+    x = x + attend(transformer, normed, context)
+    return Block.forward(list(pair)[2:], x, emb, context, size)  # type: ignore[arg-type]
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:
@@ -89,7 +88,7 @@ def _is_called_otherwise(module: nn.Module) -> bool:
 
 def _block_suits(block: ResBlock, x: Tensor) -> bool:
     norms, acts = (block.in_layers[0], block.out_layers[0]), (block.in_layers[1], block.out_layers[1])
-    simple = not block.scale_shift and not block.resample and all(type(act) is nn.SiLU for act in acts)
+    simple = all(type(act) is nn.SiLU for act in acts)
     return simple and all(patch_of(norm) is _by_triton and _suits(norm, x) for norm in norms)
 
 
@@ -127,6 +126,8 @@ def use(network: nn.Module, triton: bool = False) -> None:
         elif (
             type(module) is Block
             and triton
-            and [type(each) for each in list(module)[:2]] == [ResBlock, SpatialTransformer]
+            and len(module) > 1
+            and type(module[0]) is ResBlock
+            and type(module[1]) in TRANSFORMERS
         ):
             patch(module, _pair)

@@ -5,11 +5,12 @@ patched too and computes with its own weights.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Function = Callable[..., Any]  # called with the module, then with what its forward gets
 _KERNELS: set[Function] = set()
@@ -38,6 +39,18 @@ def patch_of(module: nn.Module) -> Function | None:
     """Return the function that patch() gave this module, or None if patch() did not set its forward."""
     forward = vars(module).get("forward")
     return forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else None
+
+
+def twin(network: nn.Module) -> Any:
+    """Return a copy of a network with modules of its own, the same weights, and the same hooks and patches.
+
+    Its modules can be changed without changing the network; weights that are offloaded come for both.
+    """
+    shared: list[Any] = [*network.parameters(), *network.buffers()]
+    for module in network.modules():
+        shared += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        shared += [value for name, value in vars(module).items() if isinstance(value, Tensor) or name == "joined"]
+    return copy.deepcopy(network, {id(value): value for value in shared})
 
 
 def follow(network: nn.Module, other: nn.Module) -> None:

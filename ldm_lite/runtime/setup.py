@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.models.transformer import BasicTransformerBlock, CrossAttention
-from ldm_lite.runtime import aot, fused_norm
+from ldm_lite.core.denoise import denoise_step
+from ldm_lite.runtime import aot, fused_norm, joined
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import Step, compiled_step
@@ -82,9 +81,8 @@ def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> 
     device is where it computes; its weights may be elsewhere.
     """
     attention_backends.follow(network, other)
-    joined = any(isinstance(layer, CrossAttention) and layer.qkv is not None for layer in other.modules())
-    plain = vars(other).get("plain_kernels", False)
-    _use_kernels(network, device, frozenset({PLAIN} if plain else {"qkv"} if joined else ()))
+    plain, joins = vars(other).get("plain_kernels", False), any(joined.joined_layers(other))
+    _use_kernels(network, device, frozenset({PLAIN} if plain else {"qkv"} if joins else ()))
     follow(network, other)
 
 
@@ -136,9 +134,7 @@ def _has_cpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset
 def _use_gpu_kernels(network: nn.Module, device: torch.device, chosen: frozenset[str]) -> None:
     fused_norm.use(network, triton="norm" in chosen)
     if "qkv" in chosen and _are_on(network, device):  # weights that move come apart
-        for block in network.modules():
-            if type(block) is BasicTransformerBlock and not block.cross_only and type(block.attn1) is CrossAttention:
-                block.attn1.join()
+        joined.use(network)
 
 
 def _are_on(network: nn.Module, device: torch.device) -> bool:

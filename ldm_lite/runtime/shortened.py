@@ -4,41 +4,27 @@
   They also run where a text changes, a branch of guidance begins again, the noise rises again (Restart), or T-GATE
   records.
 - T-GATE (Zhang et al. 2024): from a step on, the result of cross-attention is that of the step before, the mean over
-  the branches of guidance; only the conditional branch runs then, which is guidance_steps.Within's part.  Regions have
-  a branch each that runs on: with the mean of its own result and the unconditional one.
+  the branches of guidance; only the conditional branch runs then: guidance_steps.gated.  Regions have a branch each
+  that runs on: with the mean of its own result and the unconditional one.
 - FreeU (Si et al. 2024) saves nothing but changes the image: features that come up are amplified, and the low
   frequencies of the skips weakened.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.denoise import Call, Conditioning, Inputs, InputSource, denoise_step, running
 from ldm_lite.core.layers import channels_last
-from ldm_lite.diffusion.guidance import Branches, Conditioning
+from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan, rises_before
 from ldm_lite.models.controlnet import ControlledUNet
-from ldm_lite.models.transformer import Recorded, TextCache
+from ldm_lite.models.ip_adapter import UNetWithImages, cross_attentions
 from ldm_lite.models.unet import UNet, plus
-
-
-class Call(NamedTuple):
-    """A call of the network in a run, and what it reads besides latents."""
-
-    number: int  # from 0
-    step: int  # that it belongs to, from 0
-    texts: tuple[Conditioning, ...] = ()  # of all branches of guidance
-    used: tuple[int, ...] = (0,)  # which of them run
-    descent: int = 0  # how often the noise has risen before
-
-    @staticmethod
-    def of(plan: Plan, number: int, branches: Branches) -> "Call":
-        """Return a call of a plan."""
-        step = int(plan.step[number])
-        return Call(number, step, branches.at(number), branches.used_at(step), rises_before(plan, number))
+from ldm_lite.runtime.patching import patch, patch_of, twin
 
 
 @dataclass(frozen=True)
@@ -51,27 +37,89 @@ class Shortcuts:
     free: tuple[float, float, float, float] | None = None  # FreeU: b1, b2, s1, s2
 
 
-class ShortenedUNet(nn.Module):
-    """A UNet with shortcuts in one run; call at() before each call.  It remembers features of the run."""
+class _Now(NamedTuple):
+    """A call of the network in a run, and what it reads."""
 
-    def __init__(self, unet: nn.Module, shortcuts: Shortcuts) -> None:
-        """Raises ValueError for another network than a UNet, and a branch that it does not have."""
+    number: int  # from 0
+    step: int  # that it belongs to, from 0
+    texts: list[Conditioning]  # of all branches of the guidance
+    used: tuple[int, ...]  # which of them run
+    rises: int  # how often the noise has risen before
+
+
+class ShortenedUNet(nn.Module):
+    """A UNet with shortcuts in one run: `wrapped` gives its inputs.  It remembers features of the run."""
+
+    def __init__(self, unet: nn.Module, shortcuts: Shortcuts, plan: Plan | None = None) -> None:
+        """Raises ValueError for another network than a UNet, a branch that it does not have, and an adaptive plan."""
         super().__init__()
         if type(unet) is not UNet:
             raise ValueError(f"DeepCache, T-GATE and FreeU are for UNets, not for {type(unet).__name__}")
+        if isinstance(plan, AdaptivePlan):
+            raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: take another sampler")
         if not 0 <= shortcuts.branch < len(unet.input_blocks) - 1:
             raise ValueError(f"got branch {shortcuts.branch}, wanted 0 to {len(unet.input_blocks) - 2}")
         if shortcuts.gate is not None and unet.spec.context_dim is None:
             raise ValueError("T-GATE needs cross-attention, and this UNet reads no text")
-        self.unet, self.shortcuts = unet, shortcuts
-        self._call = Call(0, 0)
-        self._deep: tuple[Tensor, Call] | None = None  # the input of the first output block that always runs
-        self._crossed: tuple[TextCache, tuple[int, ...]] | None = None  # cross-attention's results, of which branches
+        self.unet: Any = unet
+        self.shortcuts, self.plan = shortcuts, plan
+        self.now = _Now(0, 0, [], (0,), 0)
+        self._mode = ""  # of T-GATE: "record", "reuse" or neither
+        self._crossed: dict[int, Tensor] = {}  # results of the cross-attentions (K*B,N,C)
+        self._crossed_branches: tuple[int, ...] = ()  # which ones these are of
+        self._deep: tuple[Tensor, _Now] | None = None  # the input of the first output block that always runs
+        self._units: dict[nn.Module, nn.Module] = {}  # UNet -> the one that runs in its place
+        self._stacks: dict[nn.Module, nn.Module] = {}  # network -> the same with this one in place of its UNet
 
-    def at(self, call: Call, network: Any) -> nn.Module:
-        """Return the network for a call: this one, or `network`'s ControlNets on it."""
-        self._call = call
-        return ControlledUNet(self, network.nets) if isinstance(network, ControlledUNet) else self
+    def wrapped(self, source: InputSource) -> InputSource:
+        """Return the inputs of a run with this network in place of its UNet; controls stay around it."""
+
+        def inputs_of(call: Call) -> Inputs:
+            inputs = source(call)
+            assert self.plan is not None
+            texts = [branch.conditioning for branch in inputs.branches]
+            if {id(text) for text in texts} <= {id(text) for text in self.now.texts}:
+                texts = self.now.texts  # after T-GATE's step there is only the last branch
+            places = {id(text): place for place, text in enumerate(texts)}
+            used = tuple(places[id(branch.conditioning)] for branch in running(inputs.branches, inputs.scale))
+            self.now = _Now(call.number, call.step, texts, used, rises_before(self.plan, call.number))
+            return inputs._replace(network=self._in(inputs.network), step=denoise_step)
+
+        return inputs_of
+
+    def _in(self, network: Any) -> nn.Module:
+        """Return a network with this one in place of its UNet."""
+        unet = network
+        while type(unet) in (ControlledUNet, UNetWithImages):
+            unet = unet.unet
+        if unet not in self._units:
+            self._units[unet] = unet if self.shortcuts.gate is None else self._recording(unet, unet is network)
+        self.unet = self._units[unet]
+        if network is unet:
+            return self
+        if network not in self._stacks:
+            images = type(network) is UNetWithImages
+            inner = network.unet if images else network
+            controlled = ControlledUNet(self, inner.nets) if type(inner) is ControlledUNet else self
+            self._stacks[network] = UNetWithImages(controlled) if images else controlled
+        return self._stacks[network]
+
+    def _recording(self, unet: nn.Module, is_shared: bool) -> nn.Module:
+        """Return a UNet, or a copy if others use it, whose cross-attentions record their results: T-GATE."""
+        unet = twin(unet) if is_shared else unet
+        for place, layer in enumerate(cross_attentions(unet)):
+            inner = patch_of(layer) or type(layer).forward
+
+            def forward(layer: Any, x: Tensor, context: Tensor, place: int = place, inner: Any = inner) -> Tensor:
+                if self._mode == "reuse":
+                    return self._mean(self._crossed[place])
+                out: Tensor = inner(layer, x, context)
+                if self._mode == "record":
+                    self._crossed[place] = out
+                return out
+
+            patch(layer, forward)
+        return unet
 
     def forward(
         self,
@@ -79,72 +127,73 @@ class ShortenedUNet(nn.Module):
         t: Tensor,
         context: Tensor | None = None,
         y: Tensor | None = None,
-        *,
-        cache: TextCache | None = None,
-        control: tuple[Tensor, ...] | None = None,
-        features: tuple[Tensor | None, ...] | None = None,
+        concat: Tensor | None = None,
+        residuals: Sequence[Tensor] | None = None,
+        features: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Run as UNet.forward."""
         gate = self.shortcuts.gate
-        if gate is None or self._call.step < gate - 1 or context is None:
-            return self._run(x, (t, context, y), cache, control, features)
-        if not self._records and self._crossed is not None:
-            results, had = self._crossed
-            crossed = _map(results, lambda each: _mean(each, had, self._call.used))
-            return self._run(x, (t, context, y), crossed, control, features)
-        # Without a cache the layers compute their keys and values: their weights may be elsewhere, or in 8 bits, now.
-        recorded = _map(self.unet.text_cache(None) if cache is None else cache, Recorded)
-        out = self._run(x, (t, context, y), recorded, control, features)
-        self._crossed = _map(recorded, lambda each: each.out), self._call.used
-        return out
-
-    def _run(
-        self,
-        x: Tensor,
-        inputs: tuple[Tensor, Tensor | None, Tensor | None],
-        cache: TextCache | None,
-        control: tuple[Tensor, ...] | None,
-        features: tuple[Tensor | None, ...] | None,
-    ) -> Tensor:
-        unet, (t, context, y) = self.unet, inputs
+        self._mode = ""
+        if gate is not None and self.now.step >= gate - 1 and context is not None:
+            self._mode = "record" if self._records else "reuse"
+        if self._mode == "record":
+            self._crossed_branches = self.now.used
+        unet = self.unet
+        emb = unet.embed(t, y)  # (B, E)
+        x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
+        text = None if context is None else context.to(emb.dtype)
         whole, kept = len(unet.input_blocks), 1 + self.shortcuts.branch
-        deep, x = self._kept(), channels_last(x)
-        emb, skips = unet.embed(t, y, x.dtype), []  # (B, E)
+        deep, x, skips = self._kept(), channels_last(x.to(emb.dtype)), []
         for i, block in enumerate(unet.input_blocks[: whole if deep is None else kept]):
-            x = block(x, emb, context, None, cache)
-            x = plus(x, None if features is None else features[i])
-            skips.append(x if control is None else x + control[i])
+            x = plus(block(x, emb, text), None if features is None else features[i])
+            skips.append(x if residuals is None else x + residuals[i])
         if deep is not None:
             x = deep
         else:
-            x = plus(unet.middle_block(x, emb, context, None, cache), None if features is None else features[-1])
-            x = x if control is None else x + control[-1]
+            x = plus(unet.middle_block(x, emb, text), None if features is None else features[-1])
+            x = x if residuals is None else x + residuals[-1]
         for i, block in enumerate(unet.output_blocks):
             if deep is not None and i < whole - kept:
                 continue
             if i == whole - kept and self.shortcuts.every > 1 and deep is None:
-                self._deep = x, self._call
+                self._deep = x, self.now
             skip = skips.pop()
             if self.shortcuts.free is not None:
                 x, skip = self._freed(x, skip, self._levels[i])
-            x = block(torch.cat([x, skip], dim=1), emb, context, skips[-1].shape[2:] if skips else None, cache)
+            x = block(torch.cat([x, skip], dim=1), emb, text, skips[-1].shape[2:] if skips else None)
         return unet.out(x)
 
     @property
     def _records(self) -> bool:
         """Whether this call keeps the results of cross-attention: of all blocks."""
         gate = self.shortcuts.gate
-        return gate is not None and self._call.step >= gate - 1 and (self._call.step < gate or self._crossed is None)
+        return gate is not None and self.now.step >= gate - 1 and (self.now.step < gate or not self._crossed)
 
     def _kept(self) -> Tensor | None:
         """Return the deep features of the branches that run now; None if the deep blocks have to run."""
-        if self._deep is None or self._call.number % self.shortcuts.every == 0 or self._records:
+        if self._deep is None or self.now.number % self.shortcuts.every == 0 or self._mode == "record":
             return None
-        (features, had), now = self._deep, self._call
-        if had.texts is not now.texts or had.descent != now.descent or not set(now.used) <= set(had.used):
+        (features, then), now = self._deep, self.now
+        if then.texts is not now.texts or then.rises != now.rises or not set(now.used) <= set(then.used):
             return None
-        each = features.view(len(had.used), -1, *features.shape[1:])  # (K, B, C, h, w)
-        return features if now.used == had.used else each[[had.used.index(k) for k in now.used]].flatten(0, 1)
+        if now.used == then.used:
+            return features
+        parts = features.view(len(then.used), -1, *features.shape[1:])  # (K, B, C, h, w)
+        return parts[[then.used.index(k) for k in now.used]].flatten(0, 1)
+
+    def _mean(self, results: Tensor) -> Tensor:
+        """Return results of cross-attention (K*B,N,C) of the branches then, as the branches that run now use them.
+
+        One branch uses the mean over all; several, each the mean of its own and the unconditional one, the branch 0.
+        """
+        then, now = self._crossed_branches, self.now.used
+        if then == now:
+            return results
+        parts = results.view(len(then), -1, *results.shape[1:])  # (K, B, N, C)
+        if len(now) == 1:
+            return parts.mean(dim=0)
+        alone = parts[[then.index(branch) for branch in now]]
+        return ((alone + parts[:1]) / 2).flatten(0, 1)
 
     @property
     def _levels(self) -> list[int]:
@@ -164,30 +213,7 @@ class ShortenedUNet(nn.Module):
 def _fewer_low(x: Tensor, scale: float) -> Tensor:
     """Multiply the lowest frequencies of features (B,C,h,w) by scale: 0 and -1 of each side."""
     frequencies = torch.fft.fftn(x.float(), dim=(-2, -1))
-    low = [torch.zeros(side, device=x.device) for side in x.shape[2:]]
-    for each in low:
-        each[[0, -1]] = 1
-    mask = 1 + (scale - 1) * low[0][:, None] * low[1]
+    rows, columns = (torch.zeros(side, device=x.device) for side in x.shape[2:])
+    rows[[0, -1]], columns[[0, -1]] = 1, 1
+    mask = 1 + (scale - 1) * rows[:, None] * columns
     return torch.fft.ifftn(frequencies * mask, dim=(-2, -1)).real.to(x.dtype)
-
-
-def _map(cache: TextCache, make: Callable[[Any], Any]) -> TextCache:
-    """Replace the entry of each cross-attention of text; attn1 keeps its own."""
-    return tuple(
-        None if layer is None else tuple((None if each is None else (each[0], make(each[1]))) for each in layer)
-        for layer in cache
-    )
-
-
-def _mean(results: Tensor, had: tuple[int, ...], now: tuple[int, ...]) -> Tensor:
-    """Return results of cross-attention (K*B,N,C) of the branches `had`, as the branches that run now use them.
-
-    One branch uses the mean over all; several, each the mean of its own and the unconditional one, the branch 0.
-    """
-    if had == now:
-        return results
-    each = results.view(len(had), -1, *results.shape[1:])  # (K, B, N, C)
-    if len(now) == 1:
-        return each.mean(dim=0)
-    own = each[[had.index(branch) for branch in now]]
-    return ((own + each[:1]) / 2).flatten(0, 1)

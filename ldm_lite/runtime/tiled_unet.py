@@ -22,14 +22,14 @@ class TiledUNet(nn.Module):
         self.unet = unet
         self.tile = tile
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, concat: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Compute UNet.forward as the mean of the tiles' outputs (B,C,h,w), weighted by the distance from borders."""
         height, width = x.shape[2:]
         rows, columns = starts(height, self.tile), starts(width, self.tile)
         if len(rows) == len(columns) == 1:
-            return self.unet(x, t, context, y)
+            return self.unet(x, t, concat=concat, **inputs)
         places = [(..., slice(top, top + self.tile), slice(left, left + self.tile)) for top in rows for left in columns]
-        outs = [self.unet(x[place], t, context, y) for place in places]
+        outs = [self.unet(x[place], t, concat=None if concat is None else concat[place], **inputs) for place in places]
         # The mean is computed in float32, whatever the dtype of the network.
         window = weights(min(self.tile, height), min(self.tile, width), x.device)
         total = torch.zeros(*outs[0].shape[:2], height, width, dtype=torch.float32, device=x.device)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import channels_last
-from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock, Upsample
+from ldm_lite.core.layers import Upsample, channels_last
+from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock
 from ldm_lite.runtime.patching import patch, patch_of, runs_as_written
 from ldm_lite.runtime.seamless import is_seamless
 

@@ -7,13 +7,14 @@ other bits for a shape runs image by image, and a step that still does runs as a
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.denoise import Guided, Network, denoise_step
 from ldm_lite.core.layers import Conv1x1
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
-from ldm_lite.diffusion.step import Network, Row, denoise_step
+from ldm_lite.core.plan import Row
 from ldm_lite.runtime.patching import kernel, patch, patch_of
 
 LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)
@@ -34,22 +35,15 @@ class Together:
                 patch(module, self._layer(patch_of(module) or type(module).forward))
 
     def __call__(
-        self,
-        network: Network,
-        registers: Tensor,
-        row: Row,
-        noise: Tensor,
-        conditioning: Conditioning,
-        guidance: Guidance,
-        dtype: torch.dtype,
+        self, network: Network, registers: Tensor, row: Row, noise: Tensor, guided: Guided, *how: Any
     ) -> Tensor:
         """Run one row of a plan, as denoise_step does."""
         count = registers.shape[1]
-        inputs = network, registers, row, noise, conditioning, guidance, dtype
+        inputs = network, registers, row, noise, guided, *how
         if count == 1:
             return denoise_step(*inputs)
-        shapes = [None if part is None else part.shape for part in conditioning[:3]]
-        key = (registers.shape, *shapes, guidance.rescale is None, guidance.percentile is None)
+        shapes = [(name, part.shape) for name, part in guided.conditioning.items()]
+        key = (registers.shape, *shapes, how[:2])
         if self._same.get(key) is False:
             return self._alone(*inputs)
         with self.images(count):
@@ -69,25 +63,14 @@ class Together:
         finally:
             self.count = before
 
-    def _alone(
-        self,
-        network: Network,
-        registers: Tensor,
-        row: Row,
-        noise: Tensor,
-        conditioning: Conditioning,
-        guidance: Guidance,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        count, made = registers.shape[1], []
+    def _alone(self, network: Network, registers: Tensor, row: Row, noise: Tensor, guided: Guided, *how: Any) -> Tensor:
+        count, images = registers.shape[1], []
         with self.images(1):
             for i in range(count):
-                context, y, concat = (None if part is None else part[i::count] for part in conditioning[:3])
-                image = registers[:, i : i + 1], row, noise[i : i + 1]
-                more = {name: each[i::count] for name, each in (conditioning.inputs or {}).items()}
-                own = Conditioning(context, y, concat, inputs=more or None)
-                made.append(denoise_step(network, *image, own, guidance, dtype))
-        return torch.cat(made, dim=1)
+                rows = {name: part[i::count] for name, part in guided.conditioning.items()}
+                image = registers[:, i : i + 1], row, noise[i : i + 1], guided._replace(conditioning=rows)
+                images.append(denoise_step(network, *image, *how))
+        return torch.cat(images, dim=1)
 
     def _layer(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the forward of a layer that runs image by image where that gives other bits."""

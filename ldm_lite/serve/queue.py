@@ -18,7 +18,7 @@ from ldm_lite.image import to_image
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
 from ldm_lite.serve.ticket import CANCELLED, DONE, FAILED, QUEUED, RUNNING, Ticket
-from ldm_lite.toolkit import Batch, DenoisingState, Sample, count_images, prepare
+from ldm_lite.toolkit import Batch, Sample, State, count_images, prepare
 
 log = logging.getLogger("ldm_lite")
 
@@ -280,7 +280,7 @@ class Engine:
             peeked = [self._peeked.pop(ticket)] if ticket in self._peeked else []
             self._sources[ticket] = chain(next_units, peeked, self._sources.get(ticket, ()))
 
-    def _stopped(self, unit: Unit, place: int, state: DenoisingState) -> bool:
+    def _stopped(self, unit: Unit, place: int, state: State) -> bool:
         """Whether an image needs no more steps: its ticket has ended, or was interrupted, which finishes it."""
         ticket = unit.ticket
         if time.monotonic() > self._give_up:
@@ -312,7 +312,7 @@ class Engine:
             self.totals["done"] += 1
             ticket.end(DONE)
 
-    def _show(self, units: list[Unit], state: DenoisingState, partials: bool) -> None:
+    def _show(self, units: list[Unit], state: State, partials: bool) -> None:
         """Decode what a step predicted, for those who want to see it."""
         if state.step == state.num_steps:
             return
@@ -353,6 +353,6 @@ def _like(one: Ticket, other: Ticket) -> bool:
     return all(getattr(one.options, name) == getattr(other.options, name) for name in names)
 
 
-def _is_due(partials: int, state: DenoisingState) -> bool:
+def _is_due(partials: int, state: State) -> bool:
     """Whether a step is one of those, evenly spread, of which a partial image is wanted."""
     return state.step in {round(state.num_steps * (k + 1) / (partials + 1)) for k in range(partials)}

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -19,12 +19,14 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import guided
 from ldm_lite.conditioning.regions import shares
 from ldm_lite.control.apply import ActiveControls
-from ldm_lite.diffusion.guidance import Branches, Conditioning, composed, instructed, regional, skipping
+from ldm_lite.core.denoise import Constraint, InputSource, State, unconstrained
+from ldm_lite.diffusion.guidance import Guidance, composed, instructed, regional, rescaling, skipping, thresholding
 from ldm_lite.diffusion.noise import Draw, SharedNoise
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.generate import DenoisingState, Extras, InpaintMask, RefinerSwitch
+from ldm_lite.generate import Refiner
 from ldm_lite.image import depth_latent, to_pil, to_pixels, to_rgb
+from ldm_lite.runtime.shortened import ShortenedUNet
 from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.job import Job, Result
 from ldm_lite.tasks.masked_area import Area, covering
@@ -32,7 +34,7 @@ from ldm_lite.tasks.text_inputs import AHEAD, PromptEncoder, Texts, weights_of
 
 log = logging.getLogger("ldm_lite")
 
-OnStep = Callable[[DenoisingState], None]
+OnStep = Callable[[State], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +121,7 @@ def results(
             on_step(event)
 
 
-def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[DenoisingState | Result]:
+def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[State | Result]:
     """Run all prompts and repetitions of a job on each of the inputs; yield states after every step, and results."""
     runner = Runner(job)
     for number, given in enumerate(inputs):
@@ -128,7 +130,7 @@ def run(job: Job, inputs: Inputs, existing: Existing | None = None) -> Iterator[
             continue
         image = given.make() if isinstance(given, Later) else given
         for event in runner.run(image, batches):
-            if isinstance(event, DenoisingState):
+            if isinstance(event, State):
                 yield event
                 continue
             batch, latents = event
@@ -149,6 +151,35 @@ def noise_settings(job: Job, variation: int) -> dict[str, object]:
     return {} if job.compat or job.noise is not None else job.noise_source.settings(variation)
 
 
+class InpaintMask(NamedTuple):
+    """Latents to keep where the mask is 0: they are put back before every call, with the noise of its level.
+
+    After the last call they are restored without noise, whatever the sampler ends at.  diffusers'
+    StableDiffusionInpaintPipeline, for ordinary networks.  Without `noise` they are put back before every step, with
+    fresh noise, and the end is the sampler's: `mask` and `x0` of the original samplers.
+    """
+
+    latents: Tensor  # (B,C,h,w)
+    mask: Tensor  # (B or 1,1,h,w) in [0,1]: 0 keeps, 1 is free
+    noise: Tensor | None  # (B,C,h,w), unit noise: that of the first latents
+
+    def constraint(self, plan: Plan, draw: Draw, device: torch.device) -> Constraint:
+        """Return what puts the latents back in the calls of a plan."""
+        kept, mask = self.latents.to(device, torch.float32), self.mask.to(device, torch.float32)
+        noise = None if self.noise is None else self.noise.to(device, torch.float32)
+        levels = [*plan.level.tolist(), (1.0, 0.0)]
+
+        def constrain(number: int, x: Tensor) -> Tensor:
+            a, s = levels[number]
+            if noise is not None:
+                return mask * x + (1 - mask) * (a * kept + s * noise) if number else x
+            if number == len(plan.t) or (number and plan.step[number - 1] == plan.step[number]):
+                return x
+            return mask * x + (1 - mask) * (a * kept + s * draw().to(device, torch.float32))
+
+        return constrain
+
+
 @dataclass(frozen=True, eq=False)
 class Ready:
     """A batch with all that its denoising reads."""
@@ -157,15 +188,20 @@ class Ready:
     model: Model
     plan: Plan | None
     latents: Tensor  # (B,C,h,w), noised
-    branches: Branches
+    source: InputSource  # the inputs of every call
     draw: Draw
-    extras: Extras
+    mask: InpaintMask | None = None
+    refiner: Refiner | None = None
 
-    def stream(self) -> Iterator[DenoisingState]:
+    def stream(self) -> Iterator[State]:
         """Yield the state after every step, as generate.stream does; nothing if there are no steps."""
         if self.plan is None:
             return iter(())
-        return generate.stream(self.model, self.latents, self.branches, self.plan, draw=self.draw, extras=self.extras)
+        constrain: Constraint = unconstrained
+        if self.mask is not None:
+            constrain = self.mask.constraint(self.plan, self.draw, self.model.device)
+        inputs = self.latents, self.source, self.plan, self.draw, constrain, self.refiner
+        return generate.stream(self.model, *inputs)
 
 
 class Runner:
@@ -178,7 +214,7 @@ class Runner:
         self._next: Runner | None = None  # of second passes
         self._generator = torch.Generator(job.model.device).manual_seed(job.seeds.first) if job.compat else None
 
-    def run(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
+    def run(self, image: ImageInputs, batches: Sequence[Batch]) -> Iterator[State | tuple[Batch, Tensor]]:
         """Run batches on one input; yield states after every step, and each batch with its latents (B,C,h,w)."""
         for ready in self.prepare(image, batches):
             latents = ready.latents
@@ -190,7 +226,7 @@ class Runner:
             else:
                 yield from self._second(image.second, ready.batch, latents)
 
-    def _second(self, second: Second, batch: Batch, latents: Tensor) -> Iterator[DenoisingState | tuple[Batch, Tensor]]:
+    def _second(self, second: Second, batch: Batch, latents: Tensor) -> Iterator[State | tuple[Batch, Tensor]]:
         """Run the second pass of a batch."""
         if self._next is None:
             self._next = Runner(second.job)
@@ -203,23 +239,25 @@ class Runner:
             job = dataclasses.replace(job, plan=image.start[0], start=image.start[1])
         if job.depth is not None:
             image = dataclasses.replace(image, concat=_depth_channels(job.depth, model, image.latent_shape))
-        initial, controls, shortcuts = InitialLatents(job, image, self._generator), None, job.tricks.shortcuts
-        plan = None if job.plan is None else dataclasses.replace(job.plan, initial=1.0)  # draw() scales the noise
+        initial, controls = InitialLatents(job, image, self._generator), _controls(job, image)
         for place, batch in enumerate(batches):
             rows = batch.rows
             if model.offloader is not None and place % AHEAD == 0:
-                self._text.encode_ahead([each.rows for each in batches[place : place + AHEAD]], image.latent_shape)
+                self._text.encode_ahead([later.rows for later in batches[place : place + AHEAD]], image.latent_shape)
             texts = self._text.encode(rows, image.latent_shape)
-            branches = _branches(job, model, image, texts, len(rows))
-            if controls is None:
-                controls = _controls(job, image, branches, texts[0].uncond)
-            switch = None
-            if job.refiner is not None and self._refining is not None:
-                refiner, step = job.refiner
-                refined = _branches(job, refiner, image, self._refining.encode(rows, image.latent_shape), len(rows))
-                switch = RefinerSwitch(refiner, refined, step)
             latents, mask, draw = initial.draw(batch)
-            yield Ready(batch, model, plan, latents, branches, draw, Extras(mask, controls, switch, shortcuts))
+            source = _source(job, model, image, texts, latents)
+            if controls is not None:
+                source = controls.wrapped(source)
+            if job.tricks.shortcuts is not None and job.plan is not None:
+                source = ShortenedUNet(model.unet, job.tricks.shortcuts, job.plan).wrapped(source)
+            refiner = None
+            if job.refiner is not None and self._refining is not None:
+                other, step = job.refiner
+                generate.check_refiner(model, other)
+                refined = self._refining.encode(rows, image.latent_shape)
+                refiner = other, _source(job, other, image, refined, latents), step
+            yield Ready(batch, model, job.plan, latents, source, draw, mask, refiner)
 
 
 def batches_of(job: Job, number: int, given: ImageInputs | Later, existing: Existing | None) -> Iterator[Batch]:
@@ -323,69 +361,71 @@ def _depth_channels(depth: Image.Image, model: Model, latent_shape: tuple[int, i
     return generate.encode(model, to_pixels(to_rgb(depth).resize((factor * w, factor * h)))[None])[0]
 
 
-def _controls(job: Job, image: ImageInputs, branches: Branches, uncond: Conditioning | None) -> ActiveControls | None:
+def _controls(job: Job, image: ImageInputs) -> ActiveControls | None:
     """Prepare the controls for images of this size."""
     if not job.controls or job.plan is None:
         return None
     factor, (_, h, w) = job.model.vae.spec.factor, image.latent_shape
-
-    def negatives(step: int) -> int:
-        own = None if uncond is None else uncond.context
-        before = branches.used_at(step)[:-1]  # the last one is never the negative prompt's
-        return sum(branches.conditionings[k].context is own for k in before)
-
-    return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h), branches.count_at, negatives)
+    return ActiveControls(job.model, job.controls, job.plan, (factor * w, factor * h))
 
 
-def _branches(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts], num: int) -> Branches:
-    """Return the branches of guidance for a batch of num images, with the conditioning for `model`."""
-    made: dict[tuple[int, ...], Branches] = {}  # the same texts may come back
-    keys = [tuple(map(id, (*each.conds, each.uncond))) for each in texts]
-    for key, each in zip(keys, texts, strict=True):
-        made.setdefault(key, _branches_of(job, model, image, each, num))
-    changes = tuple((each.first, made[key].conditionings) for key, each in zip(keys[1:], texts[1:], strict=True))
+def _source(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts], latents: Tensor) -> InputSource:
+    """Return the inputs of every call for a batch, whose first latents are (B,C,h,w), with the texts for `model`."""
+    guidance = job.tricks.scaled(_guidance(job, model, image, texts, len(latents)), job.plan)
+    if job.rescale:
+        guidance = dataclasses.replace(guidance, adjust=(*guidance.adjust, rescaling(job.rescale, model.device)))
+    if job.threshold is not None:
+        threshold = thresholding(job.threshold, math.inf, model.device)
+        guidance = dataclasses.replace(guidance, adjust=(*guidance.adjust, threshold))
+    if job.plan is not None:
+        generate.check(model, latents, guidance)
+    source = guidance.on(model.device, model.dtype).source(model.unet, model.step)
+    source = job.tricks.wrapped(source, job.plan, instructed=job.image_scale is not None)
+    if job.skip is not None and model is job.model and job.plan is not None:
+        skip = torch.tensor([block in job.skip.layers for block in range(model.family.unet.depth)])
+        steps = job.plan.num_steps
+        between = (job.skip.start * steps, job.skip.end * steps)
+        source = skipping(source, skip.to(model.device), job.skip.scale, between)
+    return source
+
+
+def _guidance(job: Job, model: Model, image: ImageInputs, texts: Sequence[Texts], num: int) -> Guidance:
+    """Return the guidance of a batch of num images, whose texts may change, with the conditioning for `model`."""
+    made: dict[tuple[int, ...], Guidance] = {}  # the same texts may come back
+    keys = [tuple(map(id, (*text.conds, text.uncond))) for text in texts]
+    for key, text in zip(keys, texts, strict=True):
+        made.setdefault(key, _guidance_of(job, model, image, text, num))
+    changes = tuple((text.first, made[key].branches) for key, text in zip(keys[1:], texts[1:], strict=True))
     if job.plan is not None:
         job.tricks.check_changes((call for call, _ in changes), job.plan)
-    first = made[keys[0]]
-    threshold = None if job.threshold is None else (job.threshold, math.inf)
-    return dataclasses.replace(first, rescale=job.rescale, threshold=threshold, later=changes)
+    return dataclasses.replace(made[keys[0]], later=changes)
 
 
-def _branches_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: int) -> Branches:
-    """Return the branches of guidance for num images with one of their texts."""
+def _guidance_of(job: Job, model: Model, image: ImageInputs, text: Texts, num: int) -> Guidance:
+    """Return the guidance of num images with one of their texts."""
     conds, uncond, parts = text.conds, text.uncond, text.weights
     reads = model.family.unet.in_channels != model.vae.spec.embed_dim or model.family.task == "edit"  # no refiner does
     if image.concat is not None and reads:
-        concat = image.concat.expand(num, -1, -1, -1)
+        more = {"concat": image.concat.expand(num, -1, -1, -1)}
         if image.y is not None:
-            y = image.y.expand(num)
-            conds = tuple(cond._replace(y=y) for cond in conds)
-            uncond = None if uncond is None else uncond._replace(y=y)
+            more["y"] = image.y.expand(num)
         if job.image_scale is not None:
             if callable(job.guidance):
                 raise ValueError("three-way guidance takes a number: leave the `guidance` function out")
             if parts != (1.0,):
                 raise ValueError(f"{model.family.title} takes a prompt of one part: leave out AND, and the weight")
-            branches = instructed(conds[0], uncond, concat, job.guidance, job.image_scale)
-            return job.tricks.guide(branches, job.plan)
-        conds = tuple(cond._replace(concat=concat) for cond in conds)
-        uncond = None if uncond is None else uncond._replace(concat=concat)
+            return instructed(conds[0], uncond, more["concat"], job.guidance, job.image_scale)
+        conds = tuple({**cond, **more} for cond in conds)
+        uncond = None if uncond is None else {**uncond, **more}
     if parts == (1.0,):
-        branches = guided(model, conds[0], uncond, job.guidance)
-    elif job.rescale or job.skip is not None:
+        return guided(model, conds[0], uncond, job.guidance)
+    if job.rescale or job.skip is not None:
         raise ValueError(
             "a prompt with AND, or with a weight at its end, takes no `guidance_rescale` and skips no layers: leave "
             "out the first, and give `skip_layer_scale=0` for a model that skips some"
         )
-    elif job.regions is not None:
-        if model.family.distilled:  # it reads the scale
-            conds = tuple(guided(model, cond, None, job.guidance).conditionings[0] for cond in conds)
-        branches = regional(conds, shares(job.regions, parts, image.latent_shape[1:]), uncond, job.guidance)
-    else:
-        branches = composed(conds, parts, uncond, job.guidance)
-    branches = job.tricks.guide(branches, job.plan)
-    if job.skip is not None and model is job.model and job.plan is not None:
-        skip = torch.tensor([block in job.skip.layers for block in range(model.family.unet.depth)])
-        steps = job.plan.num_steps
-        branches = skipping(branches, skip, job.skip.scale, (job.skip.start * steps, job.skip.end * steps))
-    return branches
+    if job.regions is None:
+        return composed(conds, parts, uncond, job.guidance)
+    if model.family.distilled:  # it reads the scale
+        conds = tuple(guided(model, cond, None, job.guidance).branches[0].conditioning for cond in conds)
+    return regional(conds, shares(job.regions, parts, image.latent_shape[1:]), uncond, job.guidance)

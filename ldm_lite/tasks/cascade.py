@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,11 @@ from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
-from ldm_lite.core.denoise import Draw
+from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource, State
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Conditioning, classifier_free
+from ldm_lite.diffusion.guidance import classifier_free, thresholding
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.diffusion.step import Network
-from ldm_lite.generate import DenoisingState, Extras
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.tasks.batching import OnStep, results
 from ldm_lite.tasks.upscale import enlarge
@@ -72,7 +71,7 @@ def cascade(
         if model.family.task == "upscale":
             made = _enlarged(model, options, images, on_step)
         else:
-            made = _Stage(model, options, number).run(Conditioning(context[rows]), uncond, seeds, images, on_step)
+            made = _Stage(model, options, number).run(context[rows], uncond, seeds, images, on_step)
         if number == len(stages) - 1:
             yield from map(CascadeImage, made, seeds)
         else:
@@ -135,7 +134,7 @@ class _Stage:
 
     def run(
         self,
-        cond: Conditioning,
+        context: Tensor,
         uncond: Tensor,
         seeds: Sequence[int],
         small: Sequence[Tensor],
@@ -150,46 +149,52 @@ class _Stage:
             sampler, model.schedule, (table_steps(sampler) or family.steps) if steps is None else int(steps)
         )
         shape = (3, 4**number * options.height, 4**number * options.width)
-        assert cond.context is not None
         for first in range(0, len(seeds), options.batch_size):
             some = slice(first, first + options.batch_size)
-            draw, extras = noise_of(seeds[some], shape), Extras()
-            one, other = Conditioning(cond.context[some]), Conditioning(uncond.expand(len(seeds[some]), -1, -1))
-            noise = draw()
+            draw, count = noise_of(seeds[some], shape), len(seeds[some])
+            noise, fresh = draw(), None
+            cond: dict[str, Tensor] = {"context": context[some]}
+            negative: dict[str, Tensor] = {"context": uncond.expand(count, -1, -1)}
             if number > 0:
                 larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
                 level = model.schedule.at(int(options.noise_level * 1000))
-                y = torch.full((len(noise),), level.t, dtype=torch.float32, device="cpu")
-                one, other = (each._replace(y=y, concat=larger) for each in (one, other))
-                extras = Extras(control=FreshNoise(model, level, draw))
-            branches = classifier_free(one, other, family.scale if scale is None else float(scale))
-            branches = dataclasses.replace(branches, threshold=family.threshold)
-            latents = noise
-            for state in generate.stream(model, noise, branches, plan, draw=draw, extras=extras):
-                latents = state.latents
-                _report(on_step, state)
+                y = torch.full((count,), level.t, dtype=torch.float32, device="cpu")
+                cond, negative = ({**text, "y": y, "concat": larger} for text in (cond, negative))
+                fresh = FreshNoise(level, draw)
+            guidance = classifier_free(cond, negative, family.scale if scale is None else float(scale))
+            if family.threshold is not None:
+                guidance = dataclasses.replace(guidance, adjust=(thresholding(*family.threshold, model.device),))
+            wrap = (lambda source: source) if fresh is None else fresh.wrapped
+            report = partial(_report, on_step)
+            latents = generate.denoise(model, noise, guidance, plan, draw=draw, wrap=wrap, on_step=report)
             yield from generate.decode(model, latents)
 
 
-def _report(on_step: OnStep | None, state: DenoisingState) -> None:
+def _report(on_step: OnStep | None, state: State) -> None:
     if on_step is not None:
         on_step(state)
 
 
 @dataclass(frozen=True, eq=False)
 class FreshNoise:
-    """A generate.StepControl: each step reads the smaller image with fresh noise, as in the original."""
+    """Each step reads the smaller image with fresh noise, as in the original."""
 
-    model: Model
     level: Level
     draw: Draw
 
-    def __call__(self, step: int, conditioning: Conditioning) -> tuple[Network, Conditioning]:
-        """Return the UNet, and the conditioning with noise on its concat channels."""
-        small, fresh = conditioning.concat, self.draw()
-        assert small is not None
-        noise = fresh.to(small).repeat(len(small) // len(fresh), 1, 1, 1)
-        return self.model.unet, conditioning._replace(concat=self.level.a * small + self.level.s * noise)
+    def wrapped(self, source: InputSource) -> InputSource:
+        """Return inputs with noise on their `concat` channels."""
+
+        def noised(conditioning: Conditioning, noise: Tensor) -> Conditioning:
+            small = conditioning["concat"]
+            return {**conditioning, "concat": self.level.a * small + self.level.s * noise.to(small)}
+
+        def inputs_of(call: Call) -> Inputs:
+            inputs, noise = source(call), self.draw()
+            branches = (b._replace(conditioning=noised(b.conditioning, noise)) for b in inputs.branches)
+            return inputs._replace(branches=tuple(branches))
+
+        return inputs_of
 
 
 def _enlarged(

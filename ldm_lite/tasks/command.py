@@ -17,7 +17,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import Progress, memory
 from ldm_lite.cli.version import __version__
-from ldm_lite.generate import DenoisingState
+from ldm_lite.core.denoise import State
 from ldm_lite.image import grid, to_pil
 from ldm_lite.tasks import xy
 from ldm_lite.tasks.batching import Inputs, results
@@ -38,7 +38,7 @@ class Preview:
         """source is the autoencoder's file.  Raises ValueError if its latents are not the model's."""
         self.model, self.show = with_autoencoder(model, source), show
 
-    def __call__(self, state: DenoisingState) -> None:
+    def __call__(self, state: State) -> None:
         """Show the predicted x0 after a step, or the latents after the last step."""
         latents = state.x0 if state.step < state.num_steps else state.latents
         images = [to_pil(pixels) for pixels in generate.decode(self.model, latents)]
@@ -52,7 +52,7 @@ class Steps:
     progress: Progress
     preview: Preview | None = None
 
-    def __call__(self, state: DenoisingState) -> None:
+    def __call__(self, state: State) -> None:
         """Update both after a step."""
         if self.preview is not None:
             self.preview(state)

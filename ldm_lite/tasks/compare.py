@@ -20,7 +20,7 @@ from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.conditioning.prompts import encode_prompts, guided
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Branches
+from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
 from ldm_lite.diffusion.schedule import SPACINGS
 from ldm_lite.tasks import quality
@@ -46,15 +46,15 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
     side = model.family.resolution
     noise = noise_of([options.seed], model.latent_shape(side, side))()
     scale = model.family.scale if options.scale is None else options.scale
-    branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
-    truth, rows = _last_latents(model, branches, noise, "heun", options.reference, options.spacing), []
+    guidance = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
+    truth, rows = _last_latents(model, guidance, noise, "heun", options.reference, options.spacing), []
     on_run()
     for name in names:
         plan = make_plan(name, model.schedule, 20)
         # With noise there is no single solution, and LCM solves another equation.
         errors = {}
         for steps in [] if plan.adds_noise.any() else numbers(options.steps, "`steps`"):
-            latents = _last_latents(model, branches, noise, name, steps, options.spacing)
+            latents = _last_latents(model, guidance, noise, name, steps, options.spacing)
             errors[steps] = float((latents - truth).norm() / truth.norm())
             on_run()
         spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
@@ -63,11 +63,11 @@ def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = 
     return rows
 
 
-def _last_latents(model: Model, branches: Branches, noise: Tensor, sampler: str, steps: int, spacing: str) -> Tensor:
+def _last_latents(model: Model, guidance: Guidance, noise: Tensor, sampler: str, steps: int, spacing: str) -> Tensor:
     plan = make_plan(sampler, model.schedule, steps, spacing=spacing)
     # DDIM and PLMS start from unit noise, the others from the noise of their first level.
     start = noise / plan.initial * plan.level[0, 1]
-    return generate.denoise(model, start, branches, plan).double()
+    return generate.denoise(model, start, guidance, plan).double()
 
 
 def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:

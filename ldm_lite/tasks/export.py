@@ -45,12 +45,14 @@ def _sizes(model: Model, text: str | None) -> list[tuple[int, int]]:
 
 def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> Inputs:
     """Inputs of the UNet as the denoising loop gives them: latents, timesteps, context, vectors or classes."""
-    _, h, w = model.latent_shape(height, width)
+    channels, h, w = model.latent_shape(height, width)
     prompts = encode_prompts(model, [""] * batch, PromptOptions(num_chunks=chunks))
-    text = guided(model, prompts, None, 1.0).conditionings[0]
-    x = torch.randn(batch, model.family.unet.in_channels, h, w, device=model.device, dtype=model.dtype)
+    text = guided(model, prompts, None, 1.0).branches[0].conditioning
+    whole = torch.randn(batch, model.family.unet.in_channels, h, w, device=model.device, dtype=model.dtype)
+    x, concat = whole.tensor_split([channels], dim=1)
     t = torch.full((batch,), 500.0, device=model.device)
-    return (x, t, text.context) if text.y is None else (x, t, text.context, text.y)
+    inputs = (x, t, text.get("context"), text.get("y"), concat if concat.shape[1] else None)
+    return inputs[: 1 + max(i for i, part in enumerate(inputs) if part is not None)]
 
 
 def run(options: ExportOptions, load: LoadOptions) -> None:

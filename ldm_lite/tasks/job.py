@@ -25,7 +25,8 @@ from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
 from ldm_lite.conditioning.regions import Box, read_regions
 from ldm_lite.control.control import Control, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
-from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, cfg_plus_plus
+from ldm_lite.core.denoise import Conditioning
+from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.names import resolve as resolve_sampler
 from ldm_lite.diffusion.noise import NoiseSource
@@ -184,7 +185,7 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
 
 def _read_prompts(options: Txt2imgOptions, model: Model | None) -> list[str]:
     if (cond := as_conditioning(options.cond)) is not None:
-        count = next(len(each) for each in cond if each is not None)
+        count = len(next(iter(cond.values())))
         return [options.prompt if isinstance(options.prompt, str) else ""] * count
     if options.from_file is None:
         if options.prompt is None:

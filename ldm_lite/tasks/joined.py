@@ -7,26 +7,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ldm_lite.core.denoise import Branch, Inputs
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.diffusion.guidance import Constant
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.generate import Extras, InpaintMask
-from ldm_lite.tasks.batching import Ready
+from ldm_lite.tasks.batching import InpaintMask, Ready
 
 
-def are_alike(one: Ready, other: Ready) -> bool:
+def are_alike(first: Ready, second: Ready) -> bool:
     """Whether two batches can be denoised as one: of one model, with the same steps, guidance and shapes."""
-    if one.model is not other.model or not (_can_join(one) and _can_join(other)):
+    if first.model is not second.model or not (_can_join(first) and _can_join(second)):
         return False
-    mine, theirs = one.branches, other.branches
-    guidance = [(each.weights, each.rescale, each.threshold) for each in (mine, theirs)]
-    masks = (one.extras.mask is None) == (other.extras.mask is None)
+    ours, theirs = _inputs(first), _inputs(second)
     return (
-        _same(one.plan, other.plan)
-        and masks
-        and guidance[0] == guidance[1]
-        and one.latents.shape[1:] == other.latents.shape[1:]
-        and list(map(_shapes, mine.conditionings)) == list(map(_shapes, theirs.conditionings))
+        _same(first.plan, second.plan)
+        and (first.mask is None) == (second.mask is None)
+        and ours[2:] == theirs[2:]  # all but the network and the branches
+        and first.latents.shape[1:] == second.latents.shape[1:]
+        and list(map(_kind, ours.branches)) == list(map(_kind, theirs.branches))
     )
 
 
@@ -35,45 +33,51 @@ def join(batches: Sequence[Ready]) -> Ready:
     first = batches[0]
     if len(batches) == 1:
         return first
-    each = zip(*(batch.branches.conditionings for batch in batches), strict=True)
-    branches = dataclasses.replace(first.branches, conditionings=tuple(map(_joined, each)))
-    masks = [batch.extras.mask for batch in batches]
-    extras = Extras(None if masks[0] is None else _joined_masks([mask for mask in masks if mask is not None]))
-    latents = torch.cat([batch.latents for batch in batches])
+    inputs = _inputs(first)
+    columns = zip(*(_inputs(batch).branches for batch in batches), strict=True)
+    source = Constant(inputs._replace(branches=tuple(map(_joined, columns))))
+    masks = [batch.mask for batch in batches if batch.mask is not None]
     draws = [batch.draw for batch in batches]
 
     def draw() -> Tensor:
-        return torch.cat([each() for each in draws])
+        return torch.cat([draw_part() for draw_part in draws])
 
-    return dataclasses.replace(first, latents=latents, branches=branches, draw=draw, extras=extras)
+    latents = torch.cat([batch.latents for batch in batches])
+    mask = _joined_masks(masks) if masks else None
+    return dataclasses.replace(first, latents=latents, source=source, draw=draw, mask=mask)
 
 
 def _can_join(batch: Ready) -> bool:
-    branches, (mask, *others) = batch.branches, batch.extras
-    plain = all(each is None for each in others) and branches.combine is None and not callable(branches.weights)
-    plain = plain and not branches.later and branches.maps is None  # texts that change, or have regions
-    table = batch.plan is not None and not isinstance(batch.plan, AdaptivePlan)
-    return plain and table and (mask is None or mask.noise is not None)
+    """Whether a batch has the same plain guidance in all steps: no texts that change, regions, controls, shortcuts."""
+    if not isinstance(batch.source, Constant) or batch.refiner is not None or batch.plan is None:
+        return False
+    maps = any(isinstance(branch.weight, Tensor) for branch in batch.source.inputs.branches)
+    same_steps = not isinstance(batch.plan, AdaptivePlan)
+    return not maps and same_steps and (batch.mask is None or batch.mask.noise is not None)
 
 
-def _same(one: Plan | None, other: Plan | None) -> bool:
-    assert one is not None
-    assert other is not None
-    pairs = ((value, vars(other)[name]) for name, value in vars(one).items())
+def _inputs(batch: Ready) -> Inputs:
+    assert isinstance(batch.source, Constant)
+    return batch.source.inputs
+
+
+def _same(first: Plan | None, second: Plan | None) -> bool:
+    assert first is not None
+    assert second is not None
+    pairs = ((value, vars(second)[name]) for name, value in vars(first).items())
     return all(np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 
-def _shapes(conditioning: Conditioning) -> list[torch.Size | None]:
-    more = sorted((conditioning.inputs or {}).items())
-    return [None if part is None else part.shape[1:] for part in (*conditioning[:3], *(each for _, each in more))]
+def _kind(branch: Branch) -> tuple[object, ...]:
+    """What must be the same of two branches: weight, sign, and the shapes of their conditionings."""
+    shapes = sorted((name, part.shape[1:]) for name, part in branch.conditioning.items())
+    return branch.weight, branch.positive, shapes
 
 
-def _joined(conditionings: Sequence[Conditioning]) -> Conditioning:
-    parts = zip(*(each[:3] for each in conditionings), strict=True)
-    context, y, concat = (None if part[0] is None else torch.cat(part) for part in parts)
-    names = conditionings[0].inputs or {}
-    more = {name: torch.cat([(each.inputs or {})[name] for each in conditionings]) for name in names}
-    return Conditioning(context, y, concat, inputs=more or None)
+def _joined(branches: Sequence[Branch]) -> Branch:
+    names = branches[0].conditioning
+    parts = {name: torch.cat([branch.conditioning[name] for branch in branches]) for name in names}
+    return branches[0]._replace(conditioning=parts)
 
 
 def _joined_masks(masks: Sequence[InpaintMask]) -> InpaintMask:

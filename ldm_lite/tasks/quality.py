@@ -29,15 +29,15 @@ from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import encode_prompts, guided
-from ldm_lite.core.denoise import Draw
+from ldm_lite.core.denoise import Branch, Call, Draw, Inputs, InputSource, denoise_step, running
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.guidance import Branches, Scheduled, cfg_plus_plus
+from ldm_lite.diffusion.guidance import Guidance, cfg_plus_plus
 from ldm_lite.diffusion.names import SAMPLERS, make_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.runtime.shortened import Call, Shortcuts, ShortenedUNet
+from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
 from ldm_lite.tasks.tricks import Tricks, tricks_of
 
 log = logging.getLogger("ldm_lite")
@@ -88,20 +88,24 @@ def plan_for(model: Model, case: Case, steps: int, spacing: str) -> Plan:
     return make_plan(case.sampler, model.schedule, steps, spacing=case.spacing or spacing)
 
 
-def guided_by(case: Case, tricks: Tricks, branches: Branches, plan: Plan) -> Branches:
-    """Return the branches of classifier-free guidance as a case guides them."""
+def guided_by(case: Case, tricks: Tricks, guidance: Guidance, plan: Plan) -> Guidance:
+    """Return classifier-free guidance with the scale of a case."""
     if case.sampler == "ddim_cfgpp":
-        assert isinstance(branches.weights, tuple)
-        branches = dataclasses.replace(branches, weights=Scheduled(cfg_plus_plus(plan, branches.weights[-1])))
-    return tricks.guide(branches, plan)
+        assert not callable(guidance.scale)
+        guidance = dataclasses.replace(guidance, scale=cfg_plus_plus(plan, guidance.scale))
+    return tricks.scaled(guidance, plan)
 
 
-def latents(model: Model, case: Case, plan: Plan, branches: Branches, draw: Draw) -> Tensor:
+def latents(model: Model, case: Case, plan: Plan, guidance: Guidance, draw: Draw) -> Tensor:
     """Run a case from the unit noise (B,C,h,w) that `draw` returns first, and return the last latents."""
     tricks = tricks_of(case.options(plan.num_steps), model)
     start = draw() / plan.initial * plan.level[0, 1]  # the noise of the first level, whatever the sampler starts from
-    extras = generate.Extras(shortcuts=tricks.shortcuts)
-    return generate.denoise(model, start, guided_by(case, tricks, branches, plan), plan, draw=draw, extras=extras)
+
+    def wrap(source: InputSource) -> InputSource:
+        source = tricks.wrapped(source, plan, instructed=False)
+        return source if tricks.shortcuts is None else ShortenedUNet(model.unet, tricks.shortcuts, plan).wrapped(source)
+
+    return generate.denoise(model, start, guided_by(case, tricks, guidance, plan), plan, draw=draw, wrap=wrap)
 
 
 class Cost:
@@ -111,32 +115,32 @@ class Cost:
         with on_meta():
             self._unet = UNet(spec)
         self._x = torch.empty(1, spec.in_channels, side, side, device="meta")
-        self._context = None if spec.context_dim is None else torch.empty(1, 77, spec.context_dim, device="meta")
-        self._text = None if self._context is None else self._unet.text_cache(self._context)
+        self._text: dict[str, Tensor] = {}
+        if spec.context_dim is not None:
+            self._text["context"] = torch.empty(1, 77, spec.context_dim, device="meta")
         self._kinds: dict[object, int] = {}
-        self._one = self._flops(ShortenedUNet(self._unet, Shortcuts()), 0, 0)
+        self._whole = self._flops(self._unet)
 
-    def of(self, plan: Plan, branches: Branches, shortcuts: Shortcuts | None) -> float:
-        """Return the cost of a plan's calls for one image."""
-        used = dataclasses.replace(shortcuts or Shortcuts(), free=None)
-        run, total = ShortenedUNet(self._unet, used), 0
-        for call, step in enumerate(plan.step):
-            gate = 0 if used.gate is None else int(step) - used.gate + 1
-            kind = used.every, used.branch, call % used.every > 0, max(-1, min(1, gate)) if used.gate else None
+    def of(self, plan: Plan, source: InputSource, shortcuts: Shortcuts | None) -> float:
+        """Return the cost of a plan's calls for one image, which run the branches that `source` gives."""
+        changed, total = dataclasses.replace(shortcuts or Shortcuts(), free=None), 0
+        run = ShortenedUNet(self._unet, changed, plan).wrapped(lambda call: Inputs(self._unet, (Branch(self._text),)))
+        for number, step in enumerate(plan.step):
+            gate = 0 if changed.gate is None else int(step) - changed.gate + 1
+            kind = changed.every, changed.branch, number % changed.every > 0, changed.gate and max(-1, min(1, gate))
+            call = Call(number, int(step), plan.num_steps)
             if kind not in self._kinds:
-                for before in range(call - call % used.every, call):  # the call that fills what a short one reads
-                    self._flops(run, before, 0)
-                if used.gate is not None and step >= used.gate:
-                    self._flops(run, 0, used.gate - 1)
-                self._kinds[kind] = self._flops(run, call, int(step))
-            total += self._kinds[kind] * branches.count_at(int(step))
-        return total / self._one
+                for before in range(number):  # the calls that fill what this one reads
+                    self._flops(run(Call(before, int(plan.step[before]), plan.num_steps)).network)
+                self._kinds[kind] = self._flops(run(call).network)
+            inputs = source(call)
+            total += self._kinds[kind] * len(running(inputs.branches, inputs.scale))
+        return total / self._whole
 
     @torch.no_grad()
-    def _flops(self, run: ShortenedUNet, call: int, step: int) -> int:
-        run.at(Call(call, step), self._unet)
+    def _flops(self, network: Any) -> int:
         with FlopCounterMode(display=False) as counter:
-            run(self._x, torch.zeros(1, device="meta"), self._context, cache=self._text)
+            network(self._x, torch.zeros(1, device="meta"), **self._text)
         return int(counter.get_total_flops())
 
 
@@ -156,7 +160,7 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
     about |= {"model": model.name, "scale": scale}
     kept = read(path, about)
     shape = model.latent_shape(side, side)
-    branches = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
+    guidance = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
     truth: Tensor | None = None
     for case in cases(model):
@@ -166,13 +170,14 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
                 continue
             plan = plan_for(model, case, steps, options.spacing)
             tricks = tricks_of(case.options(plan.num_steps))
-            used = guided_by(case, tricks, branches, plan)
-            point = {name: cost.of(plan, used, tricks.shortcuts) for name, cost in costs.items()} | {"steps": steps}
+            source = guided_by(case, tricks, guidance, plan).source(None, denoise_step)
+            source = tricks.wrapped(source, plan, instructed=False)
+            point = {name: cost.of(plan, source, tricks.shortcuts) for name, cost in costs.items()} | {"steps": steps}
             if not plan.adds_noise.any():
                 if truth is None:
                     long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
-                    truth = latents(model, Case("", "heun"), long, branches, noise_of([options.seed], shape)).double()
-                made = latents(model, case, plan, branches, noise_of([options.seed], shape)).double()
+                    truth = latents(model, Case("", "heun"), long, guidance, noise_of([options.seed], shape)).double()
+                made = latents(model, case, plan, guidance, noise_of([options.seed], shape)).double()
                 point["error"] = float((made - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
             write(path, kept)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import count_chunks, encode_prompts
-from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.core.denoise import Conditioning
+from ldm_lite.diffusion.guidance import rows_of
 from ldm_lite.tasks.job import Job
 from ldm_lite.text.schedule import Calls, Part, Until, schedule, split
 from ldm_lite.zoo.family import text_roles
@@ -99,8 +100,8 @@ class PromptEncoder:
     def encode(self, rows: list[int], latent_shape: tuple[int, int, int]) -> list[Texts]:
         """Return the conditioning of the prompts in these rows, whose parts have the same weights, in order of use."""
         job, count = self.job, len(self.job.prompts)
-        cond = job.cond.rows(rows, count) if job.cond is not None and self.own else None
-        uncond = job.uncond.rows(rows, count) if job.uncond is not None and self.own and self.guided else None
+        cond = rows_of(job.cond, rows, count) if job.cond is not None and self.own else None
+        uncond = rows_of(job.uncond, rows, count) if job.uncond is not None and self.own and self.guided else None
         parts = [] if cond is not None else [_parts_of(job, job.prompts[row]) for row in rows]
         columns = [[self._until(part.text) for part in column] for column in zip(*parts, strict=True)]
         negative = [self._until(job.negative_prompt)] * len(rows) if self.guided and uncond is None else []

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.core.denoise import InputSource
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.guidance import Branches, Scheduled
-from ldm_lite.diffusion.guidance_steps import Interval, scheduled, within
+from ldm_lite.diffusion.guidance import Guidance
+from ldm_lite.diffusion.guidance_steps import Interval, gated, scheduled, within
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.projected import Projection
 from ldm_lite.diffusion.schedule import number
@@ -31,39 +32,40 @@ class Tricks:
     gate: int | None = None
     shortcuts: Shortcuts | None = None
 
-    def guide(self, branches: Branches, plan: Plan | None) -> Branches:
-        """Return branches that are guided as the options say, in the steps of a plan.
+    def scaled(self, guidance: Guidance, plan: Plan | None) -> Guidance:
+        """Return guidance whose scale follows the schedule, in the steps of a plan.
 
         Raises ValueError without guidance, and for guidance that has no single scale.
         """
-        asked = [self.interval, self.schedule, self.projection, self.gate]
-        if plan is None or all(each is None for each in asked):
-            return branches
-        alone = len(branches.conditionings) == 1 or branches.weights == branches.unguided
-        if alone and (self.interval, self.schedule, self.projection) != (None, None, None):
+        changed = [self.interval, self.schedule, self.projection]
+        if plan is None or all(trick is None for trick in changed):
+            return guidance
+        if not guidance.is_guided or not any(not branch.positive for branch in guidance.branches):
             raise ValueError(
                 "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
                 "`scale` other than 1, and a checkpoint that is not distilled"
             )
-        plain = len(branches.conditionings) == 2 and branches.combine is None
-        if (self.schedule, self.projection) != (None, None) and not (plain and isinstance(branches.weights, tuple)):
+        if (self.schedule, self.projection) != (None, None) and not guidance.is_classifier_free:
             raise ValueError("`guidance_schedule` and `apg` take `scale` alone: leave other guidance out")
-        if self.schedule is not None:
-            assert isinstance(branches.weights, tuple)
-            scale = scheduled(self.schedule, branches.weights[-1], plan.num_steps)
-            branches = dataclasses.replace(branches, weights=Scheduled(scale))
+        if self.projection is not None and isinstance(plan, AdaptivePlan):
+            raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
+        if self.schedule is None:
+            return guidance
+        assert not callable(guidance.scale)
+        return dataclasses.replace(guidance, scale=scheduled(self.schedule, guidance.scale, plan.num_steps))
+
+    def wrapped(self, source: InputSource, plan: Plan | None, instructed: bool) -> InputSource:
+        """Return the inputs of a run in whose steps guidance acts as the options say; it may be guidance.instructed."""
+        if plan is None:
+            return source
         if self.projection is not None:
             if isinstance(plan, AdaptivePlan):
                 raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
-            branches = dataclasses.replace(branches, combine=self.projection)
+            inner, combine = source, self.projection.begin()
+            source = lambda call: inner(call).combined_by(combine)  # noqa: E731
         if self.interval is not None:
-            branches = within(branches, self.interval.steps(plan))
-        if self.gate is not None:
-            # One branch is enough then, also of a prompt with AND, since all would have the same cross-attention.
-            unguided = None if branches.maps is None else branches.unguided
-            active = tuple(step < self.gate for step in range(plan.num_steps))
-            branches = within(dataclasses.replace(branches, unguided=unguided), active)
-        return branches
+            source = within(source, self.interval.steps(plan), alone=instructed)
+        return source if self.gate is None else gated(source, self.gate)
 
     def check_changes(self, calls: Iterable[int], plan: Plan) -> None:
         """Raises ValueError if the text changes in a call of the network after T-GATE has read it for the last time."""

@@ -144,7 +144,7 @@ class DiffusionLoss:
         if self.control is not None:
             assert hint is not None
             embedded = self.control.embed_hint(hint.to(self._device).float() / 255)
-            inputs["control"] = self.control(noised.x, noised.t, inputs["context"], embedded, inputs.get("y"))
+            inputs["residuals"] = self.control(noised.x, noised.t, inputs["context"], embedded, inputs.get("y"))
         return model.unet(noised.x, noised.t, **inputs)
 
     def _errors(self, out: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from PIL import Image
 from random_checkpoint import SMALL
 from runs import run_latents, unet_calls
 from safetensors.torch import save_file
+from steps import controlled_output
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -20,7 +21,6 @@ from ldm_lite import Control, Pipeline
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.runtime.attention import layers, vanilla
@@ -127,12 +127,6 @@ def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, step
     return run_latents(pipe, sampler="ddim", steps=steps, scale=7.5, control=controls, preprocess=preprocess, **given)
 
 
-def controlled(active: ActiveControls, x: Tensor, context: Tensor) -> Tensor:
-    """What a guided step's network puts out for a batch of two branches, in the first step."""
-    network, reads = active(0, Conditioning(context))
-    return network(x, toy.T, context, None, reads.control)
-
-
 @pytest.mark.parametrize(
     ("name", "rest", "net"),
     [
@@ -210,12 +204,12 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
     wanted = torch.cat(
         [
             pipe.unet(x[:1], toy.T[:1], context[:1]),
-            pipe.unet(x[1:], toy.T[1:], context[1:], control=tuple(each[1:] for each in added)),
+            pipe.unet(x[1:], toy.T[1:], context[1:], residuals=tuple(each[1:] for each in added)),
         ]
     )
     plan = pipe.plan("ddim", 10)
     active = ActiveControls(pipe, load_controls(pipe, parse([spec(folder, ":pool")])), plan, (64, 64))
-    torch.testing.assert_close(controlled(active, x, context), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(controlled_output(active, pipe.unet, x, toy.T, context), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
@@ -232,7 +226,7 @@ def test_an_adapter_steers_and_adds_to_a_net(pipe: Pipeline, folder: Path) -> No
     network = toy.fill(T2IAdapter(toy.SMALL_ADAPTER))
     features = network.place(network(Control("", str(folder / "photo.png")).pixels((64, 64))), (1, 1))
     wanted = pipe.unet(x, toy.T, context, features=features)
-    torch.testing.assert_close(controlled(active, x, context), wanted)
+    torch.testing.assert_close(controlled_output(active, pipe.unet, x, toy.T, context), wanted)
     assert toy.relative_error(wanted, pipe.unet(x, toy.T, context).numpy()) > 0.01
     both = run(pipe, [adapter, spec(folder)], steps=2)
     assert toy.relative_error(both, run(pipe, [spec(folder)], steps=2).numpy()) > 0.01

@@ -15,6 +15,7 @@ from PIL import Image
 from random_checkpoint import small, write
 from runs import run_latents
 from safetensors.torch import save_file
+from steps import controlled_output
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from toy import NEGATIVE, NOISE, PROMPT
@@ -24,7 +25,6 @@ from ldm_lite import Pipeline
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
-from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.runtime.compile import CompiledStep
 
@@ -119,8 +119,7 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
     )
 
     def out(y: Tensor) -> Tensor:
-        network, reads = active(0, Conditioning(context, y))
-        return network(x, toy.T, context, y, reads.control)
+        return controlled_output(active, pipe.unet, x, toy.T, context, y=y)
 
     plain = pipe.unet(x, toy.T, context, y)
     torch.testing.assert_close(out(y)[0], plain[0], rtol=1e-4, atol=1e-5)
@@ -131,7 +130,7 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
         toy.T[1:],
         context[1:],  # type: ignore[index]
         y[1:],
-        control=tuple(scale * each for scale, each in zip(hint.scales, control, strict=True)),
+        residuals=tuple(scale * each for scale, each in zip(hint.scales, control, strict=True)),
     )
     torch.testing.assert_close(out(y)[1:], wanted, rtol=1e-4, atol=1e-5)
 
@@ -146,9 +145,9 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
     for given in (whole, plain):
         net = toy.fill(ControlNet(given))
         hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
-        out = ControlledUNet(unet, [net])(x, toy.T, context, y, ControlInputs((hint,), None))  # type: ignore[arg-type,list-item]
+        out = ControlledUNet(unet, [net])(x, toy.T, ControlInputs((hint,), None), context=context, y=y)  # type: ignore[arg-type,list-item]
         vector = y[:, : distilled.vector_dim] if given is whole else None
-        wanted = unet(x, toy.T, context, y, control=net(x, toy.T, context, hint.hint, vector))
+        wanted = unet(x, toy.T, context, y, residuals=net(x, toy.T, context, hint.hint, vector))
         assert torch.equal(out, wanted)
 
 

@@ -17,8 +17,7 @@ from ldm_lite import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.image import clip_crop, to_pixels
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
-from ldm_lite.models.controlnet import ControlInputs, ControlledUNet
-from ldm_lite.models.ip_adapter import IPAdapter, IPAdapterSpec
+from ldm_lite.models.ip_adapter import IPAdapter, IPAdapterSpec, UNetWithImages
 from ldm_lite.models.unet import UNet
 from ldm_lite.txt2img import main
 from ldm_lite.zoo.families import FAMILIES
@@ -114,13 +113,9 @@ def test_numbers_in_files_are_those_of_sdxls_blocks() -> None:
     y[:, -len(sizes) :] = sizes
     image = (to_pixels(clip_crop(Image.fromarray(toy.photo()), 32))[None] + 1) / 2
     tokens, _ = adapter.tokens(seer(), image)
-    images = tuple(
-        tuple(((k.expand(len(x), -1, -1), 0.6 * v.expand(len(x), -1, -1)),) for k, v in blocks)
-        for blocks in adapter(tokens)
-    )
-    for cache in (None, unet.text_cache(context)):
-        out = ControlledUNet(unet, [])(x, t, context, y, ControlInputs((), None, images), cache)
-        assert toy.relative_error(out, GOLDEN["xl"]) < 1e-5
+    images = tuple(((k.expand(len(x), -1, -1), 0.6 * v.expand(len(x), -1, -1)),) for k, v in adapter(tokens))
+    out = UNetWithImages(unet)(x, t, images, context=context, y=y)
+    assert toy.relative_error(out, GOLDEN["xl"]) < 1e-5
 
 
 def test_released_sizes() -> None:

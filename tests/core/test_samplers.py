@@ -187,7 +187,7 @@ def test_guidance_is_that_of_the_paper() -> None:
 def test_noise_of_another_shape_is_refused() -> None:
     inputs = Inputs(toy, (Branch({"shift": torch.zeros(2, 1, 1, 1)}),))
     x = torch.from_numpy(NOISES[0]).float()
-    with pytest.raises(ValueError, match=r"got noise of shape \(1, 2, 3, 3\), wanted \(2, 2, 3, 3\)"):
+    with pytest.raises(ValueError, match=r"got noise of shape \(1, 2, 3, 3\) from `draw`, wanted \(2, 2, 3, 3\)"):
         list(run_plan(x, make_plan("euler_a", SD, 3), lambda call: inputs, lambda: x[:1]))
 
 

@@ -131,8 +131,7 @@ def test_attention(name: str, dtype: str, small_path: Path, device: torch.device
     """What does not run here is refused in one line, before the first step."""
     dtype = half(device) if dtype == "half" else dtype
     widths = {
-        attention.head_dim_of(layer)
-        for layer in attention.layers(ldm_lite.load(small_path, device="cpu").unet).values()
+        attention.head_dim(layer) for layer in attention.layers(ldm_lite.load(small_path, device="cpu").unet).values()
     }
     kind, torch_dtype = name.partition(":")[0], {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     if any(kind not in attention.available(device, torch_dtype[dtype], width) for width in widths):

@@ -18,17 +18,17 @@ import pytest
 import torch
 import toy
 from random_checkpoint import SMALL
+from steps import guidance
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.plan import rows_of
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
-from ldm_lite.diffusion.step import denoise_step, rows
-from ldm_lite.runtime.compile import _tensors
 
 CPU = torch.device("cpu")
 
@@ -53,18 +53,12 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def inputs(pipe: Any, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Conditioning]:
-    """Registers, noise and text of a guided batch, with its cached keys and values."""
+def inputs(pipe: Any, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Registers, noise and text of a guided batch."""
     spec = pipe.family.unet
     shape = (batch, spec.in_channels, h, w)
     context = toy.normal(seed, 2 * batch, 77, spec.context_dim)
-    conditioning = Conditioning(context, cache=pipe.unet.text_cache(context))
-    return toy.normal(seed + 1, NUM_REGISTERS, *shape), toy.normal(seed + 2, *shape), conditioning
-
-
-def guidance(scale: float | None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
-    weights = None if scale is None else (1 - scale, scale)
-    return Guidance(*(None if value is None else torch.tensor(value) for value in (weights, rescale, percentile)))
+    return toy.normal(seed + 1, NUM_REGISTERS, *shape), toy.normal(seed + 2, *shape), context
 
 
 @pytest.mark.slow
@@ -75,14 +69,14 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
         for seed, name in enumerate(SAMPLERS):
             eta = 0.5 if has(name, "eta") else None
             plan = pipe.plan(name, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
-            table = rows(plan, CPU)
+            table = rows_of(plan, CPU)
             registers, noise, text = inputs(pipe, seed, 2, 4, 4)
             if seed == 0:  # as CompiledStep does: the first plain step lays weights out
-                denoise_step(pipe.unet, registers, table[0], noise, text, guidance(0.0))
+                denoise_step(pipe.unet, registers, table[0], noise, *guidance(text, 0.0))
             for i in range(len(table)) if name in ("plms", "unipc") else (0, len(table) - 1):
-                found = compiled(pipe.unet, registers, table[i], noise, text, guidance(0.0 + seed))
+                found = compiled(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
             if seed % 6 == 0:
-                wanted = denoise_step(pipe.unet, registers, table[i], noise, text, guidance(0.0 + seed))
+                wanted = denoise_step(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
@@ -98,13 +92,13 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
         toy.normal(2, 4, 1, 1),
     )
     schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
-    table = rows(make_plan("ddim", schedule, 10), CPU)
+    table = rows_of(make_plan("ddim", schedule, 10), CPU)
     kinds = [((None,), (None,)), ((7.5,), (2.0,)), ((7.5, 0.7), (3.0, 0.5)), ((7.5, 0.7, 0.9), (5.0, 0.1, 0.99))]
     if torch.__version__.startswith("2.6."):  # cannot compile a quantile whose place is a tensor
         kinds.pop()
     for count, values in enumerate(kinds, start=1):
         for i, each in enumerate(values):
-            arguments = (registers, table[i], noise, Conditioning(context if each[0] else context[:2]), guidance(*each))
+            arguments = (registers, table[i], noise, *guidance(context if each[0] else context[:2], *each))
             found = compiled(toy.denoiser, *arguments)
             torch.testing.assert_close(found, denoise_step(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
         assert counter.frame_count == count
@@ -114,15 +108,15 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
-    table = rows(pipe.plan("dpmpp_2m", 10), CPU)
+    table = rows_of(pipe.plan("dpmpp_2m", 10), CPU)
     sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
     graphs = []
     for i, (batch, h, w) in enumerate(sizes):
         registers, noise, text = inputs(pipe, i, batch, h, w)
-        texts = [(tensor, (0,)) for tensor in (text.context, *_tensors(text.cache))]
-        for tensor, axes in ((registers, (1, 3, 4)), (noise, (0, 2, 3)), *texts):
+        guided, *how = guidance(text, 7.5)
+        for tensor, axes in ((registers, (1, 3, 4)), (noise, (0, 2, 3)), (guided.conditioning["context"], (0,))):
             for axis in axes if batch > 1 else axes[1:]:
                 torch._dynamo.mark_dynamic(tensor, axis)
-        compiled(pipe.unet, registers, table[i], noise, text, guidance(7.5))
+        compiled(pipe.unet, registers, table[i], noise, guided, *how)
         graphs.append(counter.frame_count)
     assert graphs == [1] * 6 + [2] * 2

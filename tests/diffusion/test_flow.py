@@ -11,13 +11,13 @@ import pytest
 import torch
 import toy
 from plan_runner import Array, flowing, run
+from steps import one_step
 
 from ldm_lite import Pipeline
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.core.plan import rows_of
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import GENERAL, SPACINGS, levels_of, shifted
-from ldm_lite.diffusion.step import denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "flow.npz")
 REFUSED = {"plms", "restart", "dpm_fast", "dpm_adaptive", "lcm_webui", "tcd"}
@@ -272,9 +272,9 @@ def test_float32_is_enough(sd: Pipeline, name: str) -> None:
     noises = iter(toy.noises(60)[1:])
     x = torch.from_numpy(start).float()
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])
-    for i, row in enumerate(rows(plan, x.device)):
+    for i, row in enumerate(rows_of(plan, x.device)):
         fresh = torch.from_numpy(next(noises)).float() if plan.adds_noise[i] else torch.zeros_like(x)
-        registers = denoise_step(toy.denoiser, registers, row, fresh, Conditioning(), Guidance(None, None, None))
+        registers = one_step(toy.denoiser, registers, row, fresh, torch.zeros(len(x), 1, 1))
     assert toy.relative_error(registers[0], wanted) < 5e-4
 
 

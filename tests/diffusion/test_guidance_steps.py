@@ -12,6 +12,8 @@ from runs import guided_outputs, run_latents, unet_calls
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.core.denoise import Outputs
+from ldm_lite.core.plan import rows_of
 from ldm_lite.diffusion.projected import Projection
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
@@ -120,14 +122,15 @@ def test_other_schedules_are_refused(pipe: Pipeline, text: str) -> None:
         pipe.txt2img("a", guidance_schedule=text)
 
 
-def test_apg_equals_diffusers_over_three_steps() -> None:
+def test_apg_equals_diffusers_over_three_steps(pipe: Pipeline) -> None:
     """The goldens guide x0; here the network predicts eps at a level, from which x0 follows."""
-    guide = Projection(parallel=0.25, threshold=15.0, momentum=-0.5).begin()
+    guide, weights = Projection(parallel=0.25, threshold=15.0, momentum=-0.5).begin(), torch.tensor([1.0, 7.5]).double()
     x, to_x0 = toy.normal(5, 2, 4, 8, 8).double(), torch.tensor([1.25, -0.75], dtype=torch.float64)
+    row = rows_of(pipe.plan("euler", 1), torch.device("cpu"))[0]._replace(to_x0=to_x0)
     for k in range(3):
         x0s = (toy.normal(first + k, 2, 4, 8, 8).double() for first in (20, 10))
         outs = torch.stack([(x0 - 1.25 * x) / -0.75 for x0 in x0s])
-        out = guide(outs, torch.tensor(7.5, dtype=torch.float64), x, to_x0)
+        out = guide(Outputs(outs, weights[:, None, None, None, None], (False, True), x, row))
         np.testing.assert_allclose((1.25 * x - 0.75 * out).numpy(), GOLDENS[f"apg.{k}"], atol=1e-6)
 
 

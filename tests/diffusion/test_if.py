@@ -8,13 +8,15 @@ import plan_runner
 import pytest
 import torch
 import toy
+from steps import guidance, one_step
 from torch import Tensor
 
 from ldm_lite import Pipeline
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, dynamic_threshold
+from ldm_lite.core.plan import Row, rows_of
+from ldm_lite.diffusion.guidance import dynamic_threshold
+from ldm_lite.diffusion.learned_variance import with_learned_variance
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.step import Row, denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "if.npz")
 
@@ -50,15 +52,15 @@ def trajectory(deepfloyd: Pipeline, name: str, dtype: torch.dtype) -> list[Tenso
     fresh = iter(torch.from_numpy(toy.noises(60)).to(dtype))
     uncond, cond = (torch.from_numpy(value).to(dtype) for value in toy.contexts())
     context = torch.zeros(2, 1, 1, dtype=dtype) if scale is None else torch.cat([uncond, cond])
-    weights = None if scale is None else torch.tensor([1 - scale, scale], dtype=dtype)
-    guidance = Guidance(weights, None, torch.tensor(percentile, dtype=dtype), limit=torch.tensor(limit, dtype=dtype))
+    guided, *how = guidance(context, scale, None, percentile, limit)
+    guided = guided._replace(weights=guided.weights.to(dtype))
     registers = torch.cat([next(fresh)[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE, dtype=dtype)])
     seen = []
     for i, draws in enumerate(plan.adds_noise):
         row = Row(*(torch.tensor(getattr(plan, name)[i], dtype=dtype) for name in Row._fields))
         noise = next(fresh) if draws else torch.zeros(toy.SHAPE, dtype=dtype)
-        given = row, noise, Conditioning(context), guidance, dtype
-        registers = denoise_step(toy.denoiser_with_variance, registers, *given)
+        step = with_learned_variance(float(plan.stretch[i]))
+        registers = step(toy.denoiser_with_variance, registers, row, noise, guided, *how)
         seen.append(registers[0])
     return seen
 
@@ -82,12 +84,10 @@ def test_equals_the_original_at_every_step(
 def test_other_samplers_leave_the_variance_out(deepfloyd: Pipeline) -> None:
     x = torch.from_numpy(toy.noises(1)[0]).float()
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
-    nothing = Conditioning(torch.zeros(2, 1, 1))
-    row = rows(deepfloyd.plan("euler_a", 10), torch.device("cpu"))[3]
-    plain, variance = (
-        denoise_step(model, registers, row, x, nothing, Guidance(None, None, None))
-        for model in (lambda x, t, c, y: toy.denoiser(x, t, c), toy.denoiser_with_variance)
-    )
+    plan, nothing = deepfloyd.plan("euler_a", 10), torch.zeros(2, 1, 1)
+    row, step = rows_of(plan, torch.device("cpu"))[3], with_learned_variance(0.0)
+    plain = one_step(toy.denoiser, registers, row, x, nothing)
+    variance = one_step(toy.denoiser_with_variance, registers, row, x, nothing, step=step)
     assert torch.equal(plain, variance)
 
 

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 import torch
 import toy
+from steps import guidance, one_step
 from torch import Tensor
 
-from ldm_lite.diffusion.guidance import (
-    Conditioning,
-    Guidance,
-    dynamic_threshold,
-    rescaled,
-)
+from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.plan import Row, rows_of
+from ldm_lite.diffusion.guidance import dynamic_threshold, rescaled
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, scaled_linear_betas
-from ldm_lite.diffusion.step import Row, denoise_step, rows
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = scaled_linear_betas(0.00085, 0.012)
@@ -32,20 +29,15 @@ NOTHING = torch.zeros(toy.SHAPE[0], 1, 1)  # a context that changes nothing
 CPU = torch.device("cpu")
 
 
-def guidance(scale: float | None = None, rescale: float | None = None, percentile: float | None = None) -> Guidance:
-    weights = None if scale is None else (1 - scale, scale)
-    return Guidance(*(None if value is None else torch.tensor(value) for value in (weights, rescale, percentile)))
-
-
-def run(plan: Plan, context: Tensor, guided: Guidance) -> list[Tensor]:
+def run(plan: Plan, context: Tensor, scale: float | None = None) -> list[Tensor]:
     """The latent at the start and after every row, from toy.noises."""
     noises = iter(torch.from_numpy(toy.noises(120)).float())
     x = next(noises) * plan.initial
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
     seen = [x]
-    for row, draws in zip(rows(plan, CPU), plan.adds_noise, strict=True):
+    for row, draws in zip(rows_of(plan, CPU), plan.adds_noise, strict=True):
         noise = next(noises) if draws else torch.zeros(toy.SHAPE)
-        registers = denoise_step(toy.denoiser, registers, row, noise, Conditioning(context), guided)
+        registers = one_step(toy.denoiser, registers, row, noise, context, scale)
         seen.append(registers[0])
     return seen
 
@@ -138,7 +130,7 @@ TEXTBOOK = {
 @pytest.mark.parametrize("steps", [2, 4, 10, 50])
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_every_row_equals_the_textbook(name: str, steps: int) -> None:
-    ours, theirs = run(make_plan(name, SD, steps), NOTHING, guidance()), TEXTBOOK[name](steps)
+    ours, theirs = run(make_plan(name, SD, steps), NOTHING), TEXTBOOK[name](steps)
     assert len(ours) == len(theirs)
     assert max(toy.relative_error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
@@ -149,7 +141,7 @@ def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
     schedule = Schedule.from_betas(BETAS, case.prediction)  # type: ignore[arg-type]
     schedule = schedule.zero_terminal_snr() if case.zero_snr else schedule
     plan = make_plan(case.sampler, schedule, case.steps, eta=case.eta, churn=case.churn, spacing=case.spacing)
-    xs = run(plan, NOTHING if case.scale is None else torch.cat([UNCOND, COND]), guidance(case.scale))
+    xs = run(plan, NOTHING if case.scale is None else torch.cat([UNCOND, COND]), case.scale)
     if f"{name}.x" in GOLDEN:
         theirs = GOLDEN[f"{name}.x"]
     else:
@@ -167,13 +159,13 @@ def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_scale_1_equals_no_guidance(name: str) -> None:
     plan = make_plan(name, SD, 10)
-    plain, guided = run(plan, COND, guidance()), run(plan, torch.cat([UNCOND, COND]), guidance(1.0))
+    plain, guided = run(plan, COND), run(plan, torch.cat([UNCOND, COND]), 1.0)
     assert max(toy.relative_error(a, b.numpy()) for a, b in zip(guided, plain, strict=True)) < 1e-5
 
 
 def test_the_unconditional_half_comes_first_and_scale_0_is_it() -> None:
     plan = make_plan("ddim", SD, 10)
-    guided, uncond = run(plan, torch.cat([UNCOND, COND]), guidance(0.0)), run(plan, UNCOND, guidance())
+    guided, uncond = run(plan, torch.cat([UNCOND, COND]), 0.0), run(plan, UNCOND)
     assert all(torch.equal(a, b) for a, b in zip(guided, uncond, strict=True))
 
 
@@ -191,7 +183,7 @@ def test_rescaled_has_the_deviation_of_the_conditional_prediction(share: float) 
 def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(percentile: float) -> None:
     """Saharia et al. 2022, sec. 2.3, image by image; nothing is changed where the percentile is below 1."""
     x0 = toy.normal(0, 3, 4, 5, 5) * torch.tensor([0.2, 1.5, 4.0])[:, None, None, None]
-    found = dynamic_threshold(x0, torch.tensor(percentile)).numpy()
+    found = dynamic_threshold(x0, torch.tensor(percentile), torch.tensor(np.inf)).numpy()
     for image, before in zip(found, x0.numpy(), strict=True):
         s = max(1.0, np.quantile(abs(before), percentile))
         assert image == pytest.approx(np.clip(before, -s, s) / s, rel=1e-5, abs=1e-6)
@@ -202,12 +194,12 @@ def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(percentile
 
 
 def row_of(plan: Plan, i: int) -> Row:
-    return rows(plan, CPU)[i]
+    return rows_of(plan, CPU)[i]
 
 
 def test_rows_are_the_plan_in_float32() -> None:
     plan = make_plan("unipc", SD, 10)
-    found = rows(plan, CPU)
+    found = rows_of(plan, CPU)
     assert len(found) == len(plan.t)
     for i, row in enumerate(found):
         for name in Row._fields:
@@ -217,22 +209,20 @@ def test_rows_are_the_plan_in_float32() -> None:
 
 
 @pytest.mark.parametrize("guided", [False, True])
-def test_the_model_computes_in_its_dtype_and_the_sampler_in_float32(guided: bool) -> None:
+def test_the_network_gets_all_branches_at_once_and_the_sampler_computes_in_float32(guided: bool) -> None:
     seen = []
 
-    def model(x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
-        seen.append((x.dtype, tuple(x.shape), tuple(t.shape), context.dtype))
-        return x
+    def network(x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+        seen.append((tuple(x.shape), tuple(t.shape), context.dtype))
+        return x.bfloat16()
 
     context = (torch.cat([UNCOND, COND]) if guided else COND).bfloat16()
     registers = toy.normal(0, NUM_REGISTERS, *toy.SHAPE)
     before = registers.clone()
     row, noise = row_of(make_plan("ddim", SD, 10), 0), torch.zeros(toy.SHAPE)
-    after = denoise_step(
-        model, registers, row, noise, Conditioning(context), guidance(7.5 if guided else None), torch.bfloat16
-    )
+    after = one_step(network, registers, row, noise, context, 7.5 if guided else None)
     batch = toy.SHAPE[0] * (1 + guided)
-    assert seen == [(torch.bfloat16, (batch, *toy.SHAPE[1:]), (batch,), torch.bfloat16)]
+    assert seen == [((batch, *toy.SHAPE[1:]), (batch,), torch.bfloat16)]
     assert after.dtype == torch.float32
     assert after.shape == registers.shape
     assert torch.equal(registers, before)
@@ -241,11 +231,13 @@ def test_the_model_computes_in_its_dtype_and_the_sampler_in_float32(guided: bool
 @pytest.mark.parametrize("values", [(), (7.5,), (7.5, 0.7), (None, None, 0.9), (7.5, 0.7, 0.9)])
 def test_reads_no_value_back_from_the_device(values: tuple[float | None, ...]) -> None:
     """On the meta device there are no values: .item(), or a branch on a tensor, raises."""
-    guided = Guidance(*(None if value is None else value.to("meta") for value in guidance(*values)))
-    context = torch.cat([UNCOND, COND]) if values and values[0] else COND
+    guided, combine, adjust = guidance(torch.cat([UNCOND, COND]) if values and values[0] else COND, *values)
+    conditioning = {name: part.to("meta") for name, part in guided.conditioning.items()}
+    *_, adjust = guidance({"context": torch.zeros(2, 1, 1, device="meta")}, *values)
+    guided = guided._replace(conditioning=conditioning, weights=guided.weights.to("meta"))
     row = Row(*(value.to("meta") for value in row_of(make_plan("ddim", SD, 10), 0)))
-    registers, noise, context = (
-        value.to("meta") for value in (toy.normal(0, NUM_REGISTERS, *toy.SHAPE), torch.zeros(toy.SHAPE), context)
+    registers, noise = (
+        value.to("meta") for value in (toy.normal(0, NUM_REGISTERS, *toy.SHAPE), torch.zeros(toy.SHAPE))
     )
-    after = denoise_step(toy.denoiser, registers, row, noise, Conditioning(context), guided)
+    after = denoise_step(toy.denoiser, registers, row, noise, guided, combine, adjust)
     assert after.shape == (NUM_REGISTERS, *toy.SHAPE)

@@ -12,7 +12,7 @@ import toy
 from released import UNETS
 from torch import nn
 
-from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
+from ldm_lite.models.controlnet import ControlNet, guess_scales
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import UNet
 
@@ -53,7 +53,7 @@ def controlled(name: str, variant: str) -> torch.Tensor:
         control = tuple(scale * c for scale, c in zip(guess_scales(len(control)), control, strict=True))
     elif variant == "pool":
         control = tuple(c.mean(dim=(2, 3), keepdim=True) for c in control)
-    return toy.network(spec)(x, toy.T, context, control=control)
+    return toy.network(spec)(x, toy.T, context, residuals=control)
 
 
 @pytest.mark.parametrize("variant", ["plain", "half", "guess", "pool"])
@@ -75,21 +75,8 @@ def test_the_unet_takes_its_results_at_any_size_and_zeros_change_nothing() -> No
     net, unet = toy.fill(ControlNet(toy.SD1)), toy.network(toy.SD1)
     control = net(x, toy.T, context, net.embed_hint(toy.picture(h=72, w=56)))
     plain = unet(x, toy.T, context)
-    assert toy.relative_error(unet(x, toy.T, context, control=control), plain.numpy()) > 0.1
-    torch.testing.assert_close(unet(x, toy.T, context, control=tuple(0 * c for c in control)), plain)
-
-
-def test_it_controls_a_unet_with_cached_keys_and_values() -> None:
-    spec = toy.SD1
-    x, context, _ = toy.unet_inputs(spec)
-    unet, net = toy.network(spec), toy.fill(ControlNet(spec), "net.")
-    num = len(net.zero_convs) + 1
-    own = ControlInput(net.embed_hint(toy.picture()), torch.ones(num), len(x), pool=False)
-    controlled, control = ControlledUNet(unet, [net]), ControlInputs((own,), None)
-    wanted = controlled(x, toy.T, context, None, control)
-    found = controlled(x, toy.T, context, None, control, unet.text_cache(context))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(found, unet(x, toy.T, context), rtol=1e-3)
+    assert toy.relative_error(unet(x, toy.T, context, residuals=control), plain.numpy()) > 0.1
+    torch.testing.assert_close(unet(x, toy.T, context, residuals=tuple(0 * c for c in control)), plain)
 
 
 def test_guess_scales_are_the_originals() -> None:

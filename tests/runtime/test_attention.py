@@ -19,7 +19,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.runtime import attention, timing
-from ldm_lite.runtime.attention import available, head_dim_of, layers, names, resolve, use
+from ldm_lite.runtime.attention import available, head_dim, layers, names, resolve, use
 
 CPU = torch.device("cpu")
 HERE = [name for name in available(CPU, torch.float32, 40) if name not in ("mha", "fastest")] + ["sliced:1", "sliced:3"]
@@ -133,7 +133,7 @@ def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
     with caplog.at_level(logging.INFO, "ldm_lite"), torch.no_grad():
         found = unet(x, toy.T, context)
     assert toy.relative_error(found, wanted.numpy()) < 2e-6
-    functions = {head_dim_of(layer): layer.attention for layer in layers(unet).values()}
+    functions = {head_dim(layer): layer.attention for layer in layers(unet).values()}
     assert functions == {8: attention._flash, 16: attention.sdpa}
     assert all(clock.timed.count(sizes) == 4 * 3 for sizes in clock.timed), "each size once, though layers repeat it"
     assert "96 to 5 tokens, 8 channels a head: flash (sdpa 1000000 us, flash 500000 us" in caplog.text

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import itertools
 import logging
 import shutil
 import weakref
@@ -17,20 +16,21 @@ import pytest
 import torch
 import toy
 from random_checkpoint import SMALL
+from steps import guidance
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
+from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.plan import rows_of
+from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
-from ldm_lite.diffusion.step import denoise_step, rows
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
-from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.models.unet import ResBlock, UNet, UNetSpec
+from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
 from ldm_lite.runtime.cpu import convolutions
@@ -72,7 +72,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList([Part(), Part()])
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
         for part in self.parts:
             x = part(x)
         return x + t[:, None, None, None] / 1000 + context.mean((1, 2))[:, None, None, None]
@@ -86,21 +86,21 @@ def tiny() -> nn.Module:
 def arguments(seed: int, batch: int, h: int, w: int, tokens: int = 5, sampler: str = "dpmpp_2m") -> list[object]:
     """A row of a guided step with everything that varies between jobs."""
     registers, noise = toy.normal(seed, NUM_REGISTERS, batch, 4, h, w), toy.normal(seed + 1, batch, 4, h, w)
-    table = rows(make_plan(sampler, SCHEDULE, 5 + seed), CPU)
+    table = rows_of(make_plan(sampler, SCHEDULE, 5 + seed), CPU)
     context = toy.normal(seed + 2, 2 * batch, tokens, SMALL.unet.context_dim)
     return [
         registers,
         table[seed % len(table)],
         noise,
-        Conditioning(context),
-        Guidance(torch.tensor([-1.0 - seed, 2.0 + seed]), None, None),
+        *guidance(context, 2.0 + seed),
     ]
 
 
-def cached(unet: UNet, given: list[Any]) -> list[Any]:
-    """The same arguments with the text's keys and values, as the denoising loop gives them."""
-    registers, row, noise, conditioning, guidance = given
-    return [registers, row, noise, conditioning._replace(cache=unet.text_cache(conditioning.context)), guidance]
+def with_inputs(given: list[Any], control: ControlInputs | None, **more: Tensor | None) -> list[Any]:
+    """The same arguments with further conditioning, and with what controls read."""
+    conditioning = {**given[3].conditioning, **{name: part for name, part in more.items() if part is not None}}
+    guided = given[3]._replace(conditioning=conditioning)
+    return [*given[:3], guided, *given[4:], {"control": control}]
 
 
 VARIED = [
@@ -125,7 +125,7 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
     network = tiny if kind == "tiny" else toy.network(SMALL.unet)
     counter = CompileCounter()
     step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
-    for given in sizes if kind == "tiny" else map(cached, itertools.repeat(network), sizes):
+    for given in sizes:
         torch.testing.assert_close(step(network, *given), denoise_step(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     if kind == "tiny":  # the compiler takes a size of one for a constant
@@ -186,8 +186,8 @@ def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UN
             for weight, share in zip(weights, shares, strict=False)
         ]
         features = (None, toy.normal(3, 1, spec.model_channels, h, w), *[None] * (num - 2))
-        y = toy.normal(4, len(given[3].context), spec.vector_dim) if spec.vector_dim else None
-        given[3] = given[3]._replace(y=y, control=ControlInputs(tuple(hints), features))
+        y = toy.normal(4, len(given[3].conditioning["context"]), spec.vector_dim) if spec.vector_dim else None
+        given = with_inputs(given, ControlInputs(tuple(hints), features), y=y)
         steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
         torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
@@ -221,8 +221,7 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
         steered = ControlledUNet(unet, [net])
         for weight in (1.0, 0.0, -0.5):
             hint = ControlInput(toy.normal(5, 1, 32, 8, 8), torch.full((3,), weight), 1, pool=False)
-            given: list[Any] = arguments(0, 2, 8, 8)
-            given[3] = given[3]._replace(control=ControlInputs((hint,), None))
+            given = with_inputs(arguments(0, 2, 8, 8), ControlInputs((hint,), None))
             outs.append(graphs(steered, *given))
             assert torch.equal(outs[-1], denoise_step(steered, *given))
     assert len(captured) == 2
@@ -426,18 +425,6 @@ def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_regional_needs_no_more_graphs_with_cached_keys_and_values() -> None:
-    counts = []
-    for prepare in (lambda unet, given: given, cached):
-        torch._dynamo.reset()
-        unet, counter = toy.network(ATTENDING), CompileCounter()
-        step = CompiledStep("regional", unet, counter)  # type: ignore[arg-type]
-        step(unet, *prepare(unet, VARIED[0]))
-        counts.append(counter.frame_count)
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
 def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
     unet, nets = toy.network(PLAIN), [toy.fill(ControlNet(PLAIN), "0.")]
     step = CompiledStep("regional", unet, "eager")
@@ -447,7 +434,7 @@ def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
     hint = ControlInput(
         toy.normal(3, 1, PLAIN.model_channels, 8, 8), torch.ones(2 * len(PLAIN.channel_mult) + 1), 1, pool=False
     )
-    given[3] = given[3]._replace(control=ControlInputs((hint,), None))
+    given = with_inputs(given, ControlInputs((hint,), None))
     steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
     torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
     assert all(block._compiled_call_impl is not None for block in regions(steered))
@@ -490,7 +477,7 @@ def test_a_failed_compilation_is_one_line_and_plain_steps(tiny: nn.Module, caplo
 
 def test_the_users_own_error_stays(tiny: nn.Module) -> None:
     given = arguments(0, 2, 8, 8)
-    given[3] = Conditioning(toy.normal(0, 3, 5, 3))
+    given[3] = given[3]._replace(conditioning={"context": toy.normal(0, 3, 5, 3)})
     step = CompiledStep("step", tiny, "eager")
     with pytest.raises(RuntimeError, match="must match"):
         step(tiny, *given)
@@ -521,7 +508,7 @@ def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: 
     step = CompiledStep("step", tiny, "eager")
     with caplog.at_level(logging.INFO, "ldm_lite"):
         for _ in range(2):
-            step(lambda *args: tiny(*args), *given)
+            step(lambda x, t, **inputs: tiny(x, t, **inputs), *given)
     assert [record.getMessage()[:23] for record in caplog.records if record.name == "ldm_lite"] == [
         "the model is a function"
     ]

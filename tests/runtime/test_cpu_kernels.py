@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.layers import Conv1x1
-from ldm_lite.models.transformer import SpatialTransformer
+from ldm_lite.core.unet import SpatialTransformer
 from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu import attention, convolutions, products, winograd
 from ldm_lite.runtime.patching import patch_of, runs_as_written
@@ -158,7 +158,7 @@ def test_plain_takes_no_kernel_of_ours() -> None:
     kernels = {products._linear, products._conv1x1, convolutions._forward}
 
     def ours(option: str | None) -> set[object]:
-        network = nn.Sequential(SpatialTransformer(128, 16, 2, 1, False, False), nn.Conv2d(128, 128, 3, padding=1))
+        network = nn.Sequential(SpatialTransformer(128, 16, 2, 1), nn.Conv2d(128, 128, 3, padding=1))
         prepare({"vae": network}, RuntimeOptions(kernels=option), CPU)
         attentions = {module.attention for module in network.modules() if hasattr(module, "attention")}
         return {patch_of(module) for module in network.modules()} & kernels | attentions

@@ -16,8 +16,7 @@ import toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.models.unet import Block, ResBlock
+from ldm_lite.core.unet import Block, ResBlock, SpatialTransformer
 from ldm_lite.runtime import fused_norm
 
 pytestmark = pytest.mark.extra
@@ -114,7 +113,7 @@ def test_a_large_mean_costs_no_digits(launch: Any) -> None:
 @torch.no_grad()
 def test_blocks_take_the_kernels() -> None:
     """Convolution's bias, timestep and residual connection inside, in a residual block and with a transformer."""
-    pair = Block([ResBlock(32, 64, 16, False), SpatialTransformer(64, 24, 4, 1, False, False)])
+    pair = Block([ResBlock(32, 64, 16), SpatialTransformer(64, 24, 4, 1)])
     toy.fill(pair)
     plain = copy.deepcopy(pair)
     fused_norm.use(pair, triton=True)
@@ -170,7 +169,7 @@ def registers(kernel: Any, capability: int, constants: dict[str, Any], **options
 @torch.no_grad()
 def test_the_compiler_takes_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole block is one graph; it is not run, since there may be no GPU."""
-    pair = Block([ResBlock(64, 64, 16, False), SpatialTransformer(64, 24, 4, 1, False, False)])
+    pair = Block([ResBlock(64, 64, 16), SpatialTransformer(64, 24, 4, 1)])
     fused_norm.use(pair, triton=True)
     monkeypatch.setattr(importlib.import_module("ldm_lite.runtime.norm_kernels"), "runs_on", lambda x: True)
     graphs: list[str] = []

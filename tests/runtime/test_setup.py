@@ -11,9 +11,8 @@ import toy
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
-from ldm_lite.diffusion.step import denoise_step
-from ldm_lite.models.transformer import CrossAttention
-from ldm_lite.runtime import attention, fused_norm, setup
+from ldm_lite.core.denoise import denoise_step
+from ldm_lite.runtime import attention, fused_norm, joined, setup
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.cpu import bfloat16
 from ldm_lite.runtime.cpu.attention import timed
@@ -196,9 +195,7 @@ def test_kernels_are_switched_one_by_one(
         patched.setattr(setup, "_are_on", lambda network, device: True)
         prepare(networks, RuntimeOptions(kernels=text), torch.device("cuda"))
     unet = networks["unet"]
-    assert any(isinstance(each, CrossAttention) and each.qkv is not None for each in unet.modules()) == (
-        "qkv" in wanted
-    )
+    assert any(map(joined.is_joined, joined.joined_layers(unet))) == ("qkv" in wanted)
     names = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}
     assert given == {name: True for kernel, name in names.items() if kernel in wanted}
     control = toy.fill(type(unet)(unet.spec))
@@ -218,7 +215,7 @@ def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.
     unet = ldm_lite.load(small_path, device="cpu").unet
     networks = {"unet": toy.fill(type(unet)(unet.spec))}
     prepare(networks, RuntimeOptions(offload="model"), torch.device("cuda"))
-    assert all(each.qkv is None for each in networks["unet"].modules() if isinstance(each, CrossAttention))
+    assert not any(joined.joined_layers(networks["unet"]))
 
 
 def test_unknown_kernels_are_named(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

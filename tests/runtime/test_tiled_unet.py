@@ -15,7 +15,7 @@ class Pointwise(nn.Module):
         super().__init__()
         self.sizes: list[tuple[int, int]] = []
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, concat: Tensor | None = None) -> Tensor:
         self.sizes.append((x.shape[2], x.shape[3]))
         return torch.sin(x[:, :3]) + t[:, None, None, None]
 

@@ -18,8 +18,8 @@ from torch import nn
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.bench.measure import status
-from ldm_lite.diffusion.guidance import Conditioning, Guidance
-from ldm_lite.diffusion.step import denoise_step, rows
+from ldm_lite.core.denoise import Branch, denoise_step, join, weighted
+from ldm_lite.core.plan import rows_of
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import kernel, patch, runs_as_written
 from ldm_lite.runtime.together import Together
@@ -130,14 +130,14 @@ def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeli
         calls.append(len(x))
         return x * len(x)
 
-    together, [row] = Together(nn.Sequential()), rows(alone.plan(steps=1), torch.device("cpu"))
+    together, [row] = Together(nn.Sequential()), rows_of(alone.plan(steps=1), torch.device("cpu"))
     registers = torch.randn(5, 3, 4, 2, 2)
-    inputs = network, registers, row, torch.zeros(3, 4, 2, 2), Conditioning(), Guidance(None, None, None)
+    noise, guided = torch.zeros(3, 4, 2, 2), join([Branch({})], 1.0, torch.device("cpu"))
     for _ in range(2):
-        made = together(*inputs, torch.float32)
+        made = together(network, registers, row, noise, guided, weighted, ())
         for image in range(3):
             own = registers[:, image : image + 1]
-            wanted = denoise_step(network, own, row, inputs[3][:1], Conditioning(), Guidance(None, None, None))
+            wanted = denoise_step(network, own, row, noise[:1], guided)
             assert torch.equal(made[:, image : image + 1], wanted)
     assert calls.count(3) == 1  # it is tried once
 

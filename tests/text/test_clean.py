@@ -59,7 +59,8 @@ def test_typographic_prompts_are_plain_ones(bundled: Pipeline) -> None:
     for syntax in ("plain", "a1111"):
         for tokenizer in (CLIPTokenizer(), OpenCLIPTokenizer()):
             assert torch.equal(chunks(tokenizer, curly, syntax).ids, chunks(tokenizer, straight, syntax).ids)
-    assert torch.equal(bundled.encode_prompt(curly)[0], bundled.encode_prompt(straight)[0])
+    contexts = [bundled.encode_prompt(text).context for text in (curly, straight)]
+    assert torch.equal(*contexts)
 
 
 def test_only_open_clip_unescapes_without_semicolon_or_beside_a_tag() -> None:

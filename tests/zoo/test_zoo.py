@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite import Pipeline, generate, img2img, inpaint, txt2img
 from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.core.denoise import State
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.families.ldm import ROWS
-from ldm_lite.generate import DenoisingState
 from ldm_lite.image import mask_latent, to_array
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
@@ -331,12 +331,12 @@ def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, t
 def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_path: Path) -> None:
     taesd: Any = toy.network(toy.TINY)
     save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
-    states: list[DenoisingState] = []
+    states: list[State] = []
     shown: list[Image.Image] = []
     pipe = ldm_lite.load(small_path, device="cpu")
     preview = Preview(pipe, str(tmp_path / "taesd.safetensors"), shown.append)
 
-    def on_step(state: DenoisingState) -> None:
+    def on_step(state: State) -> None:
         preview(state)
         states.append(state)
 

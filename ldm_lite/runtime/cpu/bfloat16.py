@@ -9,8 +9,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.transformer import SpatialTransformer
-from ldm_lite.models.unet import ResBlock
+from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.runtime.cpu import convolutions, group_norm, products
 from ldm_lite.runtime.timing import fastest
 
@@ -48,8 +47,8 @@ class _Blocks:
             return torch.randn(shape, generator=generator).to(dtype)
 
         with torch.device("meta"):
-            residual = ResBlock(WIDTH, WIDTH, 2 * WIDTH, False)
-            transformer = SpatialTransformer(WIDTH, CONTEXT, HEADS, 1, False, False)
+            residual = ResBlock(WIDTH, WIDTH, 2 * WIDTH)
+            transformer = SpatialTransformer(WIDTH, CONTEXT, HEADS, 1)
         self.network = nn.ModuleList([residual, transformer]).to_empty(device="cpu").to(dtype).requires_grad_(False)
         for name, weight in self.network.named_parameters():
             if weight.ndim > 1:
@@ -65,4 +64,4 @@ class _Blocks:
 
     def __call__(self) -> Tensor:
         residual, transformer = self.network
-        return transformer(residual(self.x, self.emb, None), self.context)
+        return transformer(residual(self.x, self.emb), self.context)

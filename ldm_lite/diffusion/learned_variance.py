@@ -1,0 +1,36 @@
+"""The step of networks that predict the variance of the noise too: DeepFloyd IF.  Nichol and Dhariwal 2021, eq. 15."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.core.denoise import Adjust, Combine, Guided, Network, denoise_step, weighted
+from ldm_lite.core.plan import Row
+
+
+def with_learned_variance(stretch: float) -> Callable[..., Tensor]:
+    """Return the step of a network whose second half of channels is the variance, that of the last branch.
+
+    -1 is the plan's variance, 1 the plan's stretched: `stretch` is the logarithm of that factor of the noise.
+    """
+
+    def step(
+        network: Network,
+        registers: Tensor,
+        row: Row,
+        noise: Tensor,
+        guided: Guided,
+        combine: Combine = weighted,
+        adjust: tuple[Adjust, ...] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        x, num_branches = registers[0], len(guided.positive)
+        batch = x if num_branches == 1 else x.repeat(num_branches, 1, 1, 1)
+        out = network(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {})).float()
+        prediction, variance = out.chunk(2, dim=1)
+        noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * stretch)
+        return denoise_step(lambda *inputs, **named: prediction, registers, row, noise, guided, combine, adjust)
+
+    return step
