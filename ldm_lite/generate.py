@@ -48,8 +48,7 @@ def denoise(
     """Run all steps of a plan from unit noise (B,C,h,w) and return the final latents (B,C,h,w).
 
     draw supplies the noise of stochastic samplers, wrap changes what calls of the network read, on_step gets every
-    state.  Raises ValueError for shapes that do not fit the model, and if the
-    plan needs a draw.
+    state.  Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
     """
     check(model, noise, guidance)
     if draw is None and plan.adds_noise.any():

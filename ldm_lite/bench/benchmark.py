@@ -15,8 +15,8 @@ from ldm_lite.bench.options import Options, names
 from ldm_lite.bench.ours import configuration
 from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, from_json
 from ldm_lite.bench.theirs import PEERS
-from ldm_lite.bench.work import SECTIONS, Cell, Cost, cost
-from ldm_lite.bench.worker import Backend, SubprocessBackend, Unavailable
+from ldm_lite.bench.work import SECTIONS, Cell, Cost, Unavailable, cost
+from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.options import numbers
 from ldm_lite.runtime.precision import DTYPES, pick_device
 

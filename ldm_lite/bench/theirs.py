@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import CHECK_SCALE, Inputs, Workload, inputs
-from ldm_lite.bench.worker import Unavailable
+from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, Workload, inputs
 from ldm_lite.checkpoint.reader import prefix, split
 from ldm_lite.runtime.precision import DTYPES
 

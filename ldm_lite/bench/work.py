@@ -34,6 +34,10 @@ class Cell:
     batch: int
 
 
+class Unavailable(Exception):
+    """A backend cannot run a cell; the message says why, in one line."""
+
+
 class Inputs(NamedTuple):
     """The inputs of a batch B, the same in every process and framework."""
 

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from ldm_lite.bench.measure import clock
 from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import Cell, Workload
-
-
-class Unavailable(Exception):
-    """A backend cannot run a cell; the message says why, in one line."""
+from ldm_lite.bench.work import Cell, Unavailable, Workload
 
 
 class FirstCall(NamedTuple):

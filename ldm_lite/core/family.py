@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ldm_lite.core.clip import CLIPSpec
 from ldm_lite.core.denoise import Conditioning
@@ -17,9 +17,6 @@ from ldm_lite.core.schedule import Prediction
 from ldm_lite.core.tokenizer import CLIPTokenizer
 from ldm_lite.core.unet import UNetSpec
 from ldm_lite.core.vae import VAESpec
-
-if TYPE_CHECKING:
-    from ldm_lite.core.model import Model
 
 Facts = Mapping[str, str]  # what a file's own metadata tell, or the user
 PREFIX = "ldm_lite."  # of our names in a file's metadata, where other programs write too
@@ -34,7 +31,7 @@ class Family:
     title: str
     networks: Mapping[str, Any]  # kind -> spec
     tokenizer: CLIPTokenizer  # texts -> ids (B,T)
-    condition: Callable[[Model, Sequence[str]], Conditioning]  # what the UNet reads of B prompts
+    condition: Callable[[Any, Sequence[str]], Conditioning]  # of a Model and B prompts: what the UNet reads
     prediction: Prediction
     beta_start: float  # betas are linear in their square roots
     beta_end: float
@@ -60,7 +57,7 @@ FACTS: dict[str, tuple[str, Any]] = {
 HEADS = {"unet": ("unet_num_heads", "model_channels"), "clip": ("text_num_heads", "width")}
 
 
-def clip_context(model: Model, prompts: Sequence[str]) -> Conditioning:
+def clip_context(model: Any, prompts: Sequence[str]) -> Conditioning:
     """CLIP's hidden states of B prompts, as context (B,T,D)."""
     return {"context": model.networks["clip"](model.family.tokenizer(prompts).to(model.device))}
 

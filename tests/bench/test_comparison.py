@@ -9,8 +9,8 @@ import torch
 from ldm_lite.bench.benchmark import Comparison, gate
 from ldm_lite.bench.measure import alternating, calls_in_sample, spread
 from ldm_lite.bench.report import AGAIN, Table, Timing
-from ldm_lite.bench.work import Cell, Cost
-from ldm_lite.bench.worker import FirstCall, Unavailable
+from ldm_lite.bench.work import Cell, Cost, Unavailable
+from ldm_lite.bench.worker import FirstCall
 
 STEP = Cell("step", "fp32", 1)
 TRUTH = torch.ones(4)

@@ -13,8 +13,8 @@ from ldm_lite.bench.benchmark import Comparison
 from ldm_lite.bench.checkpoints import open_model, random_checkpoint
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.ours import CONFIGURATIONS, REFERENCE, OurWorkload, configuration
-from ldm_lite.bench.work import SECTIONS, Cell, cost, inputs
-from ldm_lite.bench.worker import InProcessBackend, Unavailable
+from ldm_lite.bench.work import SECTIONS, Cell, Unavailable, cost, inputs
+from ldm_lite.bench.worker import InProcessBackend
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.runtime.compile import compiled_step
 

@@ -12,8 +12,8 @@ import torch
 
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.theirs import PEERS, PeerWorkload
-from ldm_lite.bench.work import Cell
-from ldm_lite.bench.worker import Backend, FirstCall, InProcessBackend, SubprocessBackend, Unavailable, make_backend
+from ldm_lite.bench.work import Cell, Unavailable
+from ldm_lite.bench.worker import Backend, FirstCall, InProcessBackend, SubprocessBackend, make_backend
 
 CELL = Cell("step", "fp32", 1)
 OPTIONS = Options(size="bundled", device="cpu", height=64, width=64, prompt="a", steps=3)
