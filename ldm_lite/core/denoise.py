@@ -214,8 +214,7 @@ def run_plan(
             raise ValueError(f"got noise of shape {tuple(noise.shape)} from `draw`, wanted {tuple(x.shape)}")
         inputs = inputs_of(Call(i, step, plan.num_steps))
         if joined is None or joined[0] is not inputs.branches or joined[1] != inputs.scale:
-            branches = running(inputs.branches, inputs.scale)
-            joined = inputs.branches, inputs.scale, join(branches, inputs.scale, x.device)
+            joined = inputs.branches, inputs.scale, join(running(inputs.branches, inputs.scale), inputs.scale, x.device)
         before = registers[0]
         how = inputs.combine, inputs.adjust, inputs.arguments
         registers = inputs.step(inputs.network, registers, row, noise, joined[2], *how)

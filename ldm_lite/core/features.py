@@ -51,9 +51,17 @@ FEATURES: dict[str, Any] = {}
 
 
 def register_feature(kind: type[Feature]) -> type[Feature]:
-    """Add the options of a Feature to FEATURES: a decorator, which also makes it a frozen dataclass."""
+    """Add the options of a Feature to FEATURES: a decorator, which also makes it a frozen dataclass.
+
+    A feature of the same name is replaced.  Raises ValueError for an option that another one or every task has.
+    """
     kind = kind if "__dataclass_fields__" in vars(kind) else dataclass(frozen=True)(kind)
-    FEATURES.update(dict.fromkeys((field.name for field in fields(kind)), kind))
+    owners = {field.name: "Options" for field in fields(Options)}
+    owners |= {name: getattr(known, "__qualname__", known).rpartition(":")[2] for name, known in FEATURES.items()}
+    for name in (field.name for field in fields(kind)):
+        if owners.get(name, kind.__qualname__) != kind.__qualname__:
+            raise ValueError(f"the option `{name}` of {kind.__name__} is one of {owners[name]}: give it another name")
+        FEATURES[name] = kind
     return kind
 
 

@@ -260,8 +260,7 @@ class UNet(nn.Module):
     def attend(self, channels: int, level: int | None) -> list[nn.Module]:
         """The transformer after a residual block of a level, or of the middle (None); nothing if it has none."""
         depth = self.spec.middle_depth if level is None else self.spec.transformer_depth[level]
-        heads = self.spec.heads or 1
-        return [SpatialTransformer(channels, self.spec.context_dim, heads, depth)] if depth else []
+        return [SpatialTransformer(channels, self.spec.context_dim, self.spec.heads or 1, depth)] if depth else []
 
     def embed(self, t: Tensor) -> Tensor:
         """Embed the timestep t (B,): (B,E) in the weights' dtype, after the SiLU that starts every residual block."""

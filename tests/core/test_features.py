@@ -80,6 +80,22 @@ def test_options_that_do_not_go_together(small: Pipeline) -> None:
         latents(small, two=1, one=1)
 
 
+def test_an_option_belongs_to_one_feature(small: Pipeline) -> None:
+    def tint(default: int) -> type[Feature]:
+        @register_feature
+        class Tint(Feature):
+            tint: int = default
+
+        return Tint
+
+    tint(1)
+    second = tint(2)  # as when a notebook's cell runs again
+    assert FEATURES["tint"] is second
+    for name, owner in (("tint", "Tint"), ("steps", "Options")):
+        with pytest.raises(ValueError, match=f"the option `{name}` of Other is one of .*{owner}: give it another name"):
+            register_feature(type("Other", (Feature,), {"__annotations__": {name: int}, name: 0}))
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_features_are_applied_in_the_order_of_their_stages(small: Pipeline, turned: bool) -> None:
     order: list[str] = []
