@@ -28,7 +28,7 @@ from ldm_lite.cli.task_options import (
     UpscaleOptions,
 )
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
-from ldm_lite.core.denoise import Draw, State
+from ldm_lite.core.denoise import Draw, InputSource, State
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, rows_of
 from ldm_lite.diffusion.names import make_plan
@@ -175,11 +175,14 @@ class Pipeline(Model):
         plan: Plan,
         guidance: float | Callable[..., Any] = 7.5,
         draw: Draw | None = None,
+        *,
+        wrap: Callable[[InputSource], InputSource] = lambda source: source,
     ) -> Tensor:
         """Run a plan from noise (B,C,h,w) and return the latents (B,C,h,w); a single conditioning serves all B images.
 
         guidance is a scale, a function step -> scale, or a function (cond, uncond) -> output of the network's raw
-        outputs (B,C,h,w).  draw supplies the noise of stochastic samplers: see noise_source.
+        outputs (B,C,h,w).  draw supplies the noise of stochastic samplers: see noise_source.  wrap changes what the
+        calls of the network read: docs/forking.md.
         """
         if not isinstance(noise, Tensor) or not isinstance(plan, Plan):
             raise TypeError(f"got {type(noise).__name__} and {type(plan).__name__}, wanted noise, a tensor, and a Plan")
@@ -188,7 +191,8 @@ class Pipeline(Model):
             raise TypeError("got None as conditioning, wanted what encode_prompt makes")
         of_images = rows_of(positive, slice(None), count)
         of_negative = None if negative is None else rows_of(negative, slice(None), count)
-        return generate.denoise(self, noise, guided(self, of_images, of_negative, guidance), plan, draw=draw)
+        branches = guided(self, of_images, of_negative, guidance)
+        return generate.denoise(self, noise, branches, plan, draw=draw, wrap=wrap)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""

@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from runs import unet_calls
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
@@ -61,6 +64,31 @@ found = detect_family(shapes, {})
 assert (found.title, found.prediction, found.resolution) == ("a wider Stable Diffusion 1 with OpenCLIP", "v", 768)
 assert "sheet" in __main__.COMMANDS
 """
+
+
+def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CFG-Zero* in the later steps: the latents of the formula, step by step."""
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert Image.open("apple.png").size == (64, 64)
+    pipe, cond, uncond, noise = names["pipe"], names["cond"], names["uncond"], names["pipe"].noise(1)
+
+    def formula(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
+        share = torch.stack([(c * u).sum() / (u * u).sum() for c, u in zip(cond, uncond, strict=True)])
+        scaled = share[:, None, None, None] * uncond
+        return scaled + 5.0 * (cond - scaled)
+
+    plan = pipe.plan("ddim", 3)  # the first of three steps is without guidance
+    wrapped = pipe.denoise(noise, cond, uncond, plan, 5.0, wrap=names["late"])
+    with unet_calls(pipe) as calls:
+        pipe.denoise(noise, cond, uncond, plan, 5.0, wrap=names["late"])
+    assert [len(call.x) for call in calls] == [1, 2, 2]
+    always = pipe.denoise(noise, cond, uncond, plan, formula)
+    every = lambda source: lambda call: source(call).combined_by(names["zero_star"])  # noqa: E731
+    torch.testing.assert_close(pipe.denoise(noise, cond, uncond, plan, 5.0, wrap=every), always, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(wrapped, always, atol=1e-3)
 
 
 def test_every_diff_is_short() -> None:
