@@ -15,6 +15,7 @@ import toy
 import toy_zoo
 from PIL import Image
 from safetensors.torch import save_file
+from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -25,6 +26,7 @@ from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.core.denoise import State
+from ldm_lite.core.tasks import noise_of
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
 from ldm_lite.image import to_pil
 from ldm_lite.models.pixels import Pixels, PixelSpec
@@ -132,8 +134,20 @@ def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> No
         replace(stage, unet=toy.network(spec).double(), vae=Pixels(PixelSpec()).double())  # type: ignore[arg-type]
         for stage, spec in zip(stages, toy.CASCADE.values(), strict=True)
     ]
+    single = torch.float32
+
+    def drawn_in_float32(*arguments: Any) -> Any:
+        draw = noise_of(*arguments)
+
+        def noise() -> Tensor:
+            with mock.patch.object(torch, "float32", single):
+                return draw()
+
+        return noise
+
     cast = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
-    with mock.patch.object(torch, "float32", torch.float64), cast:
+    noises = mock.patch("ldm_lite.tasks.cascade.noise_of", drawn_in_float32)
+    with mock.patch.object(torch, "float32", torch.float64), cast, noises:
         [(first, _)] = cascade(double[:1], SMALL, CONTEXT, UNCOND)
         [(second, _)] = cascade(double, SMALL, CONTEXT, UNCOND)
     assert toy.relative_error(first[None], GOLDEN["cascade.if_I"]) < 1e-6

@@ -292,5 +292,5 @@ def test_dpm_adaptive_has_steps_of_its_own_for_every_image(small_path: Path) -> 
     assert (states[0], states[-1], both[0].shape) == (1, 6, (3, 64, 64))
     [image] = pipe.img2img("a cat", Image.new("RGB", (64, 64)), strength=0.4, steps=10, sampler="DPM adaptive")
     assert image.size == (64, 64)
-    with pytest.raises(ValueError, match="no fixed steps for controls, a mask, a refiner"):
+    with pytest.raises(ValueError, match="no fixed steps for a mask or a refiner"):
         pipe.txt2img("a cat", sampler="DPM adaptive", steps=3, refiner=pipe)

@@ -36,7 +36,7 @@ class VAESpec:
         channels = size(shapes, "encoder.conv_in.weight", 4)[0]
         levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
         widths = [size(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
-        quant = "post_quant_conv.weight" in shapes
+        quant = bool({"quant_conv.weight", "post_quant_conv.weight"} & shapes.keys())
         return VAESpec(
             channels=channels,
             channel_mult=tuple(width // channels for width in widths),

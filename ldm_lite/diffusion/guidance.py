@@ -93,8 +93,11 @@ class Guidance:
 
     @property
     def is_guided(self) -> bool:
-        """Whether there is anything to guide by."""
-        return callable(self.scale) or len(running(self.branches, self.scale)) > 1
+        """Whether the scale leads away from a negative branch.  A scale of 1 does not, but for an instruction's two."""
+        negative = [not branch.positive for branch in self.branches]
+        if callable(self.scale):
+            return any(negative)
+        return (self.scale != 1 or any(negative[1:])) and any(negative) and len(running(self.branches, self.scale)) > 1
 
     @property
     def is_classifier_free(self) -> bool:

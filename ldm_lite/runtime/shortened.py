@@ -93,7 +93,8 @@ class ShortenedUNet(nn.Module):
         while type(unet) in (ControlledUNet, UNetWithImages):
             unet = unet.unet
         if unet not in self._units:
-            self._units[unet] = unet if self.shortcuts.gate is None else self._recording(unet, unet is network)
+            shared = type(network) is not UNetWithImages  # whose UNet is a copy
+            self._units[unet] = unet if self.shortcuts.gate is None else self._recording(unet, shared)
         self.unet = self._units[unet]
         if network is unet:
             return self

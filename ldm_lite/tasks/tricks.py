@@ -40,7 +40,7 @@ class Tricks:
         changed = [self.interval, self.schedule, self.projection]
         if plan is None or all(trick is None for trick in changed):
             return guidance
-        if not guidance.is_guided or not any(not branch.positive for branch in guidance.branches):
+        if not guidance.is_guided:
             raise ValueError(
                 "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
                 "`scale` other than 1, and a checkpoint that is not distilled"

@@ -68,7 +68,7 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed, name in enumerate(SAMPLERS):
             eta = 0.5 if has(name, "eta") else None
-            plan = pipe.plan(name, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
+            plan = make_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
             table = rows_of(plan, CPU)
             registers, noise, text = inputs(pipe, seed, 2, 4, 4)
             if seed == 0:  # as CompiledStep does: the first plain step lays weights out
@@ -108,7 +108,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
-    table = rows_of(pipe.plan("dpmpp_2m", 10), CPU)
+    table = rows_of(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)
     sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
     graphs = []
     for i, (batch, h, w) in enumerate(sizes):
