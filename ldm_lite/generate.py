@@ -164,8 +164,18 @@ def check_conditioning(model: Model, noise: Tensor, conditioning: Conditioning) 
 def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Encode pixels (B,3,H,W) in [-1,1]; return mean and standard deviation (B,C,h,w), in the UNet's scale.
 
-    Both are float32 on the model's device; a sample is mean + deviation * noise.  An encoder that overflows in half
-    precision runs again in float32, with a warning.  Raises ValueError if a side is not a multiple of the factor.
+    A sample is mean + deviation * noise.  Raises ValueError as distribution does.
+    """
+    (mean, deviation), family = distribution(model, pixels), model.family
+    return (mean - family.shift_factor) * family.scale_factor, deviation * family.scale_factor
+
+
+@torch.no_grad()
+def distribution(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode pixels (B,3,H,W) in [-1,1]; return mean and standard deviation (B,C,h,w), in the autoencoder's scale.
+
+    Both are float32 on the model's device.  An encoder that overflows in half precision runs again in float32, with a
+    warning.  Raises ValueError if a side is not a multiple of the factor.
     """
     factor = model.vae.spec.factor
     if pixels.shape[1] != 3 or pixels.shape[2] % factor or pixels.shape[3] % factor:
@@ -180,8 +190,7 @@ def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(mean + deviation).all():
         cause = broken_weights(model.networks) or "its pixels are not finite"
         raise ValueError(f"the image's latents are not finite: {cause}")
-    family = model.family
-    return (mean.float() - family.shift_factor) * family.scale_factor, deviation.float() * family.scale_factor
+    return mean.float(), deviation.float()
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ The folders train, batch, serve and bench use this module and toolkit.py, and no
 Networks go by their roles: "unet", "vae", "text_encoder", "text_encoder_2", ...  A Pipeline has them as `networks`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -75,9 +76,8 @@ def encode_moments(model: Pipeline, pixels: Tensor) -> Tensor:
 
     Both are float32 on the model's device.  Raises ValueError if a side is not a multiple of the autoencoder's factor.
     """
-    scale, shift = model.family.scale_factor, model.family.shift_factor
-    mean, deviation = generate.encode(model, pixels)
-    return torch.cat([mean / scale + shift, (2 * (deviation / scale).log()).clamp(-30, 20)], dim=1)
+    mean, deviation = generate.distribution(model, pixels)
+    return torch.cat([mean, 2 * deviation.clamp(min=math.exp(-15)).log()], dim=1)  # an autoencoder without noise has 0
 
 
 def encode_captions(model: Pipeline, captions: Sequence[str | None], with_gradients: bool = False) -> dict[str, Tensor]:

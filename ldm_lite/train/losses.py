@@ -5,6 +5,7 @@ A loss owns the trained networks and computes the loss of a batch; the trainer d
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -249,8 +250,8 @@ def checkpoint_activations(network: nn.Module) -> contextlib.ExitStack:
 
 def moments(vae: AutoencoderKL, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and log variance (B,C,h,w) of the latents of pixels x (B,3,H,W) in [-1,1]."""
-    mean, logvar = vae.quant_conv(vae.encoder(x)).chunk(2, dim=1)
-    return mean, logvar.clamp(-30.0, 20.0)
+    mean, deviation = vae.encode(x)
+    return mean, 2 * deviation.clamp(min=math.exp(-15)).log()
 
 
 @torch.no_grad()

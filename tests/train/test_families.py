@@ -24,6 +24,8 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.model import with_embeddings
+from ldm_lite.diffusion.guidance import Conditioning
+from ldm_lite.networks import encode_captions
 from ldm_lite.train import run
 from ldm_lite.train.batches import Batch, BucketOrder, Draws
 from ldm_lite.train.data import in_buckets, open_folder
@@ -63,7 +65,7 @@ def batch(pipe: Pipeline, *captions: str) -> Batch:
 
 def text_of(pipe: Pipeline, given: Batch, captions: Sequence[str | None]) -> tuple[Tensor | None, Tensor | None]:
     """What the network reads of captions, of XL with the sizes of the images."""
-    text = pipe.encode_prompt(captions)
+    text = Conditioning(**encode_captions(pipe, captions))
     if pipe.family.conditioner != "sdxl":
         return text.context, None
     assert text.y is not None
