@@ -1,6 +1,5 @@
 """Noise and guidance -> latents -> images: the core's loop for any model, and its autoencoder."""
 
-import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
@@ -12,11 +11,9 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.core.denoise import (
-    Call,
     Conditioning,
     Constraint,
     Draw,
-    Inputs,
     InputSource,
     State,
     run_plan,
@@ -24,15 +21,13 @@ from ldm_lite.core.denoise import (
 )
 from ldm_lite.diffusion.adaptive import AdaptivePlan, each_image
 from ldm_lite.diffusion.guidance import Guidance
-from ldm_lite.diffusion.learned_variance import with_learned_variance
-from ldm_lite.diffusion.plan import LearnedVariancePlan, Plan
+from ldm_lite.diffusion.learned_variance import learning_variance
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
 from ldm_lite.zoo.networks import Autoencoder
 
 log = logging.getLogger("ldm_lite")
-
-Refiner = tuple[Model, InputSource, int]  # another model that continues the plan, its inputs, and its first step
 
 
 def denoise(
@@ -50,12 +45,12 @@ def denoise(
     draw supplies the noise of stochastic samplers, wrap changes what calls of the network read, on_step gets every
     state.  Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
     """
-    check(model, noise, guidance)
+    check(model, tuple(noise.shape), guidance)
     if draw is None and plan.adds_noise.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance pipe.noise_source(...)")
     latents = noise.to(model.device, torch.float32) * plan.initial
     source = guidance.on(model.device, model.dtype).source(model.unet, model.step)
-    for state in stream(model, latents, wrap(source), plan, draw or (lambda: noise)):
+    for state in stream(model, latents, plan, wrap(source), draw or (lambda: noise)):
         latents = state.latents
         on_step(state)
     return latents
@@ -64,40 +59,24 @@ def denoise(
 def stream(
     model: Model,
     latents: Tensor,
-    source: InputSource,
     plan: Plan,
+    inputs_of: InputSource,
     draw: Draw,
     constrain: Constraint = unconstrained,
-    refiner: Refiner | None = None,
 ) -> Iterator[State]:
     """Yield the state after every step of the plan from its first latents (B,C,h,w), as the core's run_plan does.
 
-    The networks are on the device while they run.  Leaving the loop stops it.  Raises ValueError for a plan that is not
-    for the model.
+    The UNet is on the device while it runs.  Leaving the loop stops it.  Raises ValueError for a plan that is not for
+    the model.
     """
     check_plan(model, plan)
-    learned_variance = model.family.unet.out_channels == 2 * latents.shape[1]
-    with contextlib.ExitStack() as phase:
-        running: Model | None = None
-
-        def inputs_of(call: Call) -> Inputs:
-            nonlocal running
-            late = refiner is not None and call.step >= refiner[2]
-            now, inner = (refiner[0], refiner[1]) if refiner is not None and late else (model, source)
-            if now is not running:
-                phase.close()
-                phase.enter_context(now.phase("unet"))
-                running = now
-            inputs = inner(call)
-            if learned_variance:
-                stretch = plan.stretch[call.number] if isinstance(plan, LearnedVariancePlan) else 0.0
-                return inputs._replace(step=with_learned_variance(float(stretch)))
-            return inputs
-
-        x = latents.to(model.device, torch.float32)
+    if model.family.unet.out_channels == 2 * latents.shape[1]:
+        inputs_of = learning_variance(inputs_of, plan)
+    x = latents.to(model.device, torch.float32)
+    with model.phase("unet"):
         if not isinstance(plan, AdaptivePlan):
             yield from run_plan(x, plan, inputs_of, draw, constrain)
-        elif constrain is not unconstrained or refiner is not None:
+        elif constrain is not unconstrained:
             raise ValueError("DPM adaptive has no fixed steps for a mask or a refiner: take another sampler")
         else:
             yield from each_image(x, inputs_of, plan, draw)
@@ -116,24 +95,15 @@ def check_plan(model: Model, plan: Plan) -> None:
         )
 
 
-def check_refiner(model: Model, refiner: Model) -> None:
-    """Raises ValueError for a refiner that cannot continue a run of the model."""
-    if refiner.family.prediction != model.family.prediction:
-        raise ValueError(
-            f"{model.name} predicts {model.family.prediction}, but {refiner.name} {refiner.family.prediction}: the "
-            "second cannot continue a run of the first"
-        )
-
-
-def check(model: Model, noise: Tensor, guidance: Guidance) -> None:
-    """Raises ValueError if noise (B,C,h,w) and the conditionings of B images do not fit the model's network."""
+def check(model: Model, shape: tuple[int, ...], guidance: Guidance) -> None:
+    """Raises ValueError if the shape (B,C,h,w) of noise, and conditionings of B images, do not fit the network."""
     for branches in (guidance.branches, *(branches for _, branches in guidance.later)):
         for branch in branches:
-            check_conditioning(model, noise, branch.conditioning)
+            check_conditioning(model, shape, branch.conditioning)
 
 
-def check_conditioning(model: Model, noise: Tensor, conditioning: Conditioning) -> None:
-    """Raises ValueError if noise (B,C,h,w) and a conditioning of B images do not fit the model's network."""
+def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Conditioning) -> None:
+    """Raises ValueError if noise of a shape (B,C,h,w) and a conditioning of B images do not fit the model's network."""
     spec, concat = model.family.unet, conditioning.get("concat")
     further = 0 if concat is None or model.family.task == "edit" else concat.shape[1]
     if spec.in_channels > model.vae.spec.embed_dim and not further:
@@ -141,17 +111,17 @@ def check_conditioning(model: Model, noise: Tensor, conditioning: Conditioning) 
             f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
             f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
         )
-    if noise.ndim != 4 or noise.shape[1] != (channels := spec.in_channels - further):
-        raise ValueError(f"got noise of shape {tuple(noise.shape)}, wanted (B, {channels}, h, w)")
+    if len(shape) != 4 or shape[1] != (channels := spec.in_channels - further):
+        raise ValueError(f"got noise of shape {shape}, wanted (B, {channels}, h, w)")
     context, y = conditioning.get("context"), conditioning.get("y")
     got = "none" if context is None else f"one of shape {tuple(context.shape)}"
     if spec.context_dim is None:
         if context is not None:
             raise ValueError(f"context: got {got}, wanted none")
-    elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (len(noise), spec.context_dim):
-        raise ValueError(f"context: got {got}, wanted ({len(noise)}, T, {spec.context_dim})")
+    elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (shape[0], spec.context_dim):
+        raise ValueError(f"context: got {got}, wanted ({shape[0]}, T, {spec.context_dim})")
     width = (spec.vector_dim or 0) + (spec.guidance_dim or 0)
-    wanted = (len(noise), width) if width else None if spec.num_classes is None else (len(noise),)
+    wanted = (shape[0], width) if width else None if spec.num_classes is None else (shape[0],)
     if (None if y is None else tuple(y.shape)) != wanted:
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
         raise ValueError(f"y: got {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")

@@ -9,6 +9,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from ldm_lite.cli.task_options import (
     Txt2imgOptions,
     UpscaleOptions,
 )
+from ldm_lite.conditioning.inputs import with_files
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
 from ldm_lite.core.denoise import Draw, InputSource, State
 from ldm_lite.core.tasks import noise_of
@@ -37,9 +39,8 @@ from ldm_lite.image import pad, to_array, to_pil, to_pixels
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
-from ldm_lite.tasks.batching import results, run
 from ldm_lite.tasks.image_inputs import open_source
-from ldm_lite.tasks.job import Job, read_extra
+from ldm_lite.tasks.job import results, run
 
 log = logging.getLogger("ldm_lite")
 
@@ -85,8 +86,7 @@ class Pipeline(Model):
         .info["parameters"]), "numpy" ((H,W,3) uint8), "tensor" ((3,H,W) float32 in [-1,1]) or "result" (a Result with
         pixels, prompt and seed).  Raises ValueError for options that do not fit.
         """
-        made = txt2img.prepare(self, _options(Txt2imgOptions, "txt2img", {"prompt": prompt, **options}))
-        return _outputs(*made, output)
+        return _outputs(txt2img, self, _options(Txt2imgOptions, "txt2img", {"prompt": prompt, **options}), output)
 
     def img2img(
         self, prompt: str | Sequence[str] | None, image: Any, *, output: str = "pil", **options: Any
@@ -95,8 +95,8 @@ class Pipeline(Model):
 
         options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
         """
-        given = _joined("img2img", {"prompt": prompt, "init_img": image}, options)
-        return _outputs(*img2img.prepare(self, _options(Img2imgOptions, "img2img", given)), output)
+        named = _joined("img2img", {"prompt": prompt, "init_img": image}, options)
+        return _outputs(img2img, self, _options(Img2imgOptions, "img2img", named), output)
 
     def inpaint(
         self,
@@ -111,24 +111,24 @@ class Pipeline(Model):
 
         options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as for txt2img.
         """
-        given = _joined("inpaint", {"prompt": prompt, "init_img": image, "mask": mask}, options)
-        return _outputs(*inpaint.prepare(self, _options(InpaintOptions, "inpaint", given)), output)
+        named = _joined("inpaint", {"prompt": prompt, "init_img": image, "mask": mask}, options)
+        return _outputs(inpaint, self, _options(InpaintOptions, "inpaint", named), output)
 
     def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
         """Enlarge images four times, with an upscaler's checkpoint.
 
         options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as for txt2img.
         """
-        given = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
-        return _outputs(*upscale.prepare(self, _options(UpscaleOptions, "upscale", given)), output)
+        named = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
+        return _outputs(upscale, self, _options(UpscaleOptions, "upscale", named), output)
 
     def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
         decode() turns either into images.  Leaving the loop stops the job.
         """
-        job, inputs = txt2img.prepare(self, _options(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
-        return (event for event in run(job, inputs) if isinstance(event, State))
+        task = txt2img.prepare(self, _options(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
+        return (event for event in run(task) if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -137,17 +137,17 @@ class Pipeline(Model):
 
         options are prompt_syntax=, clip_skip=, size=(height, width), and the fields of ConditioningOptions.
         """
-        names = {each.name for each in dataclasses.fields(ConditioningOptions)}
+        names = {field.name for field in dataclasses.fields(ConditioningOptions)}
         extra = {name: value for name, value in options.items() if name in names}
         others = {name: value for name, value in options.items() if name not in names}
         others = {"syntax": others.pop("prompt_syntax", "plain"), **others}
-        made = _options(PromptOptions, "encode_prompt", {**others, "negative": negative})
-        made = dataclasses.replace(made, extra=read_extra(ConditioningOptions(**extra)))
-        check_used([self], made.extra)
+        read_as = _options(PromptOptions, "encode_prompt", {**others, "negative": negative})
+        read_as = dataclasses.replace(read_as, extra=with_files(ConditioningOptions(**extra)))
+        check_used([self], read_as.extra)
         prompts = Txt2imgOptions(prompt=prompt).prompt
         if not prompts and prompts != "":
             raise ValueError("no prompt: give a text, or a list of one or more")
-        return encode_prompts(self, [prompts] if isinstance(prompts, str) else prompts, made)
+        return encode_prompts(self, [prompts] if isinstance(prompts, str) else prompts, read_as)
 
     def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
         """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it, for one seed or B seeds."""
@@ -241,7 +241,7 @@ class Pipeline(Model):
 
 def _options(kind: type[Options], function: str, given: Mapping[str, Any]) -> Options:
     """Make options from keyword arguments.  Raises TypeError, with the nearest name, for an unknown argument."""
-    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -257,15 +257,16 @@ def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) ->
     return {**named, **options}
 
 
-def _outputs(job: Job, inputs: Any, output: str) -> list[Any]:
+def _outputs(task: ModuleType, model: Model, options: Any, output: str) -> list[Any]:
+    """Return the images that a task makes."""
     if output not in OUTPUTS:
         raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS)}")
-    made: Iterator[Any] = results(job, inputs)
+    images: Iterator[Any] = results(task.prepare(model, options))
     if output == "pil":
-        return [result.image for result in made]
+        return [result.image for result in images]
     if output == "numpy":
-        return [result.array for result in made]
-    return [result if output == "result" else result.pixels for result in made]
+        return [result.array for result in images]
+    return [result if output == "result" else result.pixels for result in images]
 
 
 def _output(pixels: Tensor, output: str) -> Any:

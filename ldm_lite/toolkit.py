@@ -29,17 +29,18 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.prompts import FROM_FILES, OPTIONAL, PromptOptions, count_chunks, encode_prompts
 from ldm_lite.core.denoise import Conditioning, State, denoise_step
+from ldm_lite.core.job import Item, Started, start
 from ldm_lite.diffusion.guidance import rows_of
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.runtime.together import Together
-from ldm_lite.tasks import batching, img2img, inpaint, txt2img, upscale
-from ldm_lite.tasks.batching import ImageInputs, Later, Ready, Runner
+from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.existing import contents
-from ldm_lite.tasks.job import TASKS, Job, Result
+from ldm_lite.tasks.image_inputs import joined
+from ldm_lite.tasks.job import TASKS, Job, Result, Task
 from ldm_lite.tasks.joined import are_alike, join
-from ldm_lite.tasks.text_inputs import PromptEncoder, is_constant
+from ldm_lite.tasks.texts import PromptEncoder, is_constant
 from ldm_lite.text.tokenizer import check_length
 from ldm_lite.zoo.family import text_roles
 
@@ -151,22 +152,17 @@ def prepare(model: Pipeline, options: Txt2imgOptions, first: int = 0) -> "Iterat
     The class of the options tells the task.  Raises ValueError, one line, for options that do not fit the model; the
     iterator raises it, and OSError, for what an image starts from.
     """
-    job, inputs = _BY_OPTIONS[type(options)].prepare(model, options)
-    return _samples(replace(job, batch_size=1), inputs, first)
+    return _samples(_BY_OPTIONS[type(options)].prepare(model, options), first)
 
 
-def _samples(job: Job, inputs: Sequence[ImageInputs | Later], first: int) -> "Iterator[Sample]":
-    runner, number = Runner(job), 0
-    for place, source in enumerate(inputs):
-        images = list(batching.batches_of(job, place, source, None))
-        left_out = min(max(0, first - number), len(images))
-        number += left_out
-        if left_out == len(images):
+def _samples(task: Task, first: int) -> "Iterator[Sample]":
+    for part in task.parts:
+        if not (items := [item for item in part.items if item.number >= first]):
             continue
-        image = source.make() if isinstance(source, Later) else source
-        for ready in runner.prepare(image, images[left_out:]):
-            yield Sample(number, job, ready.batch, image, ready)
-            number += 1
+        job = part.make()
+        job = replace(job, items=items, options=replace(job.options, batch_size=1))
+        for item in items:
+            yield Sample(item, lambda job=job: job, start(job, [item]))  # type: ignore[misc]
 
 
 class Row(NamedTuple):
@@ -186,26 +182,25 @@ def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) 
     together, and only those; an image that starts from a file reads it when it is asked for its size.  Raises as
     prepare does.
     """
-    given: dict[str, Any] = {"prompt": [row.prompt for row in rows]}
+    with_files = bool(rows[0].files)
+    # All rows have one variation seed: with `fixed_code` none goes up.
+    changes: dict[str, Any] = {"batch_size": 1, "n_iter": 1, "fixed_code": True, "seed": rows[0].seed}
+    changes["prompt"] = rows[0].prompt if with_files else [row.prompt for row in rows]
     for place, name in enumerate(("init_img", "mask")[: len(rows[0].files)]):
-        given[name] = tuple(row.files[place] for row in rows)
-    job, inputs = _BY_OPTIONS[type(options)].prepare(model, replace(options, **given))
+        changes[name] = tuple(row.files[place] for row in rows)
+    task = _BY_OPTIONS[type(options)].prepare(model, replace(options, **changes))
     length = text_length(model, (rows[0].prompt, rows[0].negative_prompt), options.prompt_syntax)
-    table = _Rows(job, rows, length)
-    if not rows[0].files:
-        [image] = inputs
-        table = replace(table, job=table.with_text(rows, image.latent_shape))
-        inputs = [image] * len(rows)
-    variation = options.variation_seed or 0
+    table = _Rows(rows, length)
+    if with_files:
+        jobs = [part.make for part in task.parts]
+    else:
+        [part] = task.parts
+        job = part.make()
+        job = replace(job, texts=table.texts(job, rows))
+        jobs = [lambda: job] * len(rows)
     return (
-        Sample(
-            number,
-            replace(table.job, prompts=[row.prompt], negative_prompt=row.negative_prompt),
-            batching.Batch(0, [0], [row.seed], [variation], [""]),
-            source,
-            _rows=table,
-        )
-        for number, (row, source) in enumerate(zip(rows, inputs, strict=True))
+        Sample(Item(number, row.prompt, row.negative_prompt or "", row.seed), make, rows=table)
+        for number, (row, make) in enumerate(zip(rows, jobs, strict=True))
     )
 
 
@@ -213,118 +208,115 @@ def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) 
 class _Rows:
     """What the samples of prepare_rows share."""
 
-    job: Job
     rows: Sequence[Row]
     length: int | None  # of their texts: see text_length
 
-    def with_text(self, rows: Sequence[Row], latent_shape: tuple[int, int, int]) -> Job:
-        """Return the job with the texts of some rows as its prompts, encoded for images of a latent shape.
+    def texts(self, job: Job, rows: Sequence[Row]) -> PromptEncoder:
+        """Return what encodes the texts of some rows, encoded for images of the job's size.
 
         A text without a length is encoded later: it is alone.
         """
-        job, model = replace(self.job, prompts=[row.prompt for row in rows]), self.job.model
+        negative = [row.negative_prompt for row in rows]
+        said = next((text for text in negative if text), negative[0])
+        texts, model = replace(job.texts, prompts=[row.prompt for row in rows], negative_prompt=said), job.model
         if self.length is None:
-            return replace(job, negative_prompt=rows[0].negative_prompt)
-        encoder = PromptEncoder(model, job)
-        height, width = (side * model.vae.spec.factor for side in latent_shape[1:])
-        options = replace(job.text, num_chunks=self.length, size=(height, width))
+            return texts
+        factor = model.vae.spec.factor
+        size = job.shape[1] * factor, job.shape[2] * factor
+        options = replace(texts.read_as, num_chunks=self.length, alike=False, size=size)
         with model.phase(*text_roles(model.family.text_encoders)):
-            cond = self._encoded([row.prompt for row in rows], options)
-            negative = [row.negative_prompt for row in rows]
-            encoder.warn_of_unused(negative)
-            if not encoder.guided:
-                return replace(job, cond=cond)
+            cond = _encoded(model, texts.prompts, options)
+            if not texts.is_guided:
+                return replace(texts, cond=cond)
             negative = negative[:1] if len(set(negative)) == 1 else negative
-            return replace(job, cond=cond, uncond=self._encoded(negative, replace(options, negative=True)))
+            return replace(texts, cond=cond, uncond=_encoded(model, negative, replace(options, negative=True)))
 
-    def _encoded(self, prompts: Sequence[str | None], options: PromptOptions) -> Conditioning:
-        """Encode N prompts, each once and some at a time: N rows on the CPU, or one if all are the same."""
-        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
-        unique = list(places)
-        firsts = range(0, len(unique), TEXTS_AT_ONCE)
-        parts = [encode_prompts(self.job.model, unique[i : i + TEXTS_AT_ONCE], options) for i in firsts]
-        cond = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
-        return cond if len(unique) == 1 else rows_of(cond, [places[prompt] for prompt in prompts], len(unique))
-
-    def ready(self, samples: "Sequence[Sample]") -> Ready:
-        """Return some of the samples, of one size, as a batch that can be denoised."""
-        images = [sample._inputs for sample in samples]
-        image, job, numbers = images[0], self.job, [sample.number for sample in samples]
-        if job.cond is None:
-            names = ("init", "deviation", "mask", "hole", "concat")
-            given = [name for name in names if getattr(image, name) is not None]
-            tensors: dict[str, Any] = {name: torch.cat([getattr(start, name) for start in images]) for name in given}
-            image = replace(image, **tensors)
-            job, numbers = self.with_text([self.rows[n] for n in numbers], image.latent_shape), [*range(len(samples))]
-        seeds, variations = (
-            [n for sample in samples for n in getattr(sample._images, name)] for name in ("seeds", "variations")
-        )
-        batch = batching.Batch(0, numbers, seeds, variations, [""] * len(samples))
-        return next(Runner(job).prepare(image, [batch]))
+    def started(self, samples: "Sequence[Sample]") -> tuple[Job, Started]:
+        """Return the job of some of the samples, of one size, and the batch, ready to be denoised."""
+        job, items = samples[0].job, [sample.item for sample in samples]
+        if self.rows[0].files:
+            jobs = [sample.job for sample in samples]
+            names = job.channels.keys()
+            channels = {name: torch.cat([other.channels[name] for other in jobs]) for name in names}
+            rows = [self.rows[item.number] for item in items]
+            job = replace(job, begin=joined([other.begin for other in jobs]), channels=channels)
+            job = replace(job, texts=self.texts(job, rows))
+            items = [item._replace(number=place) for place, item in enumerate(items)]
+        return job, start(job, items)
 
 
-@dataclass(frozen=True, eq=False)
+def _encoded(model: loading.Model, prompts: Sequence[str | None], options: PromptOptions) -> Conditioning:
+    """Encode N prompts, each once and some at a time: N rows on the CPU, or one if all are the same."""
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+    unique = list(places)
+    firsts = range(0, len(unique), TEXTS_AT_ONCE)
+    parts = [encode_prompts(model, unique[i : i + TEXTS_AT_ONCE], options) for i in firsts]
+    cond = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
+    return cond if len(unique) == 1 else rows_of(cond, [places[prompt] for prompt in prompts], len(unique))
+
+
 class Sample:
     """One image of a run, from what it starts from to its result."""
 
-    number: int  # in its run, from 0
-    _job: Job
-    _images: batching.Batch  # this one
-    _source: ImageInputs | Later
-    _prepared: Ready | None = None  # None: with the batch that it is in
-    _rows: _Rows | None = None  # of prepare_rows
-    is_second: bool = False  # the second pass of an image that is enlarged
+    def __init__(
+        self,
+        item: Item,
+        make: Callable[[], Job],
+        started: Started | None = None,
+        rows: _Rows | None = None,
+        is_second: bool = False,
+    ) -> None:
+        """Without `started` its batch is prepared as a whole, as one of `rows`."""
+        self.item, self.is_second = item, is_second  # is_second: the second pass of an image that is enlarged
+        self._make, self._started, self._rows = make, started, rows
+
+    @property
+    def number(self) -> int:
+        """The number in its run, from 0."""
+        return self.item.number
 
     @cached_property
-    def _inputs(self) -> ImageInputs:
-        """What it starts from; its files are read on first use.  Raises ValueError, OSError."""
-        return self._source.make() if isinstance(self._source, Later) else self._source
+    def job(self) -> Job:
+        """The job that it is of; its files are read on first use.  Raises ValueError, OSError."""
+        return self._make()
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of what is denoised, in pixels.  Raises ValueError, OSError for its files."""
-        _, height, width = self._inputs.latent_shape
-        factor = self._job.model.vae.spec.factor
+        _, height, width = self.job.shape
+        factor = self.job.model.vae.spec.factor
         return factor * width, factor * height
 
     @property
     def settings(self) -> dict[str, object]:
         """The settings in the text of its PNG, by name."""
-        return {**self._job.settings, **self._settings}
-
-    @property
-    def _settings(self) -> dict[str, object]:
-        """Those that other images of the run may have otherwise."""
-        [variation], second = self._images.variations, self._inputs.second
-        own = {**batching.noise_settings(self._job, variation), **self._inputs.settings}
-        return {**own, **second.settings} if second is not None and self.is_second else own
+        return self.job.settings_for(self.item)
 
     def goes_with(self, other: "Sample") -> bool:
         """Whether both can be in one batch: of one model, with the same steps, guidance and shapes."""
         if self._rows is not None:
             return self._rows is other._rows and self.size == other.size
-        return self._prepared is not None and other._prepared is not None and are_alike(self._prepared, other._prepared)
+        if self._started is None or other._started is None:
+            return False
+        return are_alike((self.job, self._started), (other.job, other._started))
 
     def second_pass(self, latents: Tensor) -> "Sample | None":
         """Return what follows the last step of an image that is to be enlarged, from its latents (1,C,h,w), else None.
 
         It is denoised as the first pass was, and gives the result.
         """
-        second = self._inputs.second
-        if second is None or self.is_second:
+        if self.job.follow is None:
             return None
-        runner = Runner(replace(second.job, batch_size=1))
-        [prepared] = runner.prepare(second.inputs(latents), [self._images])
-        return replace(self, _prepared=prepared, is_second=True)
+        job = replace(self.job.follow(latents), items=[self.item])
+        return Sample(self.item, lambda: job, start(job, [self.item]), is_second=True)
 
     def finish(self, latents: Tensor) -> Result:
         """Decode latents (1,C,h,w), of the last step or x0 of an earlier one: pixels, and the text of the PNG.
 
         Raises ValueError, naming the cause, for latents that are not finite.
         """
-        [pixels] = generate.decode(self._job.model, latents)
-        [row], [seed] = self._images.rows, self._images.seeds
-        return self._job.result(self._inputs.finish(pixels), row, seed, self._settings)
+        [pixels] = generate.decode(self.job.model, latents)
+        return self.job.result(self.item, pixels)
 
 
 class Batch:
@@ -336,22 +328,25 @@ class Batch:
     def __init__(self, samples: Sequence[Sample]) -> None:
         """One or more samples.  Raises ValueError, OSError for those of prepare_rows, whose text is encoded now."""
         first = samples[0]
-        self._size = len(samples)
-        self._ready = (
-            join([sample._prepared for sample in samples if sample._prepared is not None])
-            if first._rows is None
-            else first._rows.ready(samples)
-        )
-        self.latents: Tensor = self._ready.latents  # (B,C,h,w), in the samples' order: the newest ones
+        self._size, rows = len(samples), first._rows
+        if rows is not None:
+            self._job, self._started = rows.started(samples)
+        else:
+            starts = [sample._started for sample in samples if sample._started is not None]
+            self._job, self._started = first.job, join(starts)
+        self.latents: Tensor = self._started.x  # (B,C,h,w), in the samples' order: the newest ones
 
     @property
     def num_steps(self) -> int:
         """The number of steps; 0 if none run."""
-        return 0 if self._ready.plan is None else self._ready.plan.num_steps
+        return 0 if self._job.plan is None else self._job.plan.num_steps
 
     def __iter__(self) -> Iterator[State]:
-        step = self._ready.model.step
+        if self._job.plan is None:
+            return
+        x, *how = self._started
+        step = self._job.model.step
         with step.images(self._size) if isinstance(step, Together) else contextlib.nullcontext():
-            for state in self._ready.stream():
+            for state in self._job.solve(x, self._job.plan, *how):
                 self.latents = state.latents
                 yield state

@@ -15,9 +15,9 @@ import ldm_lite
 from ldm_lite import Pipeline, img2img, txt2img
 from ldm_lite.cli.task_options import Img2imgOptions, Txt2imgOptions
 from ldm_lite.families.sd2 import SD2
+from ldm_lite.features.compat import Compat
 from ldm_lite.image import grid
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.tasks.original import as_original
 from ldm_lite.zoo.families import FAMILIES
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "compat.npz")
@@ -91,15 +91,15 @@ def test_families_whose_original_takes_ema_weights() -> None:
 def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
     second = replace(bundled, family=SD2)
     assert second.family.text == OPEN_CLIP_H
-    made = as_original(second, Txt2imgOptions(compat=True), "txt2img")
+    made = Compat().change_options(second, Txt2imgOptions(compat=True))[1]
     assert (made.scale, made.repeats, made.images_at_a_time, made.height, made.width) == (9.0, 3, 3, 512, 512)
-    image = as_original(second, Img2imgOptions(compat=True), "img2img")
+    image = Compat().change_options(second, Img2imgOptions(compat=True))[1]
     assert (image.scale, image.repeats, image.images_at_a_time, image.strength) == (9.0, 1, 2, 0.8)
-    first = as_original(bundled, Img2imgOptions(compat=True, strength=0.5), "img2img")
+    first = Compat().change_options(bundled, Img2imgOptions(compat=True, strength=0.5))[1]
     assert (first.scale, first.strength, first.sampler) == (5.0, 0.5, "ddim")
     large = replace(bundled, family=FAMILIES["ldm_text2img_large"])
-    assert as_original(large, Txt2imgOptions(compat=True, width=256), "txt2img").width == 256
-    assert as_original(large, Txt2imgOptions(compat=True), "txt2img").height == 512
+    assert Compat().change_options(large, Txt2imgOptions(compat=True, width=256))[1].width == 256
+    assert Compat().change_options(large, Txt2imgOptions(compat=True))[1].height == 512
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files of formats/ and families/ can be deleted: the rest imports, loads the bundled model, makes the same image."""
+"""Files of features/, formats/ and families/ can be deleted: the rest imports, loads the bundled model, makes the same image."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("formats", "families")
+FOLDERS = ("features", "formats", "families")
 NEEDED = {"sd1"}  # by the bundled model
 FILES = sorted(
     path.relative_to(ROOT).as_posix()

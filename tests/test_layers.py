@@ -21,6 +21,7 @@ LAYERS = [
     {"formats", "families"},
     {"generate", "conditioning", "control"},
     {"tasks"},
+    {"features"},
     {"pipeline"},
     {"toolkit", "networks"},
     {"train"},
@@ -135,7 +136,7 @@ BESIDE_THE_FACADE = {
     # `--encode` writes what training reads.
     "batch": {"train"},
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
-    "serve": {"diffusion", "tasks.from_png", "tasks.xy", "text.parameters"},
+    "serve": {"diffusion", "features.from_png", "tasks.xy", "text.parameters"},
     # It measures what is behind the facade: kernels, compilation, reading files, networks of any size.
     "bench": {"checkpoint", "diffusion", "models", "runtime", "text", "zoo"},
 }

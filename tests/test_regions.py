@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.conditioning.regions import read_regions, shares
+from ldm_lite.features.regions import read_regions, shares
 
 SMALL: dict[str, Any] = {"height": 32, "width": 64, "steps": 2}
 

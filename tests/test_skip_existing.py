@@ -114,7 +114,9 @@ def test_keys_depend_on_weights_and_contents_of_files(small_path: Path, tmp_path
 
     def key(load: Pipeline = pipe, **changes: Any) -> str:
         options = Txt2imgOptions("a cat", **{"steps": 2, **changes})
-        return Existing(prepare(load, options)[0], options, Counter()).key("a cat", 42, "")
+        task = prepare(load, options)
+        [part] = task.parts
+        return Existing(task, Counter()).missing(part)[1][0]
 
     before = key()
     assert before == key(batch_size=3, n_iter=2, seed=1, sampler="DDIM") == key(ldm_lite.load(small_path, device="cpu"))

@@ -4,10 +4,12 @@ Each function takes B prompts as strings ("207", the name of a file).  None or "
 trained with one.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,3 +174,11 @@ def _file(model: Model, prompt: str | None, wanted: str) -> Path:
 def _not(model: Model, prompt: str | None, wanted: str, guided: bool) -> ValueError:
     unguided = "" if guided else ", without a negative prompt (leave out `scale`)"
     return ValueError(f"{model.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")
+
+
+def with_files(options: Any) -> Any:
+    """Return ConditioningOptions with what their files hold.  Raises ValueError, OSError for other files."""
+    read = {"image_embedding": read_image_embedding, "image_statistics": read_image_statistics}
+    names = [name for name in read if isinstance(getattr(options, name), (str, os.PathLike))]
+    values = {name: read[name](Path(getattr(options, name))) for name in names}
+    return dataclasses.replace(options, **values) if values else options

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -97,19 +97,32 @@ def batches(job: Job) -> Iterator[list[Item]]:
         yield batch
 
 
+class Started(NamedTuple):
+    """A batch with all that its steps read."""
+
+    x: Tensor  # (B,C,h,w) float32, on the model's device
+    inputs_of: Any  # InputSource; None without steps
+    draw: Draw
+    constrain: Constraint
+
+
+def start(job: Job, batch: Sequence[Item]) -> Started:
+    """Draw the first noise of a batch, and encode its prompts, which a job without steps does not read."""
+    draw = job.noise_source(job, batch)
+    x, constrain = job.begin(job, batch, draw)
+    inputs_of: Any = None if job.plan is None else job.encode(job, batch)
+    for wrap in job.wrappers if inputs_of is not None else ():
+        inputs_of = wrap(inputs_of, job)
+    return Started(x.to(job.model.device, torch.float32), inputs_of, draw, constrain)
+
+
 def run(job: Job) -> Events:
     """Yield the states of every batch, and its latents at the end."""
     for batch in batches(job):
-        draw = job.noise_source(job, batch)
-        x, constrain = job.begin(job, batch, draw)
-        x = x.to(job.model.device, torch.float32)
-        if job.plan is not None:
-            inputs_of = job.encode(job, batch)
-            for wrap in job.wrappers:
-                inputs_of = wrap(inputs_of, job)
-            for state in job.solve(x, job.plan, inputs_of, draw, constrain):
-                x = state.latents
-                yield state
+        x, *how = start(job, batch)
+        for state in job.solve(x, job.plan, *how) if job.plan is not None else ():
+            x = state.latents
+            yield state
         yield Latents(job, batch, x)
 
 

@@ -91,20 +91,6 @@ class Guidance:
     adjust: tuple[Adjust, ...] = ()
     later: tuple[tuple[int, tuple[Branch, ...]], ...] = ()  # (call, counted from 0, branches), in order
 
-    @property
-    def is_guided(self) -> bool:
-        """Whether the scale leads away from a negative branch.  A scale of 1 does not, but for an instruction's two."""
-        negative = [not branch.positive for branch in self.branches]
-        if callable(self.scale):
-            return any(negative)
-        return (self.scale != 1 or any(negative[1:])) and any(negative) and len(running(self.branches, self.scale)) > 1
-
-    @property
-    def is_classifier_free(self) -> bool:
-        """Whether it is a negative and a positive branch with a number as scale."""
-        signs = [branch.positive for branch in self.branches]
-        return signs == [False, True] and not callable(self.scale) and self.combine is weighted
-
     def at(self, call: int) -> tuple[Branch, ...]:
         """Return the branches of a call of the network, counted from 0."""
         return next((branches for first, branches in reversed(self.later) if first <= call), self.branches)
@@ -135,14 +121,21 @@ class Guidance:
         """Return the inputs of each call of a network, which `step` runs."""
         scale = 1.0 if callable(self.scale) else self.scale
         inputs = Inputs(network, self.branches, scale, self.combine, self.adjust, step=step)
-        if not callable(self.scale) and not self.later:
-            return Constant(inputs)
+        return Changing(self, inputs) if callable(self.scale) or self.later else Constant(inputs)
 
-        def inputs_of(call: Call) -> Inputs:
-            scale = float(self.scale(call.step)) if callable(self.scale) else self.scale
-            return inputs._replace(branches=self.at(call.number), scale=scale)
 
-        return inputs_of
+@dataclass(frozen=True, eq=False)
+class Changing:
+    """An InputSource whose scale, or texts, change over the calls."""
+
+    guidance: Guidance
+    inputs: Inputs  # of the first call
+
+    def __call__(self, call: Call) -> Inputs:
+        """Return the inputs of a call."""
+        scale = self.guidance.scale
+        scale = float(scale(call.step)) if callable(scale) else scale
+        return self.inputs._replace(branches=self.guidance.at(call.number), scale=scale)
 
 
 # ---- kinds of guidance ----------------------------------------------------------------------------------------------
@@ -203,24 +196,6 @@ def composed(
     return Guidance(branches, guidance if scale is None else scale.scale)
 
 
-def regional(
-    conds: Sequence[Parts],
-    shares: Tensor,
-    uncond: Parts | None,
-    guidance: float | Callable[..., Any],
-) -> Guidance:
-    """uncond + scale * (cond - uncond), where cond is the sum of each of P conditionings times its share (P,1,h,w).
-
-    shares add up to 1 at each position.  No uncond means no guidance.  Raises ValueError as composed does.
-    """
-    if len(conds) == 1:
-        return classifier_free(conds[0], uncond, guidance)
-    if uncond is None:
-        return Guidance(tuple(map(Branch, conds, shares)))
-    guided = composed(conds, (1.0,) * len(conds), uncond, guidance)
-    return replace(guided, branches=(guided.branches[0], *map(Branch, conds, shares)))
-
-
 def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
     """Return the guidance of every step, counted from 0, that makes DDIM's plan take the noise of uncond.
 
@@ -254,39 +229,51 @@ def instructed(cond: Parts, uncond: Parts | None, concat: Tensor, scale: float, 
     return Guidance(tuple(branch for branch in branches if branch.weight != 0 or branch.positive))
 
 
-def skipping(source: InputSource, skip: Tensor, scale: float, between: tuple[float, float]) -> InputSource:
-    """Return inputs with skip-layer guidance: plus scale * (cond - cond without the blocks in `skip`).
-
-    skip (depth,) bool tells which blocks are left out, `between` (both excluded) in which steps.
-    Stability-AI/sd3.5, SkipLayerCFGDenoiser.
-    """
+def gated(source: InputSource, first: int) -> InputSource:
+    """Return inputs of which only the last branch runs from a step on; regions, whose weights are maps, all run."""
 
     @functools.cache
-    def branches_of(branches: IdentityKey) -> tuple[tuple[Branch, ...], Branch]:
-        cond = branches.value[-1].conditioning
-        rows = skip.expand(len(cond["context"]), -1)
-        whole = {"skip": torch.zeros_like(rows)}
-        changed = (branch._replace(conditioning={**branch.conditioning, **whole}) for branch in branches.value)
-        return tuple(changed), Branch({**cond, "skip": rows}, positive=False)
-
-    @functools.cache
-    def weighted_branches(branches: IdentityKey, guidance: float) -> tuple[Branch, ...]:
-        (*others, cond), skipped = branches_of(branches)
-        uncond = [branch._replace(weight=1 - guidance) for branch in others]
-        return skipped, *uncond, cond._replace(weight=guidance + scale)
+    def last(branches: IdentityKey) -> tuple[Branch, ...]:
+        maps = any(isinstance(branch.weight, Tensor) for branch in branches.value)
+        chosen: tuple[Branch, ...] = branches.value if maps else (branches.value[-1]._replace(weight=1.0),)
+        return chosen
 
     def inputs_of(call: Call) -> Inputs:
         inputs = source(call)
-        if inputs.combine is not weighted:
-            raise ValueError(
-                "skip-layer guidance takes `scale` alone: leave the `guidance` function out, or the skipping"
-            )
-        key = IdentityKey(inputs.branches)
-        if not between[0] < call.step < between[1]:
-            return inputs._replace(branches=branches_of(key)[0])
-        return inputs._replace(branches=weighted_branches(key, inputs.scale), scale=1.0)
+        if call.step < first:
+            return inputs
+        return inputs._replace(branches=last(IdentityKey(inputs.branches)), scale=1.0, combine=weighted)
 
     return inputs_of
+
+
+def mapped(source: InputSource, change: Callable[[Inputs], Inputs]) -> InputSource:
+    """Return inputs that are changed in every call in the same way; Constant ones stay so."""
+    return Constant(change(source.inputs)) if isinstance(source, Constant) else lambda call: change(source(call))
+
+
+def check_guided(source: InputSource | None, plan: Plan) -> Inputs:
+    """Return the inputs of the first call.  Raises ValueError if there is no guidance to change."""
+    assert source is not None
+    inputs = source(Call(0, 0, plan.num_steps))
+    negative = [not branch.positive for branch in inputs.branches]
+    several = isinstance(source, Changing) and callable(source.guidance.scale)
+    guided = several or ((inputs.scale != 1 or any(negative[1:])) and len(running(inputs.branches, inputs.scale)) > 1)
+    if not (guided and any(negative)):
+        raise ValueError(
+            "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
+            "`scale` other than 1, and a checkpoint that is not distilled"
+        )
+    return inputs
+
+
+def check_classifier_free(source: InputSource | None, plan: Plan) -> float:
+    """Return the scale of guidance.  Raises ValueError if it is not a negative and a positive branch and one number."""
+    inputs = check_guided(source, plan)
+    several = isinstance(source, Changing) and callable(source.guidance.scale)
+    if [branch.positive for branch in inputs.branches] != [False, True] or inputs.combine is not weighted or several:
+        raise ValueError("`guidance_schedule` and `apg` take `scale` alone: leave other guidance out")
+    return inputs.scale
 
 
 class IdentityKey:

@@ -6,8 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ldm_lite.core.denoise import Adjust, Combine, Guided, Network, denoise_step, weighted
-from ldm_lite.core.plan import Row
+from ldm_lite.core.denoise import (
+    Adjust,
+    Call,
+    Combine,
+    Guided,
+    Inputs,
+    InputSource,
+    Network,
+    denoise_step,
+    weighted,
+)
+from ldm_lite.core.plan import Plan, Row
+from ldm_lite.diffusion.plan import LearnedVariancePlan
 
 
 def with_learned_variance(stretch: float) -> Callable[..., Tensor]:
@@ -34,3 +45,13 @@ def with_learned_variance(stretch: float) -> Callable[..., Tensor]:
         return denoise_step(lambda *inputs, **named: prediction, registers, row, noise, guided, combine, adjust)
 
     return step
+
+
+def learning_variance(inputs_of: InputSource, plan: Plan) -> InputSource:
+    """Return inputs whose step reads the variance that the network predicts."""
+
+    def stepped(call: Call) -> Inputs:
+        stretch = plan.stretch[call.number] if isinstance(plan, LearnedVariancePlan) else 0.0
+        return inputs_of(call)._replace(step=with_learned_variance(float(stretch)))
+
+    return stepped

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ldm_lite.core.denoise import Draw as Draw
 from ldm_lite.core.plan import Plan
-from ldm_lite.core.tasks import noise_of
 
 Shape = tuple[int, int, int]  # (C,h,w)
 
@@ -152,8 +151,6 @@ class BrownianNoise:
         return -torch.stack([tree(low, high) for tree in self._trees]) / math.sqrt(high - low)
 
 
-# ---- whose noise ----------------------------------------------------------------------------------------------------
-
 PROGRAMS = {  # -> its name in a picture's text: AUTOMATIC1111's for its own sources
     "own": "CPU",
     "a1111": "NV",
@@ -167,55 +164,9 @@ def is_brownian(sampler: str) -> bool:
     return sampler.startswith("dpmpp") and "sde" in sampler
 
 
-@dataclass(frozen=True)
-class NoiseSource:
-    """How the noise of a batch is drawn."""
-
-    program: str = "own"  # a key of PROGRAMS
-    delta: int = 0  # added to the seeds after the first noise: AUTOMATIC1111's "eta noise seed delta"
-    strength: float = 0.0  # of the variation seeds, 0 to 1
-    brownian: bool = False  # the noise of later calls is a Brownian motion's, of the seeds alone
-
-    def settings(self, variation: int) -> dict[str, object]:
-        """Return the settings of an image's text, by AUTOMATIC1111's names."""
-        return {"Variation seed": variation if self.strength else None, "RNG": PROGRAMS[self.program]}
-
-    def draws(self, seeds: Sequence[int], variations: Sequence[int], shape: Shape) -> Draw:
-        """Return the function that draws first the initial noise (B,C,h,w) of a batch, then that of later calls."""
-        if self.program == "diffusers":  # one generator for the batch, on the CPU
-            return SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
-        if self.program == "comfy":  # the same, and another on the GPU for the steps
-            first = SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
-            on_gpu = CudaNoise([seeds[0]], (len(seeds), *shape))
-            return _first_then(first, lambda: on_gpu()[0])
-        kind = CudaNoise if self.program == "a1111" else noise_of
-        source = kind(seeds, shape)
-        if not self.delta and not self.strength:
-            return source
-        initial: Draw = source
-        if self.strength:
-            initial = lambda: slerp(source(), kind(variations, shape)(), self.strength)  # noqa: E731
-        later = kind([seed + self.delta for seed in seeds], shape) if self.delta else source
-        return _first_then(initial, later)
-
-    def later(self, draw: Draw, seeds: Sequence[int], shape: Shape, plan: Plan | None) -> Draw:
-        """Return the function that draws the noise of a plan's calls: `draw`, unless it is a Brownian motion's."""
-        if not self.brownian or plan is None:
-            return draw
-        if self.program == "comfy":  # one motion for the batch
-            generator = torch.Generator("cpu")
-            whole = BrownianNoise(
-                [seeds[0]], lambda seed: SharedNoise(generator.manual_seed(seed), len(seeds), shape)(), plan
-            )
-            return lambda: whole()[0]
-        if self.program == "a1111":
-            return BrownianNoise(seeds, lambda seed: CudaNoise([seed], shape)()[0], plan)
-        return BrownianNoise(seeds, lambda seed: noise_of([seed], shape)()[0], plan)
-
-
-def _first_then(first: Draw, later: Draw) -> Draw:
-    """Return what draws once from one source, then from another."""
-    sources = itertools.chain([first], itertools.repeat(later))
+def first_then(first: Draw, later: Draw, count: int = 1) -> Draw:
+    """Return what draws `count` times from one source, then from another."""
+    sources = itertools.chain(itertools.repeat(first, count), itertools.repeat(later))
     return lambda: next(sources)()
 
 

@@ -4,7 +4,7 @@
   They also run where a text changes, a branch of guidance begins again, the noise rises again (Restart), or T-GATE
   records.
 - T-GATE (Zhang et al. 2024): from a step on, the result of cross-attention is that of the step before, the mean over
-  the branches of guidance; only the conditional branch runs then: guidance_steps.gated.  Regions have a branch each
+  the branches of guidance; only the conditional branch runs then: diffusion.guidance.gated.  Regions have a branch each
   that runs on: with the mean of its own result and the unconditional one.
 - FreeU (Si et al. 2024) saves nothing but changes the image: features that come up are amplified, and the low
   frequencies of the skips weakened.

@@ -15,11 +15,11 @@ from ldm_lite import Control
 from ldm_lite.cli.options import given, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.diffusion.schedule import number
+from ldm_lite.features.from_png import with_picture
 from ldm_lite.serve.http import encoded, open_base64
 from ldm_lite.serve.library import Loras
 from ldm_lite.serve.queue import Engine
 from ldm_lite.tasks import xy
-from ldm_lite.tasks.from_png import with_picture
 from ldm_lite.text.parameters import Parameters, parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")

@@ -32,7 +32,7 @@ from ldm_lite.diffusion.guidance import classifier_free, thresholding
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.runtime.precision import pick_device, pick_dtype
-from ldm_lite.tasks.batching import OnStep, results
+from ldm_lite.tasks.job import OnStep, results
 from ldm_lite.tasks.upscale import enlarge
 from ldm_lite.text.caption import clean
 from ldm_lite.text.tokenizer import T5Tokenizer
@@ -212,7 +212,7 @@ def _enlarged(
         noise_level=options.noise_level_3,
         tile=options.tile,
     )
-    for result in results(*enlarge(model, upscale, small, len(small)), on_step):
+    for result in results(enlarge(model, upscale, small), on_step):
         yield result.pixels
 
 

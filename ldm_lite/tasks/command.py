@@ -20,10 +20,9 @@ from ldm_lite.cli.version import __version__
 from ldm_lite.core.denoise import State
 from ldm_lite.image import grid, to_pil
 from ldm_lite.tasks import xy
-from ldm_lite.tasks.batching import Inputs, results
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.existing import Existing
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import Task, results
 from ldm_lite.text.parameters import parameters
 
 log = logging.getLogger("ldm_lite")
@@ -60,7 +59,7 @@ class Steps:
 
 
 def make(
-    prepare: Callable[[Model, Any], tuple[Job, Inputs]],
+    prepare: Callable[[Model, Any], Task],
     options: Any,
     count: int,
     load: LoadOptions,
@@ -84,9 +83,9 @@ def make(
     with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
-    job, inputs = prepare(model, options)
-    existing = None if options.compat else Existing(job, options, saver.keys())
-    for result in results(job, inputs, Steps(Progress(), preview), existing):
+    task = prepare(model, options)
+    existing = None if options.compat else Existing(task, saver.keys())
+    for result in results(task, Steps(Progress(), preview), existing):
         text, made = result.parameters, made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text, result.key), flush=True)
@@ -102,7 +101,7 @@ def make(
 
 def _plot(
     axes: Mapping[str, xy.Axis],
-    prepare: Callable[[Model, Any], tuple[Job, Inputs]],
+    prepare: Callable[[Model, Any], Task],
     options: Any,
     count: int,
     model: Model,
@@ -123,7 +122,7 @@ def _plot(
     for sheet, jobs in zip(sheets, every, strict=True):
         images = []
         for each in jobs:
-            made = next(iter(results(*prepare(model, each), Steps(progress))))
+            made = next(iter(results(prepare(model, each), Steps(progress))))
             made.image.info["parameters"] = made.parameters
             images.append(made.image)
             if not saver.options.skip_save:

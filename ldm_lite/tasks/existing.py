@@ -16,8 +16,8 @@ import numpy as np
 from ldm_lite.checkpoint.digest import sampled
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.files import open_file
-from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.tasks.job import Job
+from ldm_lite.core.job import Item
+from ldm_lite.tasks.job import Part, Task, guidance_of
 
 BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
 # Options that are part of a key in another form, or of none: they say which images there are, not what is in one.
@@ -40,31 +40,37 @@ OTHERS = (
 
 
 class Existing:
-    """The keys of a job's images, and those that a folder holds."""
+    """The keys of a task's images, and those that a folder holds."""
 
-    def __init__(self, job: Job, options: Txt2imgOptions, found: Counter[str]) -> None:
-        """found counts the keys in the folder."""
-        self._text = job.model.tokenizer is not None
-        self._job = _digest(*_settings(job, options), *(_weights(each) for each in _models(job)))
-        self._left, self.skipped = Counter(found), 0
+    def __init__(self, task: Task, in_folder: Counter[str]) -> None:
+        """in_folder counts the keys in the folder."""
+        self._model, self._task = task.model, task
+        self._digest = _digest(*_settings(task), *(_weights(model) for model in _models(task)))
+        self._left, self.skipped = Counter(in_folder), 0
 
-    def key(self, prompt: str, seeds: tuple[int, int], sources: str) -> str:
-        """Return the key of an image by its seed and variation seed; `sources` is `contents` of what it starts from."""
-        return _digest(self._job, prompt if self._text else contents(prompt), seeds, sources)
+    def missing(self, part: Part) -> tuple[list[Item], dict[int, str]]:
+        """Return the images of a part that the folder lacks, and their keys by number.
 
-    def take(self, key: str) -> bool:
-        """Whether the folder holds one more image with this key: it is then not made again."""
-        if not self._left[key]:
-            return False
-        self._left[key] -= 1
-        self.skipped += 1
-        return True
+        Those that it holds are counted, and are not made again.
+        """
+        sources, items, keys = contents(part.sources) if part.sources else "", [], {}
+        for item in part.items:
+            prompt = item.prompt if self._model.tokenizer is not None else contents(item.prompt)
+            variation = self._task.variation(item)
+            key = _digest(self._digest, prompt, (item.seed, variation), sources)
+            if self._left[key]:
+                self._left[key] -= 1
+                self.skipped += 1
+            else:
+                items.append(item)
+                keys[item.number] = key
+        return items, keys
 
 
 def contents(value: Any) -> str:
     """Describe a value so that paths are replaced by digests of the files, also in FILE:IMAGE:WEIGHT."""
     if isinstance(value, (tuple, list)):
-        return str([contents(each) for each in value])
+        return str([contents(item) for item in value])
     if not isinstance(value, (str, os.PathLike)):
         return repr(value)
     pieces = [os.fspath(value), *os.fspath(value).split(":")]
@@ -83,17 +89,18 @@ def _file(path: str) -> str:
     return code.hexdigest()
 
 
-def _settings(job: Job, options: Txt2imgOptions) -> Sequence[object]:
-    fields = [each.name for each in dataclasses.fields(options) if each.name not in OTHERS]
-    plan = job.plan and [getattr(job.plan, each.name) for each in dataclasses.fields(job.plan)]
-    steps = [each.tobytes() if isinstance(each, np.ndarray) else each for each in plan or ()]
-    family, refiner = job.model.family, job.refiner and job.refiner[1]
-    resolved = [job.guidance, job.image_scale, job.start, refiner, job.skip, family.scale_factor, family.shift_factor]
+def _settings(task: Task) -> Sequence[object]:
+    options, plan, family = task.options, task.plan, task.model.family
+    fields = [field.name for field in dataclasses.fields(options) if field.name not in OTHERS]
+    columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
+    steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
+    guidance = guidance_of(task.model, options, None, task.image_scale)
+    resolved = [guidance, task.image_scale, family.skip_layers, family.scale_factor, family.shift_factor]
     return [{name: contents(getattr(options, name)) for name in fields}, steps, resolved]
 
 
-def _models(job: Job) -> list[Model]:
-    return [job.model] if job.refiner is None else [job.model, job.refiner[0]]
+def _models(task: Task) -> list[Model]:
+    return [task.model, *([task.options.refiner] if isinstance(task.options.refiner, Model) else [])]
 
 
 def _weights(model: Model) -> str:

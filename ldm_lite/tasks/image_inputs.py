@@ -4,21 +4,26 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import ImageOptions
+from ldm_lite.core.denoise import Constraint, Draw, unconstrained
+from ldm_lite.core.job import Item
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import CLEAN, Level
 from ldm_lite.diffusion.spacings import original
 from ldm_lite.image import SUFFIXES, list_images, pad, read_image, to_image, to_pixels, to_rgb
-from ldm_lite.tasks.job import plan_of
-from ldm_lite.tasks.original import is_second
+from ldm_lite.models.open_clip import OPEN_CLIP_H
+from ldm_lite.tasks.job import Job, plan_of
 
 log = logging.getLogger("ldm_lite")
 
@@ -83,7 +88,7 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
     if height is not None:
         return max(1, round(own_width * height / own_height)), height
     if options.compat:
-        unit = 64 if is_second(model) else 32
+        unit = 64 if model.family.text == OPEN_CLIP_H else 32
         if min(own_width, own_height) < unit:
             raise ValueError(
                 f"{source.name}: has {own_width} x {own_height} pixels, `compat` wants {unit} or more a side"
@@ -103,6 +108,11 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
 def padded(model: Model, image: Image.Image) -> Tensor:
     """Convert an image of its final size to pixels (3,H,W), padded with its edges to sides the autoencoder takes."""
     return pad(to_pixels(image), side_unit(model))
+
+
+def load_img(image: Image.Image) -> Tensor:
+    """Convert an image to pixels (3,H,W) in [-1,1], rounded as in the original's load_img."""
+    return 2 * (torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255) - 1
 
 
 def side_unit(model: Model) -> int:
@@ -175,3 +185,60 @@ def _begin_as_the_original(model: Model, options: ImageOptions, strength: float)
     plan = plan_of(model, options, last=last, steps=steps) if last > 0 else None
     log.info("strength %g: %d steps, %d UNet calls", strength, last, last)
     return Start(plan, levels[-last - 2], steps - last)
+
+
+@dataclass(frozen=True, eq=False)
+class FromImage:
+    """Job.begin: an image's latents with the noise of a level.
+
+    With a mask, the latents are put back where it is 0 before every call, with the noise of its level, and at the end
+    without noise, whatever the sampler ends at: diffusers' StableDiffusionInpaintPipeline, for ordinary networks.  With
+    `fresh` noise they are put back before every step, and the end is the sampler's: `mask` and `x0` of the original
+    samplers.
+    """
+
+    init: Tensor  # (1 or B,C,h,w) in the UNet's scale
+    level: Level | None = None  # the noise level to start from; None: pure noise, strength 1
+    deviation: Tensor | None = None  # (1,C,h,w): init is the mean of a distribution, to be sampled for every image
+    mask: Tensor | None = None  # (1,1,h,w) in [0,1]: 0 keeps, 1 is free
+    hole: Tensor | None = None  # (1,1,h,w): 1 where init is the image's first noise
+    fresh: bool = False
+
+    def __call__(self, job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+        """Return the first latents (B,C,h,w), and what puts some of them back."""
+        device, init = self.init.device, self.init.expand(max(len(items), len(self.init)), -1, -1, -1)[: len(items)]
+        if self.deviation is None:
+            noise = draw().to(device)
+        elif hasattr(draw, "of_image"):  # diffusers samples an image's latents first
+            init = init + self.deviation * draw.of_image().to(device)
+            noise = draw().to(device)
+        else:
+            noise = draw().to(device)
+            init = init + self.deviation * draw().to(device)
+        if self.hole is not None:
+            init = init + self.hole.to(device) * noise
+        alone = noise if job.plan is None else noise * job.plan.initial
+        x = alone if self.level is None else self.level.a * init + self.level.s * noise
+        if self.mask is None or job.plan is None:
+            return x, unconstrained
+        plan, kept, free = job.plan, init.float(), self.mask.to(device, torch.float32)
+        levels = [*plan.level.tolist(), (1.0, 0.0)]
+
+        def constrain(number: int, latents: Tensor) -> Tensor:
+            a, s = levels[number]
+            if not self.fresh:
+                return free * latents + (1 - free) * (a * kept + s * noise) if number else latents
+            if number == len(plan.t) or (number and plan.step[number - 1] == plan.step[number]):
+                return latents
+            return free * latents + (1 - free) * (a * kept + s * draw().to(device, torch.float32))
+
+        return x, constrain
+
+
+def joined(begins: Sequence[Any]) -> Any:
+    """Return the Job.begin of images of one size, of the begins of each."""
+    if not isinstance(begins[0], FromImage):
+        return begins[0]
+    names = [name for name in ("init", "deviation", "mask", "hole") if getattr(begins[0], name) is not None]
+    tensors: dict[str, Any] = {name: torch.cat([getattr(begin, name) for begin in begins]) for name in names}
+    return replace(begins[0], **tensors)

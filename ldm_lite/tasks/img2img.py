@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -11,13 +12,21 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.generate import encode
 from ldm_lite.image import resize
-from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
-from ldm_lite.tasks.image_inputs import Source, begin, begin_at, open_source, padded, size_of, sources
-from ldm_lite.tasks.job import Job, Result, check_task, read_prompts, resolve
-from ldm_lite.tasks.job import check as check_job
-from ldm_lite.tasks.original import as_original, load_img
-from ldm_lite.tasks.settings import with_seamless
-from ldm_lite.tasks.templates import with_variants
+from ldm_lite.tasks import job
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.image_inputs import (
+    FromImage,
+    Source,
+    Start,
+    begin,
+    begin_at,
+    load_img,
+    open_source,
+    padded,
+    size_of,
+    sources,
+)
+from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_seeds, read_prompts, results
 
 log = logging.getLogger("ldm_lite")
 
@@ -36,43 +45,47 @@ def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None
     A result has the size of the resized image, whatever multiples of pixels the model takes.  Strength 0 only encodes
     and decodes the image; 1 equals txt2img.  Raises ValueError, one line, for options that do not fit.
     """
-    return results(*prepare(model, options), on_step)
+    return results(prepare(model, options), on_step)
 
 
 def count(options: Img2imgOptions) -> int:
     """The number of images.  Raises ValueError for options that are wrong whatever the model."""
-    options = with_variants(options)
-    check(options)
+    options, _ = check(options)
     return len(sources(options.init_img, "init_img")) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: Img2imgOptions) -> tuple[Job, Iterator[Later]]:
-    """Return the job and its inputs, which are read one by one.  Raises ValueError as img2img does."""
-    options = with_variants(options)
-    check(options)
-    check_task(model, "img2img")
-    model = with_seamless(model, options)
-    options = as_original(model, options, "img2img")
+def prepare(model: Model, options: Img2imgOptions) -> Task:
+    """Return the task, whose images are read one by one.  Raises ValueError as img2img does."""
+    task = job.prepare(model, options, "img2img", check)
+    model, changed = task.model, task.options
+    assert isinstance(changed, Img2imgOptions)
+    options = changed
     instructed = model.family.task == "instruct"
     if options.image_scale is not None and not instructed:
         raise ValueError(f"got `image_scale`, but {model.name} is not InstructPix2Pix: leave it out")
     if options.compat and instructed:
         raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
     images = sources(options.init_img, "init_img")
+    check_seeds(task, len(images))
     strength = (1.0 if model.family.task in EDITING else 0.75) if options.strength is None else options.strength
-    plan, level, skipped = begin(model, options, strength)
+    start = begin(model, options, strength)
     image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None
-    job = resolve(model, options, plan, start=level, skipped=skipped, image_scale=image_scale, num_images=len(images))
-    return job, (Later(partial(_inputs, model, options, source, strength), (source,)) for source in images)
+    task = replace(task, plan=start.plan, image_scale=image_scale)
+    return replace(
+        task,
+        parts=(
+            Part(task.items(place), partial(_job, task, source, strength, start), (source,))
+            for place, source in enumerate(images)
+        ),
+    )
 
 
-def check(options: Img2imgOptions) -> None:
-    """Raises ValueError for options that are wrong whatever the model."""
-    check_job(options)
-    if options.resolution is None:
-        return
-    if options.height is not None or options.width is not None or options.compat:
+def check(options: Img2imgOptions) -> tuple[Img2imgOptions, list[Feature]]:
+    """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
+    options, features = job.check(options)
+    if options.resolution is not None and (options.height is not None or options.width is not None or options.compat):
         raise ValueError("`resolution` sets both sides: leave out `height`, `width` and `compat`, or it")
+    return options, features
 
 
 def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
@@ -88,12 +101,13 @@ def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
     return min(KONTEXT, key=lambda each: abs(each[0] / each[1] - size[0] / size[1]))
 
 
-def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: float) -> ImageInputs:
-    """What the results for one image start from."""
+def _job(task: Task, source: Source, strength: float, start: Start) -> Job:
+    """Return the job of the images that start from one."""
+    model, options = task.model, task.options
+    assert isinstance(options, Img2imgOptions)
     name, image = named = open_source(source, plain=options.compat)
-    resolution = options.resolution
-    if resolution is not None:
-        size = edit_size(image.size, resolution)
+    if options.resolution is not None:
+        size = edit_size(image.size, options.resolution)
     elif model.family.task == "edit" and options.width is options.height is None:
         size = kontext_size(image.size)
         log.info("%s: is resized to %d x %d, which Kontext knows; `width` and `height` overrule that", name, *size)
@@ -103,12 +117,14 @@ def _inputs(model: Model, options: Img2imgOptions, source: Source, strength: flo
     pixels = load_img(image) if options.compat else padded(model, image)
     mean, deviation = encode(model, pixels[None])
     shape = model.latent_shape(*pixels.shape[1:])
-    return ImageInputs(
-        latent_shape=shape,
-        start=begin_at(model, options, strength, shape),
-        init=mean,
-        deviation=deviation if options.samples_posterior else None,
-        concat=EDITING[model.family.task](mean, model.family.scale_factor) if model.family.task in EDITING else None,
-        size=(image.height, image.width),
+    start = begin_at(model, options, strength, shape) or start
+    concat = EDITING[model.family.task](mean, model.family.scale_factor) if model.family.task in EDITING else None
+    return task.job(
+        shape,
+        start.plan,
         settings={"Denoising strength": strength, "Init image": name},
+        begin=FromImage(mean, start.level, deviation if options.samples_posterior else None),
+        channels={} if concat is None else {"concat": concat},
+        finish=lambda item, pixels: pixels[:, : image.height, : image.width],
+        skipped=start.skipped,
     )

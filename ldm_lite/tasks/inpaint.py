@@ -3,8 +3,10 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
+from ldm_lite.core.job import Item
 from ldm_lite.generate import encode
 from ldm_lite.image import (
     extend,
@@ -26,10 +29,13 @@ from ldm_lite.image import (
     resize,
     to_image,
     to_mask,
+    to_pil,
     to_pixels,
 )
-from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
+from ldm_lite.tasks import job
+from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import (
+    FromImage,
     NamedImage,
     Source,
     Start,
@@ -41,12 +47,8 @@ from ldm_lite.tasks.image_inputs import (
     size_of,
     sources,
 )
-from ldm_lite.tasks.job import Job, Result, check_task, plan_of, read_prompts, resolve
-from ldm_lite.tasks.job import check as check_job
-from ldm_lite.tasks.masked_area import Area, area_of, fill, fitted
-from ldm_lite.tasks.original import as_original
-from ldm_lite.tasks.settings import with_seamless
-from ldm_lite.tasks.templates import with_variants
+from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_seeds, plan_of, read_prompts, results
+from ldm_lite.tasks.masked_area import Area, area_of, covering, fill, fitted
 
 log = logging.getLogger("ldm_lite")
 
@@ -58,44 +60,49 @@ def inpaint(model: Model, options: InpaintOptions, on_step: OnStep | None = None
 
     Parts of a mask above middle grey are repainted.  Raises ValueError, one line, for options that do not fit.
     """
-    return results(*prepare(model, options), on_step)
+    return results(prepare(model, options), on_step)
 
 
 def count(options: InpaintOptions) -> int:
     """The number of images.  Raises ValueError for options that are wrong whatever the model."""
-    options = with_variants(options)
-    check(options)
+    options, _ = check(options)
     return len(pairs(options)) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: InpaintOptions) -> tuple[Job, Iterator[Later]]:
-    """Return the job and its inputs, which are read one by one.  Raises ValueError as inpaint does."""
-    options = with_variants(options)
-    check(options)
-    check_task(model, "inpaint")
-    model = with_seamless(model, options)
-    options = as_original(model, options, "inpaint")
-    found = pairs(options)
+def prepare(model: Model, options: InpaintOptions) -> Task:
+    """Return the task, whose images are read one by one.  Raises ValueError as inpaint does."""
+    task = job.prepare(model, options, "inpaint", check)
+    assert isinstance(task.options, InpaintOptions)
+    model, options = task.model, task.options
+    images = pairs(options)
+    check_seeds(task, len(images))
     strength = 1.0 if options.strength is None else options.strength
     if not options.compat:
-        plan, level, skipped = begin(model, options, strength)
+        start = begin(model, options, strength)
     elif strength == 1 and model.family.task == "txt2img":
-        plan, level, skipped = Start(plan_of(model, options), None, 0)
+        start = Start(plan_of(model, options), None, 0)
     else:
         what = "below strength 1" if strength < 1 else f"with {model.family.title}"
         raise ValueError(f"no original code inpaints {what} and a seed for all of its noise: leave out `compat`")
-    job = resolve(model, options, plan, start=level, skipped=skipped, num_images=len(found))
-    return job, (Later(partial(_inputs, model, options, pair, strength), pair) for pair in found)
+    task = replace(task, plan=start.plan)
+    return replace(
+        task,
+        parts=(
+            Part(task.items(place), partial(_job, task, pair, strength, start), pair)
+            for place, pair in enumerate(images)
+        ),
+    )
 
 
-def check(options: InpaintOptions) -> None:
-    """Raises ValueError for options that are wrong whatever the model."""
-    check_job(options)
+def check(options: InpaintOptions) -> tuple[InpaintOptions, list[Feature]]:
+    """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
+    options, features = job.check(options)
     if isinstance(options.noise, str) and options.noise in ("diffusers", "comfy"):
         raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws in another order there")
     if options.compat and (options.only_masked is not None or options.masked_content != "original"):
         raise ValueError("the original code has no `only_masked` and no `masked_content`: leave them out, or `compat`")
     _sides(options)
+    return options, features
 
 
 def pairs(options: InpaintOptions) -> list[Pair]:
@@ -149,8 +156,10 @@ def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Te
     return None
 
 
-def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) -> ImageInputs:
-    """What the results for one image start from."""
+def _job(task: Task, pair: Pair, strength: float, start: Start) -> Job:
+    """Return the job of the images that start from one."""
+    model, options = task.model, task.options
+    assert isinstance(options, InpaintOptions)
     name, whole, whole_mask = _opened(options, *pair)
     area = None
     if options.only_masked is None:
@@ -167,31 +176,41 @@ def _inputs(model: Model, options: InpaintOptions, pair: Pair, strength: float) 
     pixels, hole = padded(model, image), pad(mask_weights(mask), side_unit(model))
     latent_mask = mask_latent(hole, model.vae.spec.factor)
     concat = _masked_channels(model, pixels, hole, latent_mask.to(model.device))
-    init = deviation = None
+    shape = model.latent_shape(*pixels.shape[1:])
+    start = begin_at(model, options, strength, shape) or start
+    slots: dict[str, Any] = {"channels": {} if concat is None else {"concat": concat}}
     content = options.masked_content
     if concat is None or strength < 1:
         init, deviation = encode(model, (pixels if content == "original" else padded(model, fill(image, mask)))[None])
         if content in ("noise", "nothing"):
             kept = 1 - latent_mask.to(init.device)
             init, deviation = init * kept, deviation * kept
-    shape = model.latent_shape(*pixels.shape[1:])
-    return ImageInputs(
-        latent_shape=shape,
-        start=begin_at(model, options, strength, shape),
-        init=init,
-        deviation=deviation if options.samples_posterior else None,
-        mask=latent_mask if concat is None else None,
-        hole=latent_mask if content == "noise" and init is not None else None,
-        concat=concat,
-        size=(mask.height, mask.width),
-        area=area,
-        paste=None if options.no_paste and area is None else (to_pixels(whole), weights),
-        settings={
-            "Denoising strength": strength,
-            "Init image": name,
-            "Inpaint area": None if area is None else "Only masked",
-        },
-    )
+        slots["begin"] = FromImage(
+            init,
+            start.level,
+            deviation if options.samples_posterior else None,
+            mask=latent_mask if concat is None else None,
+            hole=latent_mask if content == "noise" else None,
+        )
+
+    def finish(item: Item, pixels: Tensor) -> Tensor:
+        """Crop the result, and put it into the image, where that is kept."""
+        result = pixels[:, : mask.height, : mask.width]
+        if options.no_paste and area is None:
+            return result
+        if area is None:
+            return weights * result + (1 - weights) * to_pixels(whole)
+        repainted = to_pixels(whole)
+        rows, columns = slice(area.top, area.bottom), slice(area.left, area.right)
+        repainted[:, rows, columns] = to_pixels(covering(to_pil(result), area.size))
+        return weights * repainted + (1 - weights) * to_pixels(whole)
+
+    settings = {
+        "Denoising strength": strength,
+        "Init image": name,
+        "Inpaint area": None if area is None else "Only masked",
+    }
+    return task.job(shape, start.plan, settings=settings, finish=finish, skipped=start.skipped, **slots)
 
 
 def _only_masked(

@@ -1,52 +1,52 @@
-"""Job: the fully resolved options of a task.  Result: one of its images.
+"""Job: all that a run of a task needs, in slots that features replace.  Result: one of its images.
 
-Only resolve() turns options into values; nothing below it sees an options object.
+A task (txt2img.py, img2img.py, inpaint.py, upscale.py) checks its options, lets features change them, and says what its
+images start from; run() does the rest.  It is the core's Job, for models of any family.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model, load_model, with_embeddings
+from ldm_lite import generate
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.files import read_text
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import ConditioningOptions, Txt2imgOptions
-from ldm_lite.conditioning.inputs import read_image_embedding, read_image_statistics
-from ldm_lite.conditioning.prompts import OPTIONAL, PromptOptions, check_used
-from ldm_lite.conditioning.regions import Box, read_regions
-from ldm_lite.control.control import Control, parse
-from ldm_lite.control.loading import LoadedControl, load_controls
-from ldm_lite.core.denoise import Conditioning
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.version import __version__
+from ldm_lite.conditioning.prompts import OPTIONAL
+from ldm_lite.core import job as core
+from ldm_lite.core.denoise import Constraint, Draw, InputSource, State, unconstrained
+from ldm_lite.core.job import Item
+from ldm_lite.core.tasks import seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.names import resolve as resolve_sampler
-from ldm_lite.diffusion.noise import NoiseSource
+from ldm_lite.diffusion.names import make_plan, resolve, written
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import Level
-from ldm_lite.image import open_depth, read_image, to_array, to_image, to_rgb
-from ldm_lite.runtime.precision import short_name
-from ldm_lite.tasks.noise import noise_source_of, source_of
-from ldm_lite.tasks.original import check_original
-from ldm_lite.tasks.settings import calls_of, check_hires, sampler_of, settings_of, skip_of
-from ldm_lite.tasks.tricks import Tricks, tricks_of
+from ldm_lite.diffusion.webui import calls_per_step
+from ldm_lite.image import to_array
+from ldm_lite.tasks.features import Feature, changed, check_features
+from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
 from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
-from ldm_lite.zoo.family import SkipLayers
 
 log = logging.getLogger("ldm_lite")
 
 MOST_BYTES = 2**28  # of a file of prompts
+Options = TypeVar("Options", bound=Txt2imgOptions)
+OnStep = Callable[[State], None]
+Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,102 +73,234 @@ class Result:
         return to_array(self.pixels, self.truncated)
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """The seed of every image of a job."""
+@dataclass(frozen=True, eq=False)
+class Job(core.Job):
+    """The core's job, of images that start from the same input, for a model of any family."""
 
-    first: int
-    own: tuple[int, ...] | None  # one for each image, in place of first, first + 1, ...
-    fixed: bool  # every batch starts from the seeds of the first
-    variation: int | None = None  # the first variation seed: it goes up in place of the seed
+    model: Model  # type: ignore[assignment]  # which is not the core's
+    options: Txt2imgOptions  # type: ignore[assignment]
+    encode: Callable[[Any, Sequence[Item]], InputSource]
+    begin: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
+    noise_source: Callable[[Any, Sequence[Item]], Draw]
+    wrappers: tuple[Wrapper, ...] = ()
+    task: Task = field(kw_only=True)
+    texts: PromptEncoder = field(kw_only=True)
+    guidance: float | Callable[..., Any] = 1.0  # the scale, or a function
+    settings: Mapping[str, Any] = field(default_factory=dict)  # for the PNG's text; or functions of the item
+    channels: Mapping[str, Tensor] = field(default_factory=dict)  # of one image: concat, y, which the network reads too
+    guiding: tuple[Wrapper, ...] = ()  # wrappers that change the guidance; a refiner has them too
+    plain: InputSource | None = None  # for these: the inputs before the first of them
+    image_scale: float | None = None  # three-way guidance, for networks that follow instructions
+    skipped: int = 0  # steps before those of the plan
+    follow: Callable[[Tensor], Job] | None = None  # latents of all steps (B,C,h,w) -> the job that goes on from them
+    keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
 
-    def of(self, image: int, in_batch: int) -> tuple[int, int]:
-        """Return the seed and the variation seed of an image, counted from 0 in the job, and in its batch."""
-        number = in_batch if self.fixed else image
-        if self.own is not None:
-            return self.own[number], 0 if self.variation is None else self.variation + number
-        return (self.first + number, 0) if self.variation is None else (self.first, self.variation + number)
+    def refuse_parts(self, what: str) -> None:
+        """Raises ValueError if prompts have several parts, naming what does not go with them."""
+        if self.texts.has_parts and self.plan is not None:
+            raise ValueError(f"a prompt with AND, or with a weight at its end, {what}")
+
+    def settings_for(self, item: Item) -> dict[str, object]:
+        """Return the settings of an image's text, by name."""
+        return {name: value(item) if callable(value) else value for name, value in self.settings.items()}
+
+    def result(self, item: Item, pixels: Tensor) -> Result:
+        """Make a result from decoded pixels (3,H,W)."""
+        pixels = self.finish(item, pixels)
+        _, height, width = pixels.shape
+        settings = {"Seed": item.seed, "Size": f"{width}x{height}", **self.settings_for(item)}
+        version = settings.pop("Version")
+        first = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model", *settings)
+        text = {name: settings[name] for name in dict.fromkeys(first) if settings.get(name) is not None}
+        text["Version"] = version
+        key, truncated = self.keys.get(item.number, ""), self.options.compat
+        return Result(
+            pixels, item.prompt, item.seed, parameters(item.prompt, self.texts.negative_prompt, text), truncated, key
+        )
+
+
+class Part(NamedTuple):
+    """The images of a task that start from the same input."""
+
+    items: Sequence[Item]
+    make: Callable[[], Job]  # which reads files, and encodes an image
+    sources: tuple[Any, ...] = ()  # files, or images in memory
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """Fully resolved options: with ImageInputs, all that batching.run needs."""
+class Task:
+    """The options of a task, checked and changed for a model."""
 
     model: Model
+    options: Txt2imgOptions
+    features: Sequence[Feature]  # in the order in which they are applied
     prompts: Sequence[str]  # of one repetition
-    negative_prompt: str | None
-    cond: Conditioning | None  # ready conditioning in place of the prompts
-    uncond: Conditioning | None
-    text: PromptOptions
-    regions: tuple[Box, ...] | None  # of the parts of each prompt
-    calls: Calls  # how prompts that change count the network's calls
-    seeds: Seeds
-    noise: Tensor | None  # the user's own initial noise (N,C,h,w)
-    noise_source: NoiseSource  # of all other noise
-    batch_size: int
-    repeats: int
-    plan: Plan | None  # None: no steps
-    guidance: float | Callable[..., Any]
-    image_scale: float | None  # three-way guidance, for networks that follow instructions
-    rescale: float
-    threshold: float | None  # percentile of dynamic thresholding
-    start: Level | None  # noise level of the initial latents; None: pure noise
-    controls: Sequence[LoadedControl]
-    refiner: tuple[Model, int] | None  # takes over from this step
-    depth: Image.Image | None
-    skip: SkipLayers | None  # skip-layer guidance
-    tricks: Tricks  # what saves evaluations
-    compat: bool  # noise in the original script's order, and its 8 bits
-    settings: Mapping[str, object]  # for the PNG's text
+    plan: Plan | None = None  # of an image of the model's own size; None: no steps
+    image_scale: float | None = None
+    parts: Iterable[Part] = ()
 
-    def result(self, pixels: Tensor, row: int, seed: int, settings: Mapping[str, object]) -> Result:
-        """Make a result from finished pixels (3,H,W), the prompt's row, the seed, and further settings for the PNG."""
-        _, height, width = pixels.shape
-        known = dict(self.settings)
-        version = known.pop("Version")
-        first = ("Steps", "Sampler", "Schedule type", "CFG scale")
-        head = {name: known.pop(name) for name in first if name in known}
-        place = {"Seed": self.seeds.first if self.compat else seed, "Size": f"{width}x{height}"}
-        text: dict[str, object] = {**head, **place, "Model": known.pop("Model"), **settings, **known}
-        if self.compat:
-            text["Noise"] = f"original script, image {seed - self.seeds.first}"
-        text = {name: value for name, value in text.items() if value is not None} | {"Version": version}
-        prompt = self.prompts[row]
-        return Result(pixels, prompt, seed, parameters(prompt, self.negative_prompt, text), self.compat)
+    def items(self, place: int = 0) -> list[Item]:
+        """Return the images of the place-th input, counted from 0."""
+        options, count = self.options, len(self.prompts)
+        items = []
+        for repeat in range(options.repeats):
+            for row, prompt in enumerate(self.prompts):
+                number = (place * options.repeats + repeat) * count + row
+                counted = self.counted(number)
+                if not isinstance(options.seed, int):
+                    seed = options.seed[counted]
+                else:  # a variation seed goes up in place of the seed
+                    seed = options.seed + (0 if options.variation_strength else counted)
+                items.append(Item(number, prompt, options.negative_prompt or "", seed))
+        return items
+
+    def counted(self, number: int) -> int:
+        """Return by how much the seeds of an image go up: with `fixed_code` every batch starts from the first's."""
+        return number % len(self.prompts) % self.options.images_at_a_time if self.options.fixed_code else number
+
+    def variation(self, item: Item) -> int:
+        """Return the variation seed of an image; 0 without."""
+        seed = self.options.variation_seed
+        return 0 if seed is None or not self.options.variation_strength else seed + self.counted(item.number)
+
+    @cached_property
+    def texts(self) -> PromptEncoder:
+        """What encodes the prompts of all images."""
+        options, calls = self.options, calls_of(self.model, self.options, self.plan)
+        ready = as_conditioning(options.cond), as_conditioning(options.uncond)
+        guidance = guidance_of(self.model, options, self.plan, self.image_scale)
+        guided = guidance != 1 or self.image_scale not in (None, 1)
+        return PromptEncoder(self.model, self.prompts, options.negative_prompt, options, calls, *ready, guided)
+
+    def job(
+        self,
+        shape: tuple[int, int, int],
+        plan: Plan | None,
+        texts: PromptEncoder | None = None,
+        without: Feature | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **slots: Any,
+    ) -> Job:
+        """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
+        texts, options, count = texts or self.texts, self.options, len(self.prompts)
+        batch_size, of_all = options.images_at_a_time, settings_of(self.model, options, plan, self.image_scale)
+        job = Job(
+            model=self.model,
+            options=replace(options, batch_size=batch_size),
+            shape=shape,
+            plan=plan,
+            items=(),
+            encode=encode,
+            key=lambda item: (item.number // count, item.number % count // batch_size, texts.weights(item)),
+            solve=partial(generate.stream, self.model),
+            task=self,
+            texts=texts,
+            guidance=guidance_of(self.model, options, plan, self.image_scale),
+            image_scale=self.image_scale,
+            settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **of_all},
+            **{"begin": from_noise, "noise_source": seeded_noise, **slots},
+        )
+        for feature in self.features:
+            if feature is not without:
+                job = feature.change_job(job)
+        return job
 
 
-# ---- options without a model ----------------------------------------------------------------------------------------
+def run(task: Task, existing: Any = None) -> Iterator[State | Result]:
+    """Yield the states after every step, and each result as soon as it is decoded.
+
+    Images that are `existing`, of existing.Existing, are left out; the others are the same as with them.
+    """
+    for part in task.parts:
+        items, keys = part.items, dict[int, str]()
+        if existing is not None:
+            items, keys = existing.missing(part)
+        if items:
+            yield from run_job(replace(part.make(), items=items, keys=keys))
 
 
-def check(options: Txt2imgOptions) -> None:
-    """Raises ValueError for options that are wrong whatever the model."""
-    if options.from_png is not None:
-        raise ValueError("`from_png` is an option of txt2img: give the settings of the picture one by one")
-    check_hires(options)
-    controls_of(options)
-    _check_arguments(options)
-    if options.noise_level and options.image_embedding is None:
-        raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
-    if options.sampler is not None:
-        resolve_sampler(options.sampler)
-    tricks_of(options)
-    if options.regions is not None:
-        read_regions(options.regions)
-    check_original(options)
+def run_job(job: Job) -> Iterator[State | Result]:
+    """Yield the states and results of a job."""
+    for event in core.run(job):
+        if isinstance(event, State):
+            yield event
+        elif job.follow is not None:
+            yield from run_job(replace(job.follow(event.latents), items=event.items, keys=job.keys))
+        else:
+            for item, pixels in zip(event.items, generate.decode(job.model, event.latents), strict=True):
+                yield job.result(item, pixels)
 
 
-def _check_arguments(options: Txt2imgOptions) -> None:
-    """Raises TypeError for objects of another kind than wanted, ValueError for those beside options they replace."""
+def results(task: Task, on_step: OnStep | None = None, existing: Any = None) -> Iterator[Result]:
+    """Yield the images of a task; on_step gets the state after every step."""
+    for event in run(task, existing):
+        if isinstance(event, Result):
+            yield event
+        elif on_step is not None:
+            on_step(event)
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+TASKS = {  # a family's task -> the functions that can do it
+    "cascade": ("cascade",),
+    "txt2img": ("txt2img", "img2img", "inpaint"),
+    "inpaint": ("inpaint",),
+    "instruct": ("img2img",),
+    "edit": ("img2img", "txt2img"),
+    "depth": ("txt2img", "img2img"),
+    "control_image": ("txt2img", "img2img"),
+    "upscale": ("upscale",),
+    "inpaint_ldm": ("inpaint",),
+    "inpaint_flux": ("inpaint",),
+}
+
+
+def check(options: Options) -> tuple[Options, list[Feature]]:
+    """Return the options as their features read them, with these features.
+
+    Raises ValueError and TypeError for options that are wrong whatever the model.
+    """
+    options, features = check_features(options)
     if options.plan is not None:
         if not isinstance(options.plan, Plan):
             raise TypeError(f"got {type(options.plan).__name__} as `plan`, wanted a Plan, as Pipeline.plan makes it")
-        if replaced := [
-            name for name in ("sampler", "spacing", "steps", "eta", "churn") if getattr(options, name) is not None
-        ]:
+        names = ("sampler", "spacing", "steps", "eta", "churn")
+        if replaced := [name for name in names if getattr(options, name) is not None]:
             raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
-    noise_source_of(options)
+    if options.sampler is not None:
+        resolve(options.sampler)
     as_conditioning(options.cond)
     as_conditioning(options.uncond)
+    return options, features
+
+
+def prepare(model: Model, options: Txt2imgOptions, task: str, check: Any = check) -> Task:
+    """Return a task whose options are checked, by itself and by its features, and changed for the model.
+
+    Raises ValueError for options that do not fit, OSError for files.
+    """
+    options, features = check(options)
+    if task not in (able := TASKS[model.family.task]):
+        raise ValueError(
+            f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
+            f"take python -m ldm_lite.{' or '.join(able)}"
+        )
+    if (options.depth is not None) != (model.family.task in ("depth", "control_image")):
+        got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
+        raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
+    if options.seed is None:
+        raise TypeError("got `seed` None, wanted a whole number or a list of them")
+    prompts = read_prompts(options, model)
+    model, options, features = changed(model, options, features)
+    return Task(model, options, features, prompts)
+
+
+def check_seeds(task: Task, num_images: int = 1) -> None:
+    """Raises ValueError for a list of seeds that has not one for each image; num_images are those to start from."""
+    options, count = task.options, len(task.prompts) * task.options.repeats * num_images
+    if not isinstance(options.seed, int) and len(options.seed) != count:
+        raise ValueError(f"got {len(options.seed)} seeds for {count} images, wanted one, or one for each")
 
 
 def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
@@ -208,30 +340,12 @@ def _read_prompts(options: Txt2imgOptions, model: Model | None) -> list[str]:
     return prompts
 
 
-# ---- options for a model --------------------------------------------------------------------------------------------
-
-TASKS = {  # a family's task -> the functions that can do it
-    "cascade": ("cascade",),
-    "txt2img": ("txt2img", "img2img", "inpaint"),
-    "inpaint": ("inpaint",),
-    "instruct": ("img2img",),
-    "edit": ("img2img", "txt2img"),
-    "depth": ("txt2img", "img2img"),
-    "control_image": ("txt2img", "img2img"),
-    "upscale": ("upscale",),
-    "inpaint_ldm": ("inpaint",),
-    "inpaint_flux": ("inpaint",),
-}
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def check_task(model: Model, task: str) -> None:
-    """Raises ValueError, naming the right command, if a model cannot do a task."""
-    able = TASKS[model.family.task]
-    if task not in able:
-        raise ValueError(
-            f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
-            f"take python -m ldm_lite.{' or '.join(able)}"
-        )
+def sampler_of(model: Model, options: Txt2imgOptions) -> str:
+    """Return the sampler of the options, or the family's."""
+    return model.family.sampler if options.sampler is None else options.sampler
 
 
 def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, steps: int | None = None) -> Plan:
@@ -242,146 +356,89 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
         plan: Plan = options.plan
         return plan
     steps = (model.family.steps if options.steps is None else options.steps) if steps is None else steps
-    sampler, eta = sampler_of(model, options), options.eta
+    sampler = sampler_of(model, options)
     if options.compat:
-        return original_plan(sampler, model.schedule, steps, eta=eta, last=last)
-    spacing = _spacing_of(model, options)
-    return make_plan(sampler, model.schedule, steps, eta=eta, churn=options.churn, spacing=spacing, last=last)
-
-
-def _spacing_of(model: Model, options: Txt2imgOptions) -> Any:
-    """Return the spacing of the options; "ays" is the table for the model."""
-    spacing = resolve_sampler(sampler_of(model, options))[1] if options.spacing is None else options.spacing
+        return original_plan(sampler, model.schedule, steps, eta=options.eta, last=last)
+    spacing = resolve(sampler)[1] if options.spacing is None else options.spacing
     if isinstance(spacing, str) and spacing.split(":")[0] == "ays" and model.family.conditioner == "sdxl":
-        return spacing.replace("ays", "ays_sdxl", 1)
-    return spacing
+        spacing = spacing.replace("ays", "ays_sdxl", 1)
+    return make_plan(sampler, model.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing, last=last)
 
 
-def resolve(
-    model: Model,
-    options: Txt2imgOptions,
-    plan: Plan | None,
-    *,
-    start: Level | None = None,
-    skipped: int = 0,
-    image_scale: float | None = None,
-    num_images: int = 1,
-) -> Job:
-    """Turn options into a job, for a model and the plan of its steps.
-
-    start is the noise level of the initial latents, skipped the number of steps before it; num_images counts the
-    images to start from.  Raises ValueError for options that do not fit.
-    """
-    if options.embedding:
-        model = with_embeddings(model, options.embedding)
-    prompts, extra = read_prompts(options, model), read_extra(options)
-    if (options.depth is not None) != (model.family.task in ("depth", "control_image")):
-        got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
-        raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
-    seeds = _seeds(options, len(prompts) * options.repeats * num_images)
-    refiner = _refiner(model, options, plan, skipped)  # loads a checkpoint: after all that is quickly checked
-    models = [model] if refiner is None else [model, refiner[0]]
-    check_used(models, extra)
-    tricks = tricks_of(options, *models)
-    if plan is not None:
-        tricks.report(plan)
-    scale = model.family.scale if options.scale is None else options.scale
-    return Job(
-        model=model,
-        prompts=prompts,
-        negative_prompt=options.negative_prompt,
-        cond=as_conditioning(options.cond),
-        uncond=as_conditioning(options.uncond),
-        text=PromptOptions(options.prompt_syntax, options.clip_skip, extra=extra),
-        regions=None if options.regions is None else read_regions(options.regions),
-        calls=calls_of(model, options, plan),
-        seeds=seeds,
-        noise=options.noise if isinstance(options.noise, Tensor) else None,
-        noise_source=source_of(model, options, plan),
-        batch_size=options.images_at_a_time,
-        repeats=options.repeats,
-        plan=plan,
-        guidance=_guidance(model, options, plan, scale, image_scale),
-        image_scale=image_scale,
-        rescale=options.guidance_rescale,
-        threshold=options.dynamic_threshold,
-        start=start,
-        controls=_controls(model, options),
-        refiner=refiner,
-        depth=None if options.depth is None else _depth(options.depth, model.family.task),
-        skip=skip_of(model, options),
-        tricks=tricks,
-        compat=options.compat,
-        settings=settings_of(model, options, plan, refiner, image_scale),
-    )
-
-
-def _guidance(
-    model: Model, options: Txt2imgOptions, plan: Plan | None, scale: float, image_scale: float | None
+def guidance_of(
+    model: Model, options: Txt2imgOptions, plan: Plan | None, image_scale: float | None
 ) -> float | Callable[..., Any]:
     """Return the guidance of the options; the sampler DDIM CFG++ has its own."""
-    if plan is None or options.plan is not None or resolve_sampler(sampler_of(model, options))[0] != "ddim_cfgpp":
+    scale = model.family.scale if options.scale is None else options.scale
+    if plan is None or options.plan is not None or resolve(sampler_of(model, options))[0] != "ddim_cfgpp":
         return scale if options.guidance is None else options.guidance
     if options.guidance is not None or image_scale is not None:
         raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or take another sampler")
     return cfg_plus_plus(plan, scale)
 
 
-def _seeds(options: Txt2imgOptions, count: int) -> Seeds:
-    if options.seed is None:
-        raise TypeError("got `seed` None, wanted a whole number or a list of them")
-    variation = None if options.variation_strength == 0 else options.variation_seed
-    if isinstance(options.seed, int):
-        return Seeds(options.seed, None, options.fixed_code, variation)
-    seeds = tuple(options.seed)
-    if len(seeds) != count:
-        raise ValueError(f"got {len(seeds)} seeds for {count} images, wanted one, or one for each")
-    if options.compat:
-        raise ValueError("`compat` has one seed for all images: give one number")
-    return Seeds(seeds[0], seeds, options.fixed_code, variation)
+def calls_of(model: Model, options: Txt2imgOptions, plan: Plan | None) -> Calls:
+    """Return the calls of the network that prompts count: as in A1111 those of all steps, whatever the strength."""
+    if plan is None or options.plan is not None:
+        return Calls(1 if plan is None else len(plan.t))
+    steps = model.family.steps if options.steps is None else options.steps
+    calls_each = calls_per_step(resolve(sampler_of(model, options))[0])
+    return Calls(steps * (calls_each or max(1, round(len(plan.t) / plan.num_steps))))
 
 
-def _refiner(model: Model, options: Txt2imgOptions, plan: Plan | None, skipped: int) -> tuple[Model, int] | None:
-    """Return the refiner, loaded if the options name a file, and the step from which it takes over."""
-    if options.refiner is None:
-        if options.refiner_start is not None:
-            raise ValueError("`refiner_start` needs a refiner: give one with `refiner=FILE`")
-        return None
-    if plan is None:
-        return None
-    refiner = options.refiner
-    if not isinstance(refiner, Model):
-        place = LoadOptions(ckpt=refiner, device=str(model.device), dtype=short_name(model.dtype))
-        refiner = load_model(place, Model)
-    start = 0.8 if options.refiner_start is None else options.refiner_start
-    first = max(0, round(start * (skipped + plan.num_steps)) - skipped)
-    log.info("%s: runs the last %d of %d steps", refiner.name, plan.num_steps - first, plan.num_steps)
-    return with_embeddings(refiner, options.embedding) if options.embedding else refiner, first
+# ---- what a run begins with -----------------------------------------------------------------------------------------
 
 
-def controls_of(options: Txt2imgOptions) -> list[Control]:
-    """Return the controls of the options.  Raises ValueError for text that is not a control."""
-    if not options.control and options.preprocess is None:
-        return []
-    return parse(options.control, options.preprocess)
+def encode(job: Job, items: Sequence[Item]) -> InputSource:
+    """Job.encode: the prompts of a batch."""
+    return job.texts.encode(job, items)
 
 
-def _controls(model: Model, options: Txt2imgOptions) -> list[LoadedControl]:
-    controls = controls_of(options)
-    return load_controls(model, controls, options.clip_vision) if controls or options.clip_vision else []
+def from_noise(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+    """Job.begin: noise alone."""
+    return draw() * (1.0 if job.plan is None else job.plan.initial), unconstrained
 
 
-def read_extra(options: ConditioningOptions) -> ConditioningOptions:
-    """Return the further conditioning of some families, with its files read."""
-    values = {each.name: getattr(options, each.name) for each in dataclasses.fields(ConditioningOptions)}
-    if isinstance(values["image_embedding"], (str, os.PathLike)):
-        values["image_embedding"] = read_image_embedding(Path(values["image_embedding"]))
-    if isinstance(values["image_statistics"], (str, os.PathLike)):
-        values["image_statistics"] = read_image_statistics(Path(values["image_statistics"]))
-    return ConditioningOptions(**values)
+# ---- the text of pictures -------------------------------------------------------------------------------------------
 
 
-def _depth(source: Any, task: str) -> Image.Image:
-    if not isinstance(source, (str, os.PathLike)):
-        return to_image(source)
-    return open_depth(source) if task == "depth" else read_image(Path(source), to_rgb)
+def settings_of(
+    model: Model, options: Txt2imgOptions, plan: Plan | None, image_scale: float | None
+) -> dict[str, object]:
+    """Return the settings of a whole job for its pictures' text, by their names there."""
+    scale = model.family.scale if options.scale is None else options.scale
+    scale = scale if options.guidance is None else options.guidance
+    steps = 0 if plan is None else plan.num_steps  # of an image's, those that run
+    if plan is not None and options.plan is None and type(options) is Txt2imgOptions:
+        # those that were asked for, which some of A1111's timesteps do not have
+        steps = model.family.steps if options.steps is None else options.steps
+    settings: dict[str, object] = {
+        "Steps": steps,
+        "Sampler": "custom plan",
+        "CFG scale": "a function" if callable(options.guidance) else scale,
+        "Model": model.name,
+        "Image CFG scale": image_scale,
+        "Control": " ".join(map(str, options.control)) or None,
+    }
+    for option in dataclasses.fields(options):
+        value = getattr(options, option.name)
+        if (name := option.metadata["png"]) is not None and value != option.default:
+            settings[name] = as_text(option.name, value)
+    if options.plan is None:
+        named = resolve(sampler_of(model, options))[1]
+        # a rectified flow's spacing replaces the sampler's own
+        is_own = options.spacing is None and named is None and model.schedule.is_flow
+        spacing = "original" if options.compat else model.schedule.spacing if is_own else options.spacing
+        settings |= written(sampler_of(model, options), spacing, not model.schedule.is_flow)
+        if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
+            settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
+    return settings | {"Version": f"ldm_lite {__version__}"}
+
+
+def as_text(name: str, value: Any) -> object:
+    """Return an option's value as a picture's text has it."""
+    if name == "seamless" and value == "xy":
+        return True  # A1111's only one
+    if not isinstance(value, tuple):
+        return value
+    return f"{value[0]},{value[1]}" if name == "crop_top_left" else f"{value[0]}x{value[1]}"

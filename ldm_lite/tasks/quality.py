@@ -21,24 +21,23 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.conditioning.prompts import encode_prompts, guided
-from ldm_lite.core.denoise import Branch, Call, Draw, Inputs, InputSource, denoise_step, running
-from ldm_lite.core.tasks import noise_of
+from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, running, unconstrained
+from ldm_lite.core.job import Item, Latents, start
+from ldm_lite.core.job import run as run_batches
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.guidance import Guidance, cfg_plus_plus
 from ldm_lite.diffusion.names import SAMPLERS, make_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
-from ldm_lite.tasks.tricks import Tricks, tricks_of
+from ldm_lite.tasks import txt2img
+from ldm_lite.tasks.job import Job
 
 log = logging.getLogger("ldm_lite")
 
@@ -83,29 +82,30 @@ def cases(model: Model) -> list[Case]:
     return [*(Case(name, name) for name in fixed), *TRICKS]
 
 
-def plan_for(model: Model, case: Case, steps: int, spacing: str) -> Plan:
-    """Return the plan of a case."""
-    return make_plan(case.sampler, model.schedule, steps, spacing=case.spacing or spacing)
+def job_of(model: Model, options: CompareOptions, case: Case, steps: int) -> Job:
+    """Return the job of one image of a case: it starts from the noise of its first level, whatever the sampler does."""
+    asked = dataclasses.replace(
+        case.options(steps),
+        prompt=options.prompt,
+        negative_prompt="",
+        sampler=case.sampler,
+        spacing=case.spacing or options.spacing,
+        steps=steps,
+        scale=options.scale,
+        seed=options.seed,
+    )
+    task = txt2img.prepare(model, asked)
+    [part] = task.parts
+
+    def begin(job: Any, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+        return draw() * job.plan.level[0, 1], unconstrained
+
+    return dataclasses.replace(part.make(), items=part.items, begin=begin)
 
 
-def guided_by(case: Case, tricks: Tricks, guidance: Guidance, plan: Plan) -> Guidance:
-    """Return classifier-free guidance with the scale of a case."""
-    if case.sampler == "ddim_cfgpp":
-        assert not callable(guidance.scale)
-        guidance = dataclasses.replace(guidance, scale=cfg_plus_plus(plan, guidance.scale))
-    return tricks.scaled(guidance, plan)
-
-
-def latents(model: Model, case: Case, plan: Plan, guidance: Guidance, draw: Draw) -> Tensor:
-    """Run a case from the unit noise (B,C,h,w) that `draw` returns first, and return the last latents."""
-    tricks = tricks_of(case.options(plan.num_steps), model)
-    start = draw() / plan.initial * plan.level[0, 1]  # the noise of the first level, whatever the sampler starts from
-
-    def wrap(source: InputSource) -> InputSource:
-        source = tricks.wrapped(source, plan, instructed=False)
-        return source if tricks.shortcuts is None else ShortenedUNet(model.unet, tricks.shortcuts, plan).wrapped(source)
-
-    return generate.denoise(model, start, guided_by(case, tricks, guidance, plan), plan, draw=draw, wrap=wrap)
+def latents(job: Job) -> Tensor:
+    """Return the last latents (1,C,h,w) of a job of one image, float64."""
+    return next(event for event in run_batches(job) if isinstance(event, Latents)).latents.double()
 
 
 class Cost:
@@ -160,7 +160,6 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
     about |= {"model": model.name, "scale": scale}
     kept = read(path, about)
     shape = model.latent_shape(side, side)
-    guidance = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
     truth: Tensor | None = None
     for case in cases(model):
@@ -168,17 +167,17 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
             key = f"{case.name}/{steps}"
             if "calls" in kept["points"].get(key, {}):
                 continue
-            plan = plan_for(model, case, steps, options.spacing)
-            tricks = tricks_of(case.options(plan.num_steps))
-            source = guided_by(case, tricks, guidance, plan).source(None, denoise_step)
-            source = tricks.wrapped(source, plan, instructed=False)
-            point = {name: cost.of(plan, source, tricks.shortcuts) for name, cost in costs.items()} | {"steps": steps}
-            if not plan.adds_noise.any():
+            job = job_of(model, options, case, steps)
+            assert job.plan is not None
+            settings = [getattr(feature, "settings", None) for feature in job.task.features]
+            shortcuts = next((setting for setting in settings if isinstance(setting, Shortcuts)), None)
+            source = start(dataclasses.replace(job, wrappers=()), list(job.items)).inputs_of
+            assert source is not None
+            point = {name: cost.of(job.plan, source, shortcuts) for name, cost in costs.items()} | {"steps": steps}
+            if not job.plan.adds_noise.any():
                 if truth is None:
-                    long = make_plan("heun", model.schedule, options.reference, spacing=options.spacing)
-                    truth = latents(model, Case("", "heun"), long, guidance, noise_of([options.seed], shape)).double()
-                made = latents(model, case, plan, guidance, noise_of([options.seed], shape)).double()
-                point["error"] = float((made - truth).norm() / truth.norm())
+                    truth = latents(job_of(model, options, Case("", "heun"), options.reference))
+                point["error"] = float((latents(job) - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
             write(path, kept)
     return kept

@@ -4,8 +4,8 @@ Stable Diffusion's x4 upscaler also reads a prompt and the noise level of the im
 super-resolution model (bsr_sr) reads only the image.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.image import to_pixels
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.tasks.batching import ImageInputs, Later, OnStep, results
+from ldm_lite.tasks import job
+from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
-from ldm_lite.tasks.job import Job, Result, check_task, plan_of, resolve
-from ldm_lite.tasks.job import check as check_job
+from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_seeds, plan_of, results
 
 OWN_STREAM = 2**63  # added to an image's seed for the noise on the image, which has its own generator
 
@@ -29,7 +29,7 @@ def upscale(model: Model, options: UpscaleOptions, on_step: OnStep | None = None
 
     Raises ValueError, one line, for options that do not fit.
     """
-    return results(*prepare(model, options), on_step)
+    return results(prepare(model, options), on_step)
 
 
 def count(options: UpscaleOptions) -> int:
@@ -38,41 +38,42 @@ def count(options: UpscaleOptions) -> int:
     return len(sources(options.init_img, "init_img")) * options.images_at_a_time * options.repeats
 
 
-def prepare(model: Model, options: UpscaleOptions) -> tuple[Job, Iterator[Later]]:
-    """Return the job and its inputs, which are read one by one.  Raises ValueError as upscale does."""
+def prepare(model: Model, options: UpscaleOptions) -> Task:
+    """Return the task, whose images are read one by one.  Raises ValueError as upscale does."""
     check(options)
-    check_task(model, "upscale")
-    levels = model.family.unet.num_classes
-    if levels is not None and options.noise_level >= levels:
-        raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
-    found, repeats = sources(options.init_img, "init_img"), options.images_at_a_time * options.repeats
+    repeats, paths = options.images_at_a_time * options.repeats, sources(options.init_img, "init_img")
     # A tensor of the user's is an image of 8 bits like any other; enlarge takes its own as they are.
-    given = [open_source(source) if isinstance(source, Tensor) else source for source in found]
-    return enlarge(model, options, (source for source in given for _ in range(repeats)), len(found) * repeats)
+    opened = [open_source(source) if isinstance(source, Tensor) else source for source in paths]
+    return enlarge(model, options, [source for source in opened for _ in range(repeats)])
 
 
-def enlarge(
-    model: Model, options: UpscaleOptions, images: Iterable[Source], num_images: int
-) -> tuple[Job, Iterator[Later]]:
-    """Return the job that enlarges images, or pixels (3,H,W) in [-1,1], four times.
+def enlarge(model: Model, options: UpscaleOptions, images: Sequence[Source]) -> Task:
+    """Return the task that enlarges images, or pixels (3,H,W) in [-1,1], four times.
 
     Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
     tile.
     """
-    tiled: Any = TiledUNet(model.unet, options.tile)
-    one = dataclasses.replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
-    model = dataclasses.replace(model, unet=tiled)
-    job = resolve(model, one, plan_of(model, one), num_images=num_images)
-    # One input per image, since the noise on an image comes from its own seed.
-    return job, (
-        Later(partial(_inputs, model, options, image, job.seeds.of(k, 0)[0]), (image,))
-        for k, image in enumerate(images)
+    one = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
+    task = job.prepare(model, one, "upscale", check)
+    check_seeds(task, len(images))
+    levels = model.family.unet.num_classes
+    if levels is not None and options.noise_level >= levels:
+        raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
+    tiled: Any = TiledUNet(task.model.unet, options.tile)
+    task = replace(task, model=replace(task.model, unet=tiled), plan=plan_of(task.model, one))
+    # One part per image, since the noise on an image comes from its own seed.
+    return replace(
+        task,
+        parts=(
+            Part(items, partial(_job, task, image, items[0].seed), (image,))
+            for image, items in ((image, task.items(place)) for place, image in enumerate(images))
+        ),
     )
 
 
-def check(options: UpscaleOptions) -> None:
-    """Raises ValueError for options that are wrong whatever the model."""
-    check_job(dataclasses.replace(options, noise_level=0))  # for this task noise_level means the noise on the image
+def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
+    """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
+    options, features = job.check(options)
     if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
         raise ValueError("upscale has no `compat`, `from_file`, `fixed_code`, `control` or `refiner`: leave them out")
     if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
@@ -83,26 +84,29 @@ def check(options: UpscaleOptions) -> None:
         raise ValueError("upscale takes one prompt as it is: leave out `dynamic` and `wildcards`")
     if options.height is not None or options.width is not None:
         raise ValueError("the result is four times the image's size: leave out `height` and `width`")
+    return options, features
 
 
-def _inputs(model: Model, options: UpscaleOptions, image: Source, seed: int) -> ImageInputs:
-    """What the result for one image starts from."""
+def _job(task: Task, image: Source, seed: int) -> Job:
+    """Return the job that enlarges an image."""
+    model, options = task.model, task.options
     name, pixels = None, image
     if not isinstance(image, Tensor):
         opened = image if isinstance(image, NamedImage) else open_source(image)
         name, pixels = opened.name, to_pixels(opened.image)
-    level = None
+    channels: dict[str, Tensor] = {}
     if model.family.unet.num_classes is not None:  # the network reads the noise level
         generator = torch.Generator("cpu").manual_seed((seed + OWN_STREAM) % 2**64)
         noise = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu")
         pixels = noised(model, pixels, options.noise_level, noise)
-        level = torch.tensor([options.noise_level], device="cpu")
+        channels["y"] = torch.tensor([options.noise_level], device="cpu")
     _, height, width = pixels.shape
-    return ImageInputs(
-        latent_shape=(model.vae.spec.embed_dim, height, width),
-        concat=pixels[None].to(model.device),
-        y=level,
-        settings={"Init image": name, "Noise level": None if level is None else options.noise_level},
+    channels["concat"] = pixels[None].to(model.device)
+    return task.job(
+        (model.vae.spec.embed_dim, height, width),
+        task.plan,
+        channels=channels,
+        settings={"Init image": name, "Noise level": options.noise_level if "y" in channels else None},
     )
 
 

@@ -14,7 +14,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.denoise import Outputs
 from ldm_lite.core.plan import rows_of
-from ldm_lite.diffusion.projected import Projection
+from ldm_lite.features.apg import Projection
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
 

@@ -12,9 +12,10 @@ from runs import unet_calls
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, NoiseSource, cuda_normal, slerp
+from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, cuda_normal, slerp
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.spacings import at_sigmas
+from ldm_lite.features.noise import brownian_noise, draws
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "noise.npz")
 PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"  # of make_noise_goldens.py
@@ -75,21 +76,20 @@ def test_slerp_turns_columns() -> None:
 
 
 def test_the_web_ui_draws_each_image_from_its_own_seeds() -> None:
-    source = NoiseSource("a1111", delta=31337, strength=0.2)
-    draw = source.draws([7, 7], [3, 4], SHAPE)
+    draw = draws("a1111", 31337, 0.2, [7, 7], [3, 4], SHAPE)
     first, second = draw(), draw()
     for row, variation in enumerate((3, 4)):
         one = torch.from_numpy(cuda_normal(7, 0, 256)).view(1, *SHAPE)
         other = torch.from_numpy(cuda_normal(variation, 0, 256)).view(1, *SHAPE)
         assert torch.equal(first[row], slerp(one, other, 0.2)[0])
         assert torch.equal(second[row].flatten(), torch.from_numpy(cuda_normal(7 + 31337, 0, 256)))
-    plain = NoiseSource("a1111").draws([7], [0], SHAPE)
+    plain = draws("a1111", 0, 0.0, [7], [0], SHAPE)
     assert torch.equal(plain().flatten(), torch.from_numpy(cuda_normal(7, 0, 256)))
     assert torch.equal(plain().flatten(), torch.from_numpy(cuda_normal(7, 1, 256)))
 
 
 def test_comfy_draws_a_batch_first_on_the_cpu_then_on_the_gpu() -> None:
-    draw = NoiseSource("comfy").draws([9, 10], [0, 0], SHAPE)
+    draw = draws("comfy", 0, 0.0, [9, 10], [0, 0], SHAPE)
     assert torch.equal(draw(), torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(9)))
     for call in range(2):
         assert torch.equal(draw().flatten(), torch.from_numpy(cuda_normal(9, call, 512)))
@@ -201,8 +201,8 @@ def curved(pipe: Pipeline, sampler: str, levels: np.ndarray, draw: Callable[[Pla
 
 @pytest.mark.parametrize("sampler", ["dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"])
 def test_samplers_with_a_brownian_tree_equal_k_diffusion(sampler: str, pipe: Pipeline) -> None:
-    source = NoiseSource(brownian=True)
-    made = curved(pipe, sampler, TRICKS["sigmas"].astype(float), lambda plan: source.later(None, SEEDS, SHAPE, plan))
+    sigmas = TRICKS["sigmas"].astype(float)
+    made = curved(pipe, sampler, sigmas, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan))
     # both start at 14.6: ours from a variance-preserving latent of unit variance
     assert toy.relative_error(made, TRICKS[sampler]) < 1e-5
 
@@ -210,13 +210,15 @@ def test_samplers_with_a_brownian_tree_equal_k_diffusion(sampler: str, pipe: Pip
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"])
 def test_more_steps_come_nearer_with_a_brownian_tree_only(sampler: str, pipe: Pipeline) -> None:
-    def at(steps: int, source: NoiseSource) -> np.ndarray:
+    def at(steps: int, brownian: bool) -> np.ndarray:
         levels = np.append(np.geomspace(14.6, 0.03, steps), 0)
-        own = source.draws(SEEDS, [0, 0], SHAPE)
-        return curved(pipe, sampler, levels, lambda plan: source.later(own, SEEDS, SHAPE, plan))
+        own = draws("own", 0, 0.0, SEEDS, [0, 0], SHAPE)
+        return curved(
+            pipe, sampler, levels, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan) if brownian else own
+        )
 
     for brownian in (True, False):
-        runs = [at(steps, NoiseSource(brownian=brownian)) for steps in (8, 32, 128)]
+        runs = [at(steps, brownian) for steps in (8, 32, 128)]
         errors = [np.linalg.norm(run - runs[-1]) for run in runs[:-1]]
         assert (errors[0] > 1.5 * errors[1]) == brownian
 
@@ -224,7 +226,7 @@ def test_more_steps_come_nearer_with_a_brownian_tree_only(sampler: str, pipe: Pi
 @pytest.mark.parametrize("program", ["own", "a1111", "comfy"])
 def test_each_program_has_its_own_brownian_motions(program: str, pipe: Pipeline) -> None:
     plan = pipe.plan("dpmpp_2m_sde", 3, spacing="karras")
-    draw = NoiseSource(program, delta=31337, brownian=True).later(None, SEEDS, SHAPE, plan)
+    draw = brownian_noise(program, SEEDS, SHAPE, plan)
     first = draw()
     high, low = (float(np.float32(s / a)) for a, s in plan.level[:2])
     least = float(np.float32(plan.level[-1, 1] / plan.level[-1, 0]))

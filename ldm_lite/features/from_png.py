@@ -9,7 +9,6 @@ from typing import Any
 
 from PIL import Image
 
-from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import given
 from ldm_lite.cli.task_options import UPSCALERS, Txt2imgOptions
 from ldm_lite.diffusion.names import OURS, has, resolve
@@ -17,6 +16,7 @@ from ldm_lite.diffusion.noise import PROGRAMS, is_brownian
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
 from ldm_lite.image import PIXEL_UPSCALERS
+from ldm_lite.tasks.features import Feature
 from ldm_lite.text.parameters import Parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")
@@ -34,31 +34,49 @@ LINES = ("Version", "Model", "Model hash")  # not settings
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,200}>")  # which A1111 takes out of the prompt
 
 
-def with_picture(options: Txt2imgOptions, model: Model | None = None) -> Txt2imgOptions:
+class FromPng(Feature):
+    """Puts what a picture says in place of the options that were not given."""
+
+    def check(self, options: Any) -> Any:
+        """Return the options.  Raises ValueError as with_picture does."""
+        if type(options) is not Txt2imgOptions:
+            raise ValueError("`from_png` is an option of txt2img: give the settings of the picture one by one")
+        self.text, self.name = read_parameters(options.from_png), name_of(options.from_png)
+        return with_picture(options)
+
+    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+        """Warn if the picture is another model's."""
+        settings = self.text.settings
+        if (theirs := settings.get("Model")) not in (None, model.name):
+            hashed = settings.get("Model hash")
+            theirs = f"{theirs} ({hashed})" if hashed else theirs
+            log.warning("%s: was made with %s, not %s", self.name, theirs, model.name)
+        return model, options
+
+
+def name_of(picture: Any) -> str:
+    """Return how messages call a picture."""
+    return "the picture" if isinstance(picture, Image.Image) else f"{picture}"[:300]
+
+
+def with_picture(options: Txt2imgOptions) -> Txt2imgOptions:
     """Return options with what their `from_png` says in place of those that were not given.
 
-    One warning names what is not heeded; with a model, another one names the picture's if it differs.  Raises
-    ValueError, with the key, for a picture without a text or with a wrong value; OSError.
+    One warning names what is not heeded.  Raises ValueError, with the key, for a picture without a text or with a wrong
+    value; OSError.
     """
-    if options.from_png is None:
-        return options
-    text = read_parameters(options.from_png)
-    name = "the picture" if isinstance(options.from_png, Image.Image) else f"{options.from_png}"[:300]
+    text, name = read_parameters(options.from_png), name_of(options.from_png)
     ours = text.settings.get("Version", "").startswith("ldm_lite")
     explicit = given(options) - {"from_png"}
     try:
         values, left = _values(text, ours, explicit)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    about = ["its " + ", ".join(each[:60] for each in left[:40]) + " are not heeded"] if left else []
-    if about:
-        log.warning("%s: %s", name, "; ".join(about))
-    if model is not None and (theirs := text.settings.get("Model")) not in (None, model.name):
-        hashed = text.settings.get("Model hash")
-        log.warning("%s: was made with %s, not %s", name, f"{theirs} ({hashed})" if hashed else theirs, model.name)
-    return dataclasses.replace(
-        options, **{key: value for key, value in values.items() if key not in explicit}, from_png=None
-    )
+    if left:
+        ignored = ", ".join(setting[:60] for setting in left[:40])
+        log.warning("%s: its %s are not heeded", name, ignored)
+    unset = {option: value for option, value in values.items() if option not in explicit}
+    return dataclasses.replace(options, **unset, from_png=None)
 
 
 def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str, Any], list[str]]:

@@ -1,16 +1,46 @@
-"""Adaptive projected guidance (APG): guidance whose part along the conditional image is weakened.
+"""apg: adaptive projected guidance, whose part along the conditional image is weakened.
 
 High scales then saturate less.  Sadat et al. 2025, "Eliminating oversaturation and artifacts of high guidance scales",
 alg. 1.
 """
 
+import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ldm_lite.core.denoise import Outputs, weighted
+from ldm_lite.core.denoise import InputSource, Outputs, weighted
+from ldm_lite.diffusion.adaptive import AdaptivePlan
+from ldm_lite.diffusion.guidance import check_classifier_free
+from ldm_lite.diffusion.schedule import number
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job
+
+
+class AdaptiveProjectedGuidance(Feature):
+    """Replaces the guidance."""
+
+    def check(self, options: Any) -> Any:
+        """Raises ValueError for text that is no setting of it."""
+        self.projection = read_projection(options.apg)
+        return options
+
+    def change_job(self, job: Job) -> Job:
+        """Raises ValueError for an adaptive sampler."""
+        if isinstance(job.plan, AdaptivePlan):
+            raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
+
+        def wrap(source: InputSource, job: Job) -> InputSource:
+            assert job.plan is not None
+            check_classifier_free(job.plain, job.plan)
+            combine = self.projection.begin()
+            return lambda call: source(call).combined_by(combine)
+
+        return dataclasses.replace(job, guiding=(*job.guiding, wrap))
 
 
 @dataclass(frozen=True)
@@ -56,3 +86,21 @@ class Projected:
         direction = F.normalize(cond.flatten(1), dim=1).view_as(cond)
         along = (difference * direction).sum(dim=(1, 2, 3), keepdim=True) * direction
         return difference + (parallel - 1) * along
+
+
+def read_projection(text: str) -> Projection:
+    """Read "parallel=0:threshold=15:momentum=-0.5".  Raises ValueError for other text."""
+    known = {setting.name for setting in dataclasses.fields(Projection)}
+    settings: dict[str, float] = {}
+    for part in text.split(":"):
+        name, _, value = part.partition("=")
+        try:
+            settings[name] = number(value)
+        except ValueError:
+            settings[""] = math.nan
+    if not set(settings) <= known or settings.get("threshold", 0) < 0 or abs(settings.get("momentum", 0)) >= 1:
+        raise ValueError(
+            f"got `apg` {text!r:.60}, wanted parallel=0, perhaps with :threshold=NUMBER, 0 or more, and "
+            ":momentum=NUMBER between -1 and 1"
+        )
+    return Projection(**settings)

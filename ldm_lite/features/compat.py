@@ -1,0 +1,109 @@
+"""compat: the pixels of the original scripts, by their defaults, noise, steps, samplers and 8 bits.
+
+scripts/txt2img.py and scripts/img2img.py of CompVis/stable-diffusion, and for OpenCLIP's encoder those of
+Stability-AI/stablediffusion.  Neither has a script to inpaint with an ordinary network, but their samplers take `mask`
+and `x0`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.cli.trick_options import TrickOptions
+from ldm_lite.core.denoise import Draw
+from ldm_lite.core.job import Item
+from ldm_lite.diffusion.names import resolve
+from ldm_lite.diffusion.noise import SharedNoise, first_then
+from ldm_lite.models.open_clip import OPEN_CLIP_H
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.image_inputs import FromImage
+from ldm_lite.tasks.job import Job
+
+log = logging.getLogger("ldm_lite")
+
+_SIDES = {"height": 512, "width": 512}
+FIRST: Mapping[str, Mapping[str, Any]] = {
+    "txt2img": {"scale": 7.5, "n_iter": 2},
+    "img2img": {"scale": 5.0, "n_iter": 1, "strength": 0.75},
+    "inpaint": {"strength": 1.0},
+}
+SECOND: Mapping[str, Mapping[str, Any]] = {
+    "txt2img": {"scale": 9.0, "n_iter": 3, **_SIDES},
+    "img2img": {"scale": 9.0, "n_iter": 1, "strength": 0.8},
+    "inpaint": {"strength": 1.0},
+}
+
+
+COMMANDS = {Txt2imgOptions: "txt2img", Img2imgOptions: "img2img", InpaintOptions: "inpaint"}
+
+
+class Compat(Feature):
+    """Takes the defaults and the noise of the original script: one generator for all images, in the order of calls."""
+
+    generator: torch.Generator | None = None
+
+    def check(self, options: Any) -> Any:
+        """Raises ValueError for options that the original script lacks."""
+        tricks = (option.name for option in dataclasses.fields(TrickOptions))
+        for name in ("spacing", "churn", "exact_steps", *tricks):
+            if getattr(options, name, None):
+                raise ValueError(f"the original script has no `{name}`: leave it out, or `compat`")
+        sampler, spacing = resolve("ddim" if options.sampler is None else options.sampler)
+        known = options.original_samplers
+        if sampler not in known or spacing is not None:
+            raise ValueError(
+                f"`compat` knows the samplers of the original script, {', '.join(known)}, not {options.sampler}"
+            )
+        return options
+
+    def change_options(self, model: Model, options: Any) -> tuple[Model, Any]:
+        """Set the defaults of the original script."""
+        if model.schedule.is_flow:
+            title = model.family.title
+            raise ValueError(f"`compat` is for scripts of Stable Diffusion 1 and 2, not {title}: leave it out")
+        if not isinstance(options.seed, int):
+            raise ValueError("`compat` has one seed for all images: give one number")
+        if model.ema and not model.family.original_ema:
+            log.warning(
+                '%s: has its EMA weights, the original script takes the main ones: load with `ema="no"`', model.name
+            )
+        is_second = model.family.text == OPEN_CLIP_H  # its scripts are those of Stability-AI/stablediffusion
+        command = COMMANDS[type(options)]
+        defaults = {"sampler": "ddim", **(SECOND if is_second else FIRST)[command]}
+        if command == "txt2img" and model.family.conditioner == "bert":
+            defaults |= _SIDES  # `laion400m`
+        unset = {name: value for name, value in defaults.items() if getattr(options, name) is None}
+        return model, dataclasses.replace(options, **unset)
+
+    def change_job(self, job: Job) -> Job:
+        """Draw all noise from one generator; an image's latents are sampled once for all batches."""
+        seed, size, device = job.options.seed, job.options.images_at_a_time, job.model.device
+        assert isinstance(seed, int)
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(seed)
+        generator, code, begin = self.generator, None, job.begin
+        if isinstance(begin, FromImage):
+            on_cpu = generator if device.type == "cpu" else torch.Generator("cpu").manual_seed(seed)
+            init = begin.init.expand(size, -1, -1, -1)
+            if begin.deviation is not None:
+                init = init + begin.deviation * SharedNoise(on_cpu, size, job.shape)().to(init.device)
+            begin = dataclasses.replace(begin, init=init, deviation=None, fresh=True)
+        elif job.options.fixed_code:
+            code = SharedNoise(generator, size, job.shape)()
+
+        def noise_source(job: Job, items: Sequence[Item]) -> Draw:
+            draw = SharedNoise(generator, len(items), job.shape)
+            return draw if code is None else first_then(lambda: code[: len(items)], draw)
+
+        settings = {
+            **job.settings,
+            "Seed": seed,
+            "RNG": None,
+            "Noise": lambda item: f"original script, image {item.seed - seed}",
+        }
+        return dataclasses.replace(job, begin=begin, noise_source=noise_source, settings=settings)

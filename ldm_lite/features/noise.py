@@ -1,0 +1,156 @@
+"""noise: whose noise a seed means; variations of a seed; the noise of steps from a Brownian tree."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.core.denoise import Draw
+from ldm_lite.core.job import Item
+from ldm_lite.core.tasks import noise_of
+from ldm_lite.diffusion.names import SAMPLERS, resolve
+from ldm_lite.diffusion.noise import (
+    PROGRAMS,
+    BrownianNoise,
+    CudaNoise,
+    SharedNoise,
+    first_then,
+    is_brownian,
+    slerp,
+)
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job, sampler_of
+
+log = logging.getLogger("ldm_lite")
+
+
+class Noise(Feature):
+    """Replaces what a job draws its noise with."""
+
+    def check(self, options: Any) -> Any:
+        """Raises ValueError or TypeError for options that do not go together."""
+        program = options.noise if isinstance(options.noise, str) else "own"
+        if program not in PROGRAMS:
+            raise ValueError(f"got `noise` {program!r}, wanted one of {', '.join(PROGRAMS)}")
+        if options.noise is not None and not isinstance(options.noise, (str, Tensor)):
+            kind = type(options.noise).__name__
+            raise TypeError(f"got {kind} as `noise`, wanted a tensor (N,C,h,w) or a program's name")
+        if (options.variation_strength == 0) != (options.variation_seed is None):
+            raise ValueError("`variation_seed` and `variation_strength` belong together: give both, or neither")
+        variations = options.variation_seed is not None or options.ensd != 0
+        if options.compat and (program != "own" or variations):
+            raise ValueError("`compat` has the original script's noise: leave other noise out, or `compat`")
+        if options.brownian and program == "diffusers":
+            raise ValueError(
+                "diffusers draws no noise from a Brownian tree: leave out `brownian`, or take other `noise`"
+            )
+        if variations and program not in ("own", "a1111"):
+            raise ValueError(f"{program} has no variation seeds and no ENSD: take `noise=a1111`, or leave them out")
+        return options
+
+    def change_job(self, job: Job) -> Job:
+        """Draw the noise of a program.  Raises ValueError for a Brownian tree and a sampler that has none."""
+        options = job.options
+        program = options.noise if isinstance(options.noise, str) else "own"
+        sampler = None if options.plan is not None else resolve(sampler_of(job.model, options))[0]
+        able = sampler is not None and is_brownian(sampler)
+        if options.brownian and not able:
+            names = ", ".join(filter(is_brownian, SAMPLERS))
+            raise ValueError(f"`brownian` is for {names}, not {sampler or 'a plan of your own'}: leave it out")
+        brownian = able and options.brownian
+        if able and program in ("a1111", "comfy"):  # which always draw it so
+            brownian = brownian or not job.model.schedule.is_flow
+            if job.model.schedule.is_flow:
+                log.warning(
+                    "%s: other programs draw its noise in another way here, so only the first is theirs", sampler
+                )
+        # An image's latents may be sampled after the first noise.
+        first_draws = 1 + bool(getattr(options, "samples_posterior", False) and program != "diffusers")
+        variation = job.task.variation
+        drawn_before = job.noise_source  # that of the seeds, or compat's
+
+        def noise_source(job: Job, items: Sequence[Item]) -> Draw:
+            if program == "own" and not options.variation_strength and not options.ensd:
+                draw = drawn_before(job, items)
+            else:
+                seeds, variations = [item.seed for item in items], [variation(item) for item in items]
+                draw = draws(program, options.ensd, options.variation_strength, seeds, variations, job.shape)
+            if brownian and job.plan is not None:
+                draw = first_then(
+                    draw, brownian_noise(program, [item.seed for item in items], job.shape, job.plan), first_draws
+                )
+            if not isinstance(options.noise, Tensor):
+                return draw
+
+            def given_noise() -> Tensor:
+                draw()  # what is drawn later is as without it
+                return _rows(options.noise, items, job.shape)
+
+            return first_then(given_noise, draw)
+
+        settings: dict[str, Any] = {}
+        if isinstance(options.noise, Tensor):
+            settings = {"RNG": None}
+        elif not options.compat:
+            settings = {"Variation seed": variation if options.variation_strength else None, "RNG": PROGRAMS[program]}
+        return dataclasses.replace(job, noise_source=noise_source, settings={**job.settings, **settings})
+
+
+def draws(
+    program: str,
+    delta: int,
+    strength: float,
+    seeds: Sequence[int],
+    variations: Sequence[int],
+    shape: tuple[int, int, int],
+) -> Draw:
+    """Return the function that draws first the initial noise (B,C,h,w) of a batch, then that of later calls.
+
+    delta is added to the seeds after the first noise, AUTOMATIC1111's "eta noise seed delta"; strength is that of the
+    variation seeds, 0 to 1.
+    """
+    if program == "diffusers":  # one generator for the batch, on the CPU
+        return DiffusersNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
+    if program == "comfy":  # the same, and another on the GPU for the steps
+        first = SharedNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)
+        on_gpu = CudaNoise([seeds[0]], (len(seeds), *shape))
+        return first_then(first, lambda: on_gpu()[0])
+    kind: Callable[..., Draw] = CudaNoise if program == "a1111" else noise_of
+    source = kind(seeds, shape)
+    initial: Draw = source
+    if strength:
+        initial = lambda: slerp(source(), kind(variations, shape)(), strength)  # noqa: E731
+    return first_then(initial, kind([seed + delta for seed in seeds], shape) if delta else source)
+
+
+class DiffusersNoise(SharedNoise):
+    """diffusers' noise, which samples an image's latents first, once for all."""
+
+    def of_image(self) -> Tensor:
+        """Return the noise (1,C,h,w) that samples an image's latents."""
+        return SharedNoise(self.generator, 1, self.size[1:])()
+
+
+def brownian_noise(program: str, seeds: Sequence[int], shape: tuple[int, int, int], plan: Plan) -> Draw:
+    """Return what draws the noise (B,C,h,w) of a plan's calls from Brownian motions, as a program does."""
+    if program == "comfy":  # one motion for the batch
+        generator = torch.Generator("cpu")
+        whole = BrownianNoise(
+            [seeds[0]], lambda seed: SharedNoise(generator.manual_seed(seed), len(seeds), shape)(), plan
+        )
+        return lambda: whole()[0]
+    kind: Callable[..., Draw] = CudaNoise if program == "a1111" else noise_of
+    return BrownianNoise(seeds, lambda seed: kind([seed], shape)()[0], plan)
+
+
+def _rows(noise: Tensor, items: Sequence[Item], shape: tuple[int, int, int]) -> Tensor:
+    """Return the user's noise for some items, that of each at its number.  Raises ValueError for other shapes."""
+    count = items[-1].number + 1
+    if noise.ndim != 4 or tuple(noise.shape[1:]) != shape or len(noise) < count:
+        wanted = f"({count}, {', '.join(map(str, shape))}) or more images"
+        raise ValueError(f"got `noise` of shape {tuple(noise.shape)}, wanted {wanted}")
+    return noise[[item.number for item in items]].float()

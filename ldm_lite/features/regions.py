@@ -1,0 +1,140 @@
+"""regions: prompts of their own for regions of an image, the parts of a prompt that AND joins.
+
+At each position, the outputs for the parts whose regions hold it are averaged, by the weights of the parts; guidance
+is as for a single prompt.  ComfyUI's "Conditioning (Set Mask)" and "Conditioning (Combine)": comfy/samplers.py,
+_calc_cond_batch.  Every part sees the whole image, so the regions fit together.
+
+Shape letters: P parts, h w latent size.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.conditioning.prompts import guided
+from ldm_lite.core.denoise import Branch
+from ldm_lite.core.denoise import Conditioning as Parts
+from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
+from ldm_lite.diffusion.schedule import number
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.texts import PromptEncoder, parts_of
+from ldm_lite.text.schedule import Part
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
+WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
+
+
+class Regions(Feature):
+    """Gives each part of a prompt a weight at each position."""
+
+    texts: PromptEncoder | None = None
+
+    def check(self, options: Any) -> Any:
+        """Raises ValueError for text that is no list of boxes."""
+        self.boxes = read_regions(options.regions)
+        return options
+
+    def change_job(self, job: Job) -> Job:
+        """Encode prompts as parts that have regions."""
+        if self.texts is None:
+            known = {name: value for name, value in vars(job.texts).items() if name in ENCODER_FIELDS}
+            self.texts = RegionalEncoder(**known, boxes=self.boxes)
+        texts, key = self.texts, job.key
+        return dataclasses.replace(job, texts=texts, key=lambda item: (key(item), texts.weights(item)))
+
+
+ENCODER_FIELDS = {field.name for field in dataclasses.fields(PromptEncoder) if field.init}
+
+
+@dataclass(frozen=True, eq=False)
+class RegionalEncoder(PromptEncoder):
+    """Encodes prompts whose parts have regions."""
+
+    boxes: Sequence[Box] = ()  # of the parts of each prompt
+
+    def __post_init__(self) -> None:
+        counts = {1} if self.cond is not None else {len(self._parts(prompt)) for prompt in self.prompts}
+        if others := counts - {len(self.boxes)}:
+            raise ValueError(
+                f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, wanted one for each; AND joins "
+                "parts"
+            )
+
+    def _parts(self, prompt: str) -> list[Part]:
+        return parts_of(prompt, "a1111")
+
+    def _joined(self, job: Any, conds: Sequence[Parts], weights: tuple[float, ...], uncond: Parts | None) -> Guidance:
+        if self.model.family.distilled:  # it reads the scale
+            conds = [guided(self.model, cond, None, job.guidance).branches[0].conditioning for cond in conds]
+        return regional(conds, shares(self.boxes, weights, job.shape[1:]), uncond, job.guidance)
+
+
+def read_regions(text: str) -> tuple[Box, ...]:
+    """Read "0,0,0.5,1; 0.5,0,1,1" or "all; 0.2,0.2,0.6,0.6".  Raises ValueError for other text."""
+    return tuple(_box(box.strip()) for box in text.split(";"))
+
+
+def _box(text: str) -> Box:
+    if text == "all":
+        return WHOLE
+    try:
+        left, top, right, bottom = (number(side.strip()) for side in text.split(","))
+    except ValueError:
+        left = top = right = bottom = math.nan
+    if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
+        raise ValueError(
+            f"got a region {text!r:.60}, wanted left,top,right,bottom from 0 to 1 of the image, or all; one for each "
+            "part of the prompt, with ; between: 0,0,0.5,1; 0.5,0,1,1"
+        )
+    return left, top, right, bottom
+
+
+def shares(boxes: Sequence[Box], weights: Sequence[float], size: tuple[int, int]) -> Tensor:
+    """Return the share (P,1,h,w) of each part at each position of a latent image of this size; they add up to 1.
+
+    weights are those of the parts, above 0.  A position belongs to a box that holds its centre.  Raises ValueError for
+    other weights, and for a box or a position that is in none.
+    """
+    if min(weights) <= 0:
+        raise ValueError(f"got {min(weights):g} as the weight of a part of the prompt, wanted more than 0 for a region")
+    height, width = size
+    masks = torch.zeros(len(boxes), 1, height, width)
+    for mask, (left, top, right, bottom), weight in zip(masks, boxes, weights, strict=True):
+        rows, columns = _inside(top, bottom, height), _inside(left, right, width)
+        mask[0, rows, columns] = weight
+        if not mask.any():
+            box = f"{left:g},{top:g},{right:g},{bottom:g}"
+            raise ValueError(f"the region {box} holds none of {width} x {height} positions of the latents: enlarge it")
+    total = masks.sum(dim=0)
+    if not total.all():
+        raise ValueError("the regions leave part of the image out: make them larger, or give a part all of it")
+    return masks / total
+
+
+def _inside(low: float, high: float, count: int) -> slice:
+    """The positions, of `count` between 0 and 1, whose centres are from low to high."""
+    return slice(math.ceil(low * count - 0.5), math.ceil(high * count - 0.5))
+
+
+def regional(
+    conds: Sequence[Parts],
+    shares: Tensor,
+    uncond: Parts | None,
+    guidance: float | Callable[..., Any],
+) -> Guidance:
+    """uncond + scale * (cond - uncond), where cond is the sum of each of P conditionings times its share (P,1,h,w).
+
+    shares add up to 1 at each position.  No uncond means no guidance.  Raises ValueError as composed does.
+    """
+    if len(conds) == 1:
+        return classifier_free(conds[0], uncond, guidance)
+    if uncond is None:
+        return Guidance(tuple(map(Branch, conds, shares)))
+    composition = composed(conds, (1.0,) * len(conds), uncond, guidance)
+    return dataclasses.replace(composition, branches=(composition.branches[0], *map(Branch, conds, shares)))

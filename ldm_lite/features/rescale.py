@@ -1,0 +1,28 @@
+"""guidance_rescale and dynamic_threshold: the guided output with less contrast."""
+
+import dataclasses
+import math
+
+from ldm_lite.core.denoise import Adjust, InputSource
+from ldm_lite.diffusion.guidance import mapped, rescaling, thresholding
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job
+
+
+class Rescale(Feature):
+    """Adjusts what guidance makes of the outputs."""
+
+    def change_job(self, job: Job) -> Job:
+        """Raises ValueError for prompts of several parts."""
+        options, device = job.options, job.model.device
+        adjust: tuple[Adjust, ...] = ()
+        if options.guidance_rescale:
+            job.refuse_parts("takes no `guidance_rescale`: leave it out")
+            adjust = (rescaling(options.guidance_rescale, device),)
+        if options.dynamic_threshold is not None:
+            adjust = (*adjust, thresholding(options.dynamic_threshold, math.inf, device))
+
+        def wrap(source: InputSource, job: Job) -> InputSource:
+            return mapped(source, lambda inputs: inputs._replace(adjust=(*inputs.adjust, *adjust)))
+
+        return dataclasses.replace(job, guiding=(*job.guiding, wrap))

@@ -1,0 +1,30 @@
+"""seamless: images whose opposite edges fit together."""
+
+import dataclasses
+from typing import Any
+
+from ldm_lite.runtime.compile import is_compiled
+from ldm_lite.runtime.seamless import AXES, seamless
+from ldm_lite.tasks.features import Feature
+
+
+class Seamless(Feature):
+    """Gives UNet and autoencoder circular convolutions."""
+
+    def check(self, options: Any) -> Any:
+        """Raises ValueError for another axis than AXES, and for what it does not go with."""
+        if options.seamless not in AXES:
+            raise ValueError(f"got `seamless` {options.seamless!r}, wanted one of {', '.join(AXES)}")
+        for name in ("compat", "refiner"):
+            if getattr(options, name):
+                raise ValueError(f"`seamless` does not go with `{name}`: leave one of them out")
+        return options
+
+    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+        """Replace the model.  Raises ValueError for networks whose convolutions are fixed."""
+        if model.offloader is not None or is_compiled(model.step):
+            raise ValueError(
+                "`seamless` runs other convolutions: leave out `offload`, `storage`, `compile` and `compiled`"
+            )
+        unet, vae = (seamless(network, options.seamless) for network in (model.unet, model.vae))
+        return dataclasses.replace(model, unet=unet, vae=vae), options

@@ -1,0 +1,75 @@
+"""Skip-layer guidance: away from what the network makes without some of its blocks.  Stable Diffusion 3.5 medium."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, weighted
+from ldm_lite.diffusion.guidance import IdentityKey
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job
+
+
+class SkipLayerGuidance(Feature):
+    """Adds a branch that skips blocks."""
+
+    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+        """Raises ValueError if the model's family has no such guidance."""
+        if options.skip_layer_scale is not None and model.family.skip_layers is None:
+            raise ValueError(f"{model.family.title} has no skip-layer guidance: leave out `skip_layer_scale`")
+        return model, options
+
+    def change_job(self, job: Job) -> Job:
+        """Raises ValueError for prompts of several parts."""
+        skip, scale = job.model.family.skip_layers, job.options.skip_layer_scale
+        assert skip is not None
+        scale = skip.scale if scale is None else scale
+        if scale == 0 or job.plan is None:
+            return job
+        job.refuse_parts("skips no layers: give `skip_layer_scale=0` for a model that skips some")
+        blocks = torch.tensor([block in skip.layers for block in range(job.model.family.unet.depth)])
+        steps = job.plan.num_steps
+        between, on_device = (skip.start * steps, skip.end * steps), blocks.to(job.model.device)
+
+        def wrap(source: InputSource, job: Job) -> InputSource:
+            return skipping(source, on_device, scale, between)
+
+        return dataclasses.replace(job, wrappers=(*job.wrappers, wrap))
+
+
+def skipping(source: InputSource, skip: Tensor, scale: float, between: tuple[float, float]) -> InputSource:
+    """Return inputs with skip-layer guidance: plus scale * (cond - cond without the blocks in `skip`).
+
+    skip (depth,) bool tells which blocks are left out, `between` (both excluded) in which steps.
+    Stability-AI/sd3.5, SkipLayerCFGDenoiser.
+    """
+
+    @functools.cache
+    def branches_of(branches: IdentityKey) -> tuple[tuple[Branch, ...], Branch]:
+        cond = branches.value[-1].conditioning
+        rows = skip.expand(len(cond["context"]), -1)
+        whole = {"skip": torch.zeros_like(rows)}
+        changed = (branch._replace(conditioning={**branch.conditioning, **whole}) for branch in branches.value)
+        return tuple(changed), Branch({**cond, "skip": rows}, positive=False)
+
+    @functools.cache
+    def weighted_branches(branches: IdentityKey, guidance: float) -> tuple[Branch, ...]:
+        (*others, cond), skipped = branches_of(branches)
+        uncond = [branch._replace(weight=1 - guidance) for branch in others]
+        return skipped, *uncond, cond._replace(weight=guidance + scale)
+
+    def inputs_of(call: Call) -> Inputs:
+        inputs = source(call)
+        if inputs.combine is not weighted:
+            raise ValueError(
+                "skip-layer guidance takes `scale` alone: leave the `guidance` function out, or the skipping"
+            )
+        key = IdentityKey(inputs.branches)
+        if not between[0] < call.step < between[1]:
+            return inputs._replace(branches=branches_of(key)[0])
+        return inputs._replace(branches=weighted_branches(key, inputs.scale), scale=1.0)
+
+    return inputs_of
