@@ -334,7 +334,7 @@ class Batch:
         else:
             starts = [sample._started for sample in samples if sample._started is not None]
             self._job, self._started = first.job, join(starts)
-        self.latents: Tensor = self._started.x  # (B,C,h,w), in the samples' order: the newest ones
+        self.latents: Tensor = self._started[0]  # (B,C,h,w), in the samples' order: the newest ones
 
     @property
     def num_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""Files of features/, formats/ and families/ can be deleted: the rest imports, loads the bundled model, makes the same image."""
+"""Files of features/, formats/ and families/ can be deleted: the rest loads the bundled model, makes the same image."""
 
 import os
 import shutil

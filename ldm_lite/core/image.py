@@ -36,8 +36,7 @@ def _flatten(source: Any, background: str) -> Image.Image:
     elif isinstance(source, np.ndarray):
         image = Image.fromarray(source)
     elif isinstance(source, (str, os.PathLike)):
-        with open(source, "rb"):  # a missing file raises OSError
-            pass
+        open(source, "rb").close()  # a missing file raises OSError
         try:
             image = Image.open(Path(source), formats=FORMATS)
         except Exception as error:  # Pillow may raise nearly any exception for a damaged file

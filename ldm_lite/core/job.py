@@ -5,6 +5,7 @@ Shape letters: B images of a batch, C channels, h w latent size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -83,27 +84,15 @@ class Result(NamedTuple):
 
 
 Events = Iterator[State | Latents]
+# What the steps of a batch read: latents (B,C,h,w) float32, on the model's device; inputs, None without steps; noise.
+Started = tuple[Tensor, Any, Draw, Constraint]
 
 
 def batches(job: Job) -> Iterator[list[Item]]:
     """Yield the items of a job in batches."""
-    batch: list[Item] = []
-    for item in job.items:
-        if batch and (len(batch) == job.options.batch_size or job.key(item) != job.key(batch[0])):
+    for _, items in itertools.groupby(job.items, job.key):
+        while batch := list(itertools.islice(items, job.options.batch_size)):
             yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
-
-
-class Started(NamedTuple):
-    """A batch with all that its steps read."""
-
-    x: Tensor  # (B,C,h,w) float32, on the model's device
-    inputs_of: Any  # InputSource; None without steps
-    draw: Draw
-    constrain: Constraint
 
 
 def start(job: Job, batch: Sequence[Item]) -> Started:
@@ -113,7 +102,7 @@ def start(job: Job, batch: Sequence[Item]) -> Started:
     inputs_of: Any = None if job.plan is None else job.encode(job, batch)
     for wrap in job.wrappers if inputs_of is not None else ():
         inputs_of = wrap(inputs_of, job)
-    return Started(x.to(job.model.device, torch.float32), inputs_of, draw, constrain)
+    return x.to(job.model.device, torch.float32), inputs_of, draw, constrain
 
 
 def run(job: Job) -> Events:

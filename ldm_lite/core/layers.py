@@ -57,8 +57,7 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
 
 def shared_copy(network: nn.Module) -> Any:
     """A copy of a network with modules of its own and the same weights, to change without changing the original."""
-    weights = [*network.parameters(), *network.buffers()]
-    return copy.deepcopy(network, {id(weight): weight for weight in weights})
+    return copy.deepcopy(network, {id(weight): weight for weight in (*network.parameters(), *network.buffers())})
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -149,8 +149,8 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
         return options.plan
     steps = model.family.steps if options.steps is None else options.steps
     last = None if strength == 1 else max(1, math.floor(round(steps * strength, 9)))
-    name, keys = options.sampler or model.family.sampler, ("spacing", "eta")
-    return make_plan(name, model.schedule, steps, last=last, **{key: getattr(options, key) for key in keys})
+    name = options.sampler or model.family.sampler
+    return make_plan(name, model.schedule, steps, spacing=options.spacing, eta=options.eta, last=last)
 
 
 def noised(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:

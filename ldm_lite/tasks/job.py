@@ -115,7 +115,7 @@ class Job(core.Job):
         text["Version"] = version
         key, truncated = self.keys.get(item.number, ""), self.options.compat
         return Result(
-            pixels, item.prompt, item.seed, parameters(item.prompt, self.texts.negative_prompt, text), truncated, key
+            pixels, item.prompt, item.seed, parameters(item.prompt, item.negative or None, text), truncated, key
         )
 
 

@@ -20,10 +20,10 @@ def are_alike(first: Prepared, second: Prepared) -> bool:
 
     Texts that change, regions, controls and shortcuts rule that out.
     """
-    (ours, our_start), (theirs, their_start) = first, second
-    if not isinstance(our_start.inputs_of, Constant) or not isinstance(their_start.inputs_of, Constant):
+    (ours, (our_x, our_source, *_)), (theirs, (their_x, their_source, *_)) = first, second
+    if not isinstance(our_source, Constant) or not isinstance(their_source, Constant):
         return False
-    our_inputs, their_inputs = our_start.inputs_of.inputs, their_start.inputs_of.inputs
+    our_inputs, their_inputs = our_source.inputs, their_source.inputs
     if ours.plan is None or theirs.plan is None or ours.model is not theirs.model:
         return False
     columns = ((column, vars(theirs.plan)[name]) for name, column in vars(ours.plan).items())
@@ -32,7 +32,7 @@ def are_alike(first: Prepared, second: Prepared) -> bool:
         and not any(isinstance(branch.weight, Tensor) for branch in our_inputs.branches)
         and all(np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b for a, b in columns)
         and our_inputs[2:] == their_inputs[2:]  # all but the network and the branches
-        and our_start.x.shape[1:] == their_start.x.shape[1:]
+        and our_x.shape[1:] == their_x.shape[1:]
         and list(map(_kind, our_inputs.branches)) == list(map(_kind, their_inputs.branches))
     )
 
@@ -50,21 +50,20 @@ def join(batches: Sequence[Started]) -> Started:
     """Return one batch of all images, in order, of batches that are alike."""
     if len(batches) == 1:
         return batches[0]
-    sources = [batch.inputs_of for batch in batches if isinstance(batch.inputs_of, Constant)]
+    all_x, sources, draws, constraints = zip(*batches, strict=True)
     columns = zip(*(source.inputs.branches for source in sources), strict=True)
     inputs = sources[0].inputs._replace(branches=tuple(map(_joined, columns)))
-    sizes = [len(batch.x) for batch in batches]
+    sizes = [len(x) for x in all_x]
 
     def draw() -> Tensor:
-        return torch.cat([batch.draw() for batch in batches])
+        return torch.cat([draw_part() for draw_part in draws])
 
     def constrain(number: int, x: Tensor) -> Tensor:
-        parts = zip(batches, torch.split(x, sizes), strict=True)
-        return torch.cat([batch.constrain(number, part) for batch, part in parts])
+        parts = zip(constraints, torch.split(x, sizes), strict=True)
+        return torch.cat([constrain_part(number, part) for constrain_part, part in parts])
 
-    free = all(batch.constrain is unconstrained for batch in batches)
-    x = torch.cat([batch.x for batch in batches])
-    return Started(x, Constant(inputs), draw, unconstrained if free else constrain)
+    free = all(constraint is unconstrained for constraint in constraints)
+    return torch.cat(all_x), Constant(inputs), draw, unconstrained if free else constrain
 
 
 def _joined(branches: Sequence[Branch]) -> Branch:

@@ -171,8 +171,7 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
             assert job.plan is not None
             settings = [getattr(feature, "settings", None) for feature in job.task.features]
             shortcuts = next((setting for setting in settings if isinstance(setting, Shortcuts)), None)
-            source = start(dataclasses.replace(job, wrappers=()), list(job.items)).inputs_of
-            assert source is not None
+            source = start(dataclasses.replace(job, wrappers=()), list(job.items))[1]
             point = {name: cost.of(job.plan, source, shortcuts) for name, cost in costs.items()} | {"steps": steps}
             if not job.plan.adds_noise.any():
                 if truth is None:
