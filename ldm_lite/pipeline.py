@@ -30,6 +30,7 @@ from ldm_lite.cli.task_options import (
 )
 from ldm_lite.conditioning.inputs import with_files
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
+from ldm_lite.core import features
 from ldm_lite.core.denoise import Draw, InputSource, State
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, rows_of
@@ -86,7 +87,7 @@ class Pipeline(Model):
         .info["parameters"]), "numpy" ((H,W,3) uint8), "tensor" ((3,H,W) float32 in [-1,1]) or "result" (a Result with
         pixels, prompt and seed).  Raises ValueError for options that do not fit.
         """
-        return _outputs(txt2img, self, _options(Txt2imgOptions, "txt2img", {"prompt": prompt, **options}), output)
+        return _outputs(txt2img, self, Txt2imgOptions, "txt2img", {"prompt": prompt, **options}, output)
 
     def img2img(
         self, prompt: str | Sequence[str] | None, image: Any, *, output: str = "pil", **options: Any
@@ -96,7 +97,7 @@ class Pipeline(Model):
         options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
         """
         named = _joined("img2img", {"prompt": prompt, "init_img": image}, options)
-        return _outputs(img2img, self, _options(Img2imgOptions, "img2img", named), output)
+        return _outputs(img2img, self, Img2imgOptions, "img2img", named, output)
 
     def inpaint(
         self,
@@ -112,7 +113,7 @@ class Pipeline(Model):
         options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as for txt2img.
         """
         named = _joined("inpaint", {"prompt": prompt, "init_img": image, "mask": mask}, options)
-        return _outputs(inpaint, self, _options(InpaintOptions, "inpaint", named), output)
+        return _outputs(inpaint, self, InpaintOptions, "inpaint", named, output)
 
     def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
         """Enlarge images four times, with an upscaler's checkpoint.
@@ -120,14 +121,14 @@ class Pipeline(Model):
         options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as for txt2img.
         """
         named = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
-        return _outputs(upscale, self, _options(UpscaleOptions, "upscale", named), output)
+        return _outputs(upscale, self, UpscaleOptions, "upscale", named, output)
 
     def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
         decode() turns either into images.  Leaving the loop stops the job.
         """
-        task = txt2img.prepare(self, _options(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
+        task = txt2img.prepare(self, *_with_features(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
         return (event for event in run(task) if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -257,11 +258,23 @@ def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) ->
     return {**named, **options}
 
 
-def _outputs(task: ModuleType, model: Model, options: Any, output: str) -> list[Any]:
-    """Return the images that a task makes."""
+def _with_features(
+    kind: type[Options], function: str, arguments: Mapping[str, Any]
+) -> tuple[Options, list[features.Feature]]:
+    """Make options from keyword arguments, and the features of the core's register_feature that some are options of."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
+    rest = {name: value for name, value in arguments.items() if name not in theirs}
+    return _options(kind, function, rest), features.read(theirs)[1]
+
+
+def _outputs(
+    task: ModuleType, model: Model, kind: type[Any], function: str, arguments: Mapping[str, Any], output: str
+) -> list[Any]:
+    """Return the images that a task makes of arguments."""
     if output not in OUTPUTS:
         raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS)}")
-    images: Iterator[Any] = results(task.prepare(model, options))
+    images: Iterator[Any] = results(task.prepare(model, *_with_features(kind, function, arguments)))
     if output == "pil":
         return [result.image for result in images]
     if output == "numpy":

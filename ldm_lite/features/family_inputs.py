@@ -12,6 +12,8 @@ from ldm_lite.tasks.features import Feature
 class FamilyInputs(Feature):
     """Reads the files of these options."""
 
+    is_last = True
+
     def check(self, options: Any) -> Any:
         """Raises ValueError for options that need another."""
         is_noise_of_image = isinstance(options, UpscaleOptions)  # for which noise_level means that

@@ -29,6 +29,8 @@ from ldm_lite.tasks.job import Job, calls_of, plan_of
 class Hires(Feature):
     """Adds a second pass to text to image."""
 
+    is_last = True
+
     def check(self, options: Any) -> Any:
         """Raises ValueError for a second pass in other tasks than txt2img, and for its options without it."""
         if options.hires is not None and type(options) is not Txt2imgOptions:

@@ -25,6 +25,8 @@ log = logging.getLogger("ldm_lite")
 class Refiner(Feature):
     """Gives the calls of the last steps the inputs of another model, with the same texts and guidance."""
 
+    is_last = True
+
     def check(self, options: Any) -> Any:
         """Raises ValueError for a start without a refiner."""
         if options.refiner is None:

@@ -6,13 +6,17 @@ A feature of a task's options changes a run in up to three places: the options, 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ldm_lite.core import features as core
 from ldm_lite.core.files import imported
 
 
 class Feature:
     """What changes a run; made anew for each, so that it may remember something in it."""
+
+    is_last = False  # of those around the network: applied after the features of others
 
     def check(self, options: Any) -> Any:
         """Return the options, perhaps changed.  Raises ValueError for those that are wrong whatever the model."""
@@ -28,6 +32,10 @@ class Feature:
         Raises ValueError, one line, for what does not fit the job.
         """
         return job
+
+    def change_events(self, events: Any) -> Any:
+        """Return the events of a run: states, and the latents of batches."""
+        return events
 
 
 class Entry(NamedTuple):
@@ -82,16 +90,23 @@ def check_features(options: Any) -> tuple[Any, list[Feature]]:
     return options, features
 
 
-def changed(model: Any, options: Any, features: list[Feature]) -> tuple[Any, Any, list[Feature]]:
-    """Return model and options as the features change them, and the features, with those that the family brings."""
+def changed(
+    model: Any, options: Any, features: list[Feature], further: Sequence[core.Feature] = ()
+) -> tuple[Any, Any, list[Any]]:
+    """Return model and options as the features change them, and the features in the order of application.
+
+    The family may bring some; `further` ones are the user's, of the core's register_feature.
+    """
     in_use: list[Feature] = []
     by_name = {f"{type(feature).__module__}:{type(feature).__qualname__}": feature for feature in features}
     for name, entry in FEATURES.items():
         if name in by_name or (entry.family and getattr(model.family, entry.family) is not None):
-            feature = by_name.get(name) or imported(name)()
-            model, options = feature.change_options(model, options)
-            in_use.append(feature)
-    return model, options, in_use
+            in_use.append(by_name.get(name) or imported(name)())
+    early, late = ([feature for feature in in_use if feature.is_last == is_last] for is_last in (False, True))
+    ordered: list[Any] = [*early, *further, *late]
+    for feature in ordered:
+        model, options = feature.change_options(model, options)
+    return model, options, ordered
 
 
 def _differ(value: Any, default: Any) -> bool:

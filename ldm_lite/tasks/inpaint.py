@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
+from ldm_lite.core import features as core
 from ldm_lite.core.job import Item
 from ldm_lite.generate import encode
 from ldm_lite.image import (
@@ -69,9 +70,9 @@ def count(options: InpaintOptions) -> int:
     return len(pairs(options)) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: InpaintOptions) -> Task:
+def prepare(model: Model, options: InpaintOptions, further: Sequence[core.Feature] = ()) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as inpaint does."""
-    task = job.prepare(model, options, "inpaint", check)
+    task = job.prepare(model, options, "inpaint", further, check)
     assert isinstance(task.options, InpaintOptions)
     model, options = task.model, task.options
     images = pairs(options)

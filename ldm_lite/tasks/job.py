@@ -25,9 +25,11 @@ from ldm_lite.cli.files import read_text
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.prompts import OPTIONAL
-from ldm_lite.core import job as core
+from ldm_lite.core import features as core
 from ldm_lite.core.denoise import Constraint, Draw, InputSource, State, unconstrained
 from ldm_lite.core.job import Item
+from ldm_lite.core.job import Job as CoreJob
+from ldm_lite.core.job import run as run_batches
 from ldm_lite.core.tasks import seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, resolve, written
@@ -74,7 +76,7 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False)
-class Job(core.Job):
+class Job(CoreJob):
     """The core's job, of images that start from the same input, for a model of any family."""
 
     model: Model  # type: ignore[assignment]  # which is not the core's
@@ -133,7 +135,7 @@ class Task:
 
     model: Model
     options: Txt2imgOptions
-    features: Sequence[Feature]  # in the order in which they are applied
+    features: Sequence[Any]  # in the order in which they are applied
     prompts: Sequence[str]  # of one repetition
     plan: Plan | None = None  # of an image of the model's own size; None: no steps
     image_scale: float | None = None
@@ -221,7 +223,10 @@ def run(task: Task, existing: Any = None) -> Iterator[State | Result]:
 
 def run_job(job: Job) -> Iterator[State | Result]:
     """Yield the states and results of a job."""
-    for event in core.run(job):
+    events: Iterator[Any] = run_batches(job)
+    for feature in job.task.features:
+        events = feature.change_events(events)
+    for event in events:
         if isinstance(event, State):
             yield event
         elif job.follow is not None:
@@ -275,7 +280,9 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     return options, features
 
 
-def prepare(model: Model, options: Txt2imgOptions, task: str, check: Any = check) -> Task:
+def prepare(
+    model: Model, options: Txt2imgOptions, task: str, further: Sequence[core.Feature], check: Any = check
+) -> Task:
     """Return a task whose options are checked, by itself and by its features, and changed for the model.
 
     Raises ValueError for options that do not fit, OSError for files.
@@ -292,8 +299,7 @@ def prepare(model: Model, options: Txt2imgOptions, task: str, check: Any = check
     if options.seed is None:
         raise TypeError("got `seed` None, wanted a whole number or a list of them")
     prompts = read_prompts(options, model)
-    model, options, features = changed(model, options, features)
-    return Task(model, options, features, prompts)
+    return Task(*changed(model, options, features, further), prompts)
 
 
 def check_seeds(task: Task, num_images: int = 1) -> None:
