@@ -119,7 +119,7 @@ def test_keys_depend_on_weights_and_contents_of_files(small_path: Path, tmp_path
         return Existing(task, Counter()).missing(part)[1][0]
 
     before = key()
-    assert before == key(batch_size=3, n_iter=2, seed=1, sampler="DDIM") == key(ldm_lite.load(small_path, device="cpu"))
+    assert before == key(batch_size=3, n_iter=2, sampler="DDIM") == key(ldm_lite.load(small_path, device="cpu"))
     weight = next(pipe.unet.parameters())
     weight.data.mul_(1.01)  # as a merged LoRA changes it
     assert key() != before
