@@ -25,7 +25,7 @@ from ldm_lite.diffusion.learned_variance import learning_variance
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
-from ldm_lite.zoo.networks import Autoencoder
+from ldm_lite.zoo.family import Autoencoder
 
 log = logging.getLogger("ldm_lite")
 

@@ -26,7 +26,7 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.models.z_image import Block as ZImageBlock
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import has_fast_bf16
-from ldm_lite.zoo.describe import describe
+from ldm_lite.zoo.families import describe
 
 __all__ = [
     "blocks",

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.checkpoint.sources import tokenizer_of
+from ldm_lite.checkpoint.vocabularies import tokenizer_of
 from ldm_lite.cli.command_options import CascadeOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control
@@ -42,8 +42,7 @@ from ldm_lite.tasks.upscale import upscale
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import Family, build
 
 CUDA = torch.device("cuda")
 ADAPTER = AdapterSpec(3, 8, (320, 640, 1280, 1280), 2, light=False)

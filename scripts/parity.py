@@ -56,7 +56,7 @@ from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "fixtures"), str(TESTS / "goldens")]

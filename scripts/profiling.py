@@ -40,7 +40,7 @@ from ldm_lite.runtime.cpu import convolutions as cpu_convolutions
 from ldm_lite.runtime.setup import keep_freed_memory, prepare
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 SD1 = FAMILIES["sd1"]
 

@@ -47,8 +47,7 @@ from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.outputs import Content, checkpoint, plot_losses
 from ldm_lite.train.run import lay_out, make_trainer, run_folder
 from ldm_lite.train.setup import check_model, encoded, open_scenes
-from ldm_lite.zoo.family import Family
-from ldm_lite.zoo.networks import KL_F8
+from ldm_lite.zoo.family import KL_F8, Family
 
 # ---- new models -----------------------------------------------------------------------------------------------------
 

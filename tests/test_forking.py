@@ -35,9 +35,9 @@ from safetensors.torch import save_file
 from ldm_lite import __main__, sheet, txt2img
 from ldm_lite.checkpoint.lora import file_names, targets
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.zoo.detection import detect_family
+from ldm_lite.zoo.families import detect_family
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 apple = ["a red apple", "--steps", "2", "--device", "cpu"]
 assert txt2img.main([*apple, "--sampler", "Midpoint Karras", "--attention", "top_keys", "--out", "apple.png"]) == 0

@@ -23,8 +23,7 @@ import ldm_lite
 from ldm_lite import txt2img
 from ldm_lite.checkpoint import reader
 from ldm_lite.checkpoint.lora import open_lora
-from ldm_lite.checkpoint.reader import open_checkpoint, split
-from ldm_lite.checkpoint.sources import open_source
+from ldm_lite.checkpoint.reader import open_checkpoint, open_source, split
 from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
 from ldm_lite.core.layers import MOST_BLOCKS
@@ -38,7 +37,7 @@ from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.networks import infer_vae
+from ldm_lite.zoo.family import infer_vae
 
 DOORS: dict[str, Callable[[Path], object]] = {
     "load": ldm_lite.load,

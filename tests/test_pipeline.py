@@ -18,9 +18,8 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.generate import encode
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.zoo.detection import detect_family
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import KL_F8
+from ldm_lite.zoo.families import FAMILIES, detect_family
+from ldm_lite.zoo.family import KL_F8
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = dict(np.load(DATA / "bundled.npz"))  # by diffusers and transformers on these weights, float32

@@ -40,7 +40,7 @@ from ldm_lite.tasks.joined import _joined
 from ldm_lite.train import __main__ as train
 from ldm_lite.train.losses import checkpoint_activations
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "z_image.npz")

@@ -10,14 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.reader import on_meta, prefix, split
-from ldm_lite.checkpoint.sources import open_source
+from ldm_lite.checkpoint.reader import on_meta, open_source, prefix, split
 from ldm_lite.core.files import Tensors
-from ldm_lite.zoo.describe import describe
-from ldm_lite.zoo.detection import detect_family
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.families import FAMILIES, describe, detect_family
+from ldm_lite.zoo.family import Family, build
 
 
 def open_model(size: str, ckpt: str | None) -> Tensors:

@@ -28,8 +28,7 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.core.vae import VAESpec
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.zoo.family import Family, ScaledLinear
-from ldm_lite.zoo.networks import Spec
+from ldm_lite.zoo.family import Family, Preserving, Spec
 
 Weights = Mapping[str, Tensor]
 
@@ -143,7 +142,7 @@ NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder, "text_encode
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
     """Return diffusers' schedulers: DDIM and PLMS as in Stable Diffusion 1.x; Euler and DPM++ 2M end at sigma 0."""
-    assert isinstance(family.noise, ScaledLinear)
+    assert isinstance(family.noise, Preserving)
     common = {
         "beta_start": family.noise.start,
         "beta_end": family.noise.end,

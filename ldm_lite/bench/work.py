@@ -18,8 +18,7 @@ from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.models.clip import CLIPTextSpec
 from ldm_lite.text.tokenizer import CLIPTokenizer
-from ldm_lite.zoo.family import Family
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import Family, build
 
 SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "image": "prompt to pixels"}
 CHECK_SCALE = 0.5  # guidance scale for comparisons: the mean of both predictions, which amplifies no error

@@ -5,26 +5,15 @@ import os
 import re
 from pathlib import Path
 
+from ldm_lite.core.pipeline import bundled
+
 log = logging.getLogger("ldm_lite")
 
-BUNDLED = "emoji.safetensors"
 ALIASES = {  # short names of common files
     "taesd": "madebyollin/taesd/diffusion_pytorch_model.safetensors",
     "taesdxl": "madebyollin/taesdxl/diffusion_pytorch_model.safetensors",
 }
 ENDINGS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin", ".pt2")  # of files, not of repositories
-
-
-def bundled() -> Path:
-    """Return the path of the bundled model, inside an installed wheel or beside the package in a checkout.
-
-    Raises FileNotFoundError if neither exists.
-    """
-    package = Path(__file__).parents[1]
-    for folder in (package / "weights", package.parent / "weights"):
-        if (folder / BUNDLED).is_file():
-            return folder / BUNDLED
-    raise FileNotFoundError(f"the bundled model {BUNDLED} is missing from {package / 'weights'}: reinstall ldm_lite")
 
 
 def resolve(source: str | os.PathLike[str] | None) -> Path:

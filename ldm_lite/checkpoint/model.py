@@ -9,22 +9,31 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.buffers import COARSE, is_rounded, stored_schedule
 from ldm_lite.checkpoint.parts import autoencoder_spec, load_autoencoder
-from ldm_lite.checkpoint.reader import SGM, Parts, ema_copy, errors_of, load_weights, on_meta, read_weight, split
-from ldm_lite.checkpoint.sources import from_files, metadata_of, open_source, placed, tokenizers_of
-from ldm_lite.checkpoint.strength import parse as parse_strength
+from ldm_lite.checkpoint.reader import (
+    SGM,
+    Parts,
+    ema_copy,
+    errors_of,
+    load_network,
+    metadata_of,
+    open_source,
+    read_weight,
+    split,
+)
+from ldm_lite.checkpoint.vocabularies import tokenizers_of
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.denoise import denoise_step
-from ldm_lite.core.files import Tensors
-from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.core.files import Tensors, imported
+from ldm_lite.diffusion.schedule import Array, Schedule
 from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.runtime.blocks import num_parameters
 from ldm_lite.runtime.compile import Step
@@ -32,20 +41,15 @@ from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, prepare
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.detection import (
+from ldm_lite.zoo.families import (
+    DENOISERS,
     check_complete,
     check_metadata,
     detect_family,
-    metadata_prediction,
-    parse_prediction,
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.family import Family
-from ldm_lite.zoo.networks import Autoencoder, build
-
-if TYPE_CHECKING:
-    from ldm_lite.checkpoint.textual_inversion import Embedding, Learned
+from ldm_lite.zoo.family import Autoencoder, Family, text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -70,7 +74,7 @@ class Model:
     description: str  # what was loaded, from where, in one line
     offloader: Offloader | None = None  # None: the networks are on the device all the time, in their own dtype
     step: Step = denoise_step  # runs a row of a plan: as written, or compiled
-    learned: Learned = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
+    learned: Mapping[int, Tensor] = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
     ema: bool = False  # the UNet is the EMA copy of a file that has both
     text_encoder_3: nn.Module | None = None
     t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one
@@ -130,39 +134,52 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     FileNotFoundError or ValueError, one line that says what to do.
     """
     start = time.perf_counter()
-    loras = []
+    loras: list[Any] = []
     if options.lora:
-        from ldm_lite.checkpoint import lora
-
-        loras = [(lora.open_lora(file), weight) for file, weight in map(parse_strength, options.lora)]
+        parse, open_lora = imported(f"{ADAPTERS}.strength:parse"), imported(f"{ADAPTERS}.lora:open_lora")
+        loras = [(open_lora(file), weight) for file, weight in map(parse, options.lora)]
     file = options.ckpt if isinstance(options.ckpt, Tensors) else open_source(options.ckpt)
-    path, title = file.path, hub.title(file.path)
+    path = file.path
+    title = hub.title(path) if path.is_dir() else path.name
     device = pick_device(options.device)
-    family, parts, main, metadata = _detect(file, options)
+    family, parts, main, metadata = _recognise(file, options)
     parts["unet"], weights = _with_ema(main, parts["unet"], options.ema, family)
     if family.with_loras is not None:
-        family, parts["unet"] = family.with_loras(family, parts["unet"], [change for change, _ in loras])
+        family, parts["unet"] = family.with_loras(family, parts["unet"], [lora for lora, _ in loras])
     tokenizer, t5_tokenizer = tokenizers_of(family, parts, options.tokenizer, options.t5_vocab)
     default = family.dtype if device.type == "cuda" else None
     dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
-    networks = _networks(family, parts, load_device(options, device), dtypes, in_blocks=options.storage is None)
-    family = _predicting(family, options.prediction, metadata, parts["unet"], title)
+    storage, in_blocks = load_device(options, device), options.storage is None
+    networks: dict[str, Any] = {
+        role: load_network(spec, parts[role], role.replace("_", " "), storage, dtypes[role], in_blocks)
+        for role, spec in family.networks.items()
+    }
+    if options.prediction is not None:
+        family = with_prediction(family, options.prediction)
+    elif family.predicts is not None and family.v_resolution is not None and not metadata.keys() & PREDICTIONS:
+        predicted, why = family.predicts(parts["unet"])
+        family = with_prediction(family, predicted)
+        log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
     schedule = _schedule(family, main, metadata, options.zero_snr)
     if loras and options.storage is None:
-        lora.merge_lora(networks, loras, removable=False)
+        imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, removable=False)
     step, offloader = prepare(networks, options, device)
     if loras and options.storage is not None:  # kept beside the quantised weights
-        lora.merge_lora(networks, loras, offloader, removable=False)
-    parameters = sum(map(num_parameters, networks.values()))
+        imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, offloader, removable=False)
+    parameters, unet_dtype = sum(map(num_parameters, networks.values())), dtypes["unet"]
+    others = ", ".join(f"{role} {short_name(dtype)}" for role, dtype in dtypes.items() if dtype != unet_dtype)
     description = (
         f"{title}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
-        f"parameters, {_words(dtypes)} on {device}, loaded in {time.perf_counter() - start:.1f} s"
+        f"parameters, {short_name(unet_dtype)}{others and f' ({others})'} on {device}, loaded in "
+        f"{time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
     for hint in family.hints:
         is_told = "family" in (metadata if hint.lacks else options.added_metadata)
         if (hint.word in title.lower()) != hint.lacks and not is_told:
             log.warning("%s", hint.text)
+    if isinstance(family.vae, PixelSpec):
+        networks["vae"] = Pixels(family.vae).to(device, unet_dtype)
     model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,
@@ -173,9 +190,14 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         offloader=offloader,
         step=step,
         ema=weights.startswith("EMA"),
-        **_absent(family, device, dtypes["unet"]) | networks,
+        **{"text_encoder": None, "text_encoder_2": None} | networks,
     )
-    return _learning(model, [embedding for change, _ in loras for embedding in change.embeddings])
+    embeddings = [embedding for lora, _ in loras for embedding in lora.embeddings]
+    return _with_learned(model, embeddings, "`lora`") if embeddings else model
+
+
+ADAPTERS = "ldm_lite.checkpoint"
+PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
 
 
 def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
@@ -184,9 +206,9 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
     The networks are shared.  The log lists each name with its number of vectors.  Raises FileNotFoundError, and
     ValueError, one line, for other files, vectors of another width than the text encoders', and two of one name.
     """
-    from ldm_lite.checkpoint.textual_inversion import open_embeddings
-
-    return _learning(model, [embedding for source in sources for embedding in open_embeddings(source)], "`embedding`")
+    open_embeddings = imported(f"{ADAPTERS}.textual_inversion:open_embeddings")
+    embeddings = [embedding for source in sources for embedding in open_embeddings(source)]
+    return _with_learned(model, embeddings, "`embedding`") if embeddings else model
 
 
 def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
@@ -198,28 +220,42 @@ def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
     return replace(model, vae=vae, family=with_vae(model.family, vae.spec, os.fspath(source)))
 
 
-def _learning(model: M, embeddings: Sequence[Embedding], option: str = "`lora`") -> M:
-    if not embeddings:
-        return model
-    from ldm_lite.checkpoint.textual_inversion import CLIP, learn
-
-    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, CLIP)]
+def _with_learned(model: M, embeddings: Sequence[Any], option: str) -> M:
+    """Return the model with the vectors of textual inversions."""
+    kinds = imported(f"{ADAPTERS}.textual_inversion:CLIP")
+    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, kinds)]
     if model.tokenizer is None or not encoders:
         raise ValueError(
             f"{model.family.title} reads no text with CLIP, which embeddings are made for: leave out {option}"
         )
+    learn = imported(f"{ADAPTERS}.textual_inversion:learn")
     tokenizer, learned = learn(embeddings, encoders, model.tokenizer, model.learned)
     return replace(model, tokenizer=tokenizer, learned=learned)
 
 
-def _detect(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tensors], Tensors, dict[str, str]]:
-    """Return a checkpoint's family, its networks (including those from other files), the UNet's file, all metadata."""
+def _recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tensors], Tensors, dict[str, str]]:
+    """Return a checkpoint's family, its networks (including those from other files), the UNet's file, all metadata.
+
+    Raises ValueError for a file without a network of its role.
+    """
     own = split(file)
-    replaced, main = from_files(options.parts)
-    main = main or own.file
-    marked = {"prediction": "v"} if "v_pred" in main else {}
-    metadata = {**marked, **main.metadata}
-    parts = placed(own, replaced, {**metadata, **options.added_metadata})
+    main, replaced, texts = own.file, dict[str, Tensors](), list[Tensors]()
+    for name, source in ((name, source) for name, several in options.parts.items() for source in several):
+        others = split(open_source(source))
+        of_role = [part for role, part in others.items() if role.startswith(name)]
+        if not of_role:
+            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(others))}")
+        if name == "text_encoder":
+            texts += of_role
+        else:
+            replaced[name] = of_role[0]
+            main = others.file if name == "unet" else main
+    replaced |= dict(zip(text_roles(texts), texts, strict=True))
+    metadata = {"prediction": "v"} if "v_pred" in main else {}
+    metadata |= main.metadata
+    parts = {**own, **replaced}
+    if "unet" in parts and any(key in parts["unet"] for key in DENOISERS):
+        parts = imported("ldm_lite.zoo.transformers:placed")(own, replaced, {**metadata, **options.added_metadata})
     for role, part in parts.items():
         metadata |= metadata_of(role, part.metadata)
     metadata |= check_metadata(options.added_metadata)
@@ -237,43 +273,20 @@ def _detect(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tens
     return family, parts, main, metadata
 
 
-def _predicting(family: Family, prediction: str | None, about: Mapping[str, str], unet: Tensors, title: str) -> Family:
-    """Return the family's variant with the prediction type from the user, the file or the weights."""
-    if prediction is not None:
-        return with_prediction(family, parse_prediction(prediction))
-    if family.predicts is not None and family.v_resolution is not None and metadata_prediction(about) is None:
-        predicted, why = family.predicts(unet)
-        family = with_prediction(family, predicted)
-        log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
-    return family
-
-
-def _networks(
-    family: Family,
-    parts: Mapping[str, Tensors],
-    device: torch.device,
-    dtypes: Mapping[str, torch.dtype],
-    in_blocks: bool,
-) -> dict[str, Any]:
-    """Return the family's networks by role, with their weights; those of GGUF files in blocks, if `in_blocks`."""
-    with errors_of(parts["unet"].path), on_meta():
-        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
-    for role, network in networks.items():
-        load_weights(network, parts[role], role.replace("_", " "), device, dtypes[role], in_blocks)
-    return networks
-
-
-def _words(dtypes: Mapping[str, torch.dtype]) -> str:
-    """Name the UNet's dtype, and those of the networks that differ: "fp16 (vae fp32)"."""
-    unet = dtypes["unet"]
-    others = ", ".join(f"{role} {short_name(dtype)}" for role, dtype in dtypes.items() if dtype != unet)
-    return short_name(unet) + (f" ({others})" if others else "")
-
-
-def _absent(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return stand-ins for the networks that a family lacks."""
-    none: dict[str, Any] = {"text_encoder": None, "text_encoder_2": None}
-    return none | ({"vae": Pixels(family.vae).to(device, dtype)} if isinstance(family.vae, PixelSpec) else {})
+def _with_ema(file: Tensors, unet: Tensors, ema: str, family: Family) -> tuple[Tensors, str]:
+    """Return the UNet's weights to load from its file, and their name for the log, for `ema` as in LoadOptions."""
+    if ema not in ("auto", "yes", "no", "original"):
+        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes, no or original")
+    if ema == "original":
+        ema = "auto" if family.original_ema else "no"
+    copy = ema_copy(file, unet)
+    if copy is None:
+        if ema == "yes":
+            raise ValueError(f'{unet.path}: has no complete EMA copy of the UNet: take `ema="auto"`')
+        return unet, "main"
+    if ema == "no":
+        return unet, "main (not the file's EMA)"
+    return copy, "EMA (not the file's main)"
 
 
 def _check_latents(own: Parts, family: Family) -> None:
@@ -291,6 +304,53 @@ def _check_latents(own: Parts, family: Family) -> None:
             f"is a UNet of {family.title}, and {own.file.path} a checkpoint of {theirs.title}, whose autoencoder "
             "makes other latents: take the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
         )
+
+
+# ---- buffers: the scale factor and the noise schedule, perhaps rounded to the dtype of the weights ------------------
+
+# From coarse to fine: a buffer whose values all exist in one of these may have been rounded to it, whatever its dtype.
+COARSE = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+DTYPES = (*COARSE, torch.bfloat16, torch.float16)
+MERGED = 2e-3  # relative: the buffers of files merged in half precision are off by more than a rounding
+
+
+def is_rounded(stored: Tensor, exact: NDArray[Any], dtype: torch.dtype, tolerance: float = 0.0) -> bool:
+    """Whether a buffer holds these values (float64, of the same shape) rounded to a dtype, or within a tolerance."""
+    about = torch.finfo(dtype)
+    # One unit in the last place, since it may have been rounded twice, first to float16; near zero it is constant.
+    unit = about.eps * np.maximum(np.abs(exact), max(about.tiny, torch.finfo(torch.float16).tiny))
+    off = np.abs(stored.double().numpy() - exact)
+    return bool((off <= np.maximum(unit, tolerance * np.abs(exact))).all())
+
+
+def stored_schedule(file: Tensors, family_s: Schedule) -> Array | None:
+    """Return alpha_bar (1000,) of the noise schedule in a file if it is not the family's, rounded or not; else None.
+
+    Of `betas` and `alphas_cumprod`, the one that differs counts.  Raises ValueError for buffers that are no schedule,
+    that contradict each other, or that are too coarse.
+    """
+    others: list[Array] = []  # alpha_bar of betas that are not the known ones
+    for name, exact in (("betas", family_s.betas), ("alphas_cumprod", family_s.alpha_bar)):
+        if name not in file.shapes:
+            continue
+        where, stored = f"{file.path}: its {name}", read_weight(file, name)
+        if tuple(stored.shape) != exact.shape:
+            raise ValueError(f"{where} have the shape {tuple(stored.shape)}, wanted {exact.shape}")
+        plain = stored.double()
+        dtype = next((dtype for dtype in DTYPES if torch.equal(plain.to(dtype).double(), plain)), stored.dtype)
+        values = plain.numpy()
+        if any(is_rounded(stored, known, dtype, MERGED) for known in (exact, *others)):
+            continue
+        if dtype in COARSE:
+            raise ValueError(f"{where} are not the family's, and too coarse to be used: stored in {short_name(dtype)}")
+        if others:
+            raise ValueError(f"{where} and betas are of two different noise schedules")
+        try:
+            schedule = Schedule(values, "v") if name == "alphas_cumprod" else Schedule.from_betas(values, "v")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        others.append(schedule.alpha_bar)
+    return others[0] if others else None
 
 
 def _scaled(family: Family, file: Tensors) -> Family:
@@ -338,19 +398,3 @@ def _schedule(family: Family, file: Tensors, about: Mapping[str, str], zero_snr:
         return schedule.zero_terminal_snr()
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
-
-
-def _with_ema(file: Tensors, unet: Tensors, ema: str, family: Family) -> tuple[Tensors, str]:
-    """Return the UNet's weights to load from its file, and their name for the log, for `ema` as in LoadOptions."""
-    if ema not in ("auto", "yes", "no", "original"):
-        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes, no or original")
-    if ema == "original":
-        ema = "auto" if family.original_ema else "no"
-    copy = ema_copy(file, unet)
-    if copy is None:
-        if ema == "yes":
-            raise ValueError(f'{unet.path}: has no complete EMA copy of the UNet: take `ema="auto"`')
-        return unet, "main"
-    if ema == "no":
-        return unet, "main (not the file's EMA)"
-    return copy, "EMA (not the file's main)"

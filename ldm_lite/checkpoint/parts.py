@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ldm_lite.checkpoint.reader import errors_of, joined, load_weights, on_meta, open_checkpoint, split
-from ldm_lite.checkpoint.sources import open_source
+from ldm_lite.checkpoint.reader import T5, errors_of, joined, load_network, open_checkpoint, open_source, split
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.runtime.setup import prepare
-from ldm_lite.zoo.networks import Autoencoder, Spec, build, infer_vae
+from ldm_lite.zoo.family import Autoencoder, Spec, infer_vae
 
 if TYPE_CHECKING:
     from ldm_lite.models.rrdb import RRDBNet
@@ -34,9 +33,7 @@ def load_autoencoder(
     """
     torch_device, tensors = pick_device(device), open_autoencoder(source)
     spec = autoencoder_spec(tensors)
-    with errors_of(tensors.path), on_meta():
-        network: Any = build(spec)
-    load_weights(network, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
+    network: Autoencoder = load_network(spec, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
     # The matmul precision is set per process: leave it alone.
     prepare({"vae": network}, RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision()), torch_device)
     return network
@@ -67,9 +64,9 @@ def load_upscaler(
     tensors, path = parts.get("upscaler"), parts.file.path
     if tensors is None:
         raise ValueError(f"{path}: is no ESRGAN upscaler, wanted RealESRGAN_x4plus.pth or one of its kind")
-    with errors_of(path), on_meta():
-        network: Any = build(imported("ldm_lite.models.rrdb:RRDBSpec").from_shapes(tensors.shapes))
-    load_weights(network, tensors, "upscaler", torch_device, pick_dtype(dtype, torch_device))
+    with errors_of(path):
+        spec = imported("ldm_lite.models.rrdb:RRDBSpec").from_shapes(tensors.shapes)
+    network = load_network(spec, tensors, "upscaler", torch_device, pick_dtype(dtype, torch_device))
     upscaler: RRDBNet = network.to(memory_format=torch.channels_last)
     return upscaler
 
@@ -83,12 +80,10 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
     """Load a T5 v1.1 encoder from one or several files.  Raises ValueError if they do not hold one."""
     files = [open_checkpoint(path) for path in paths]
     whole = joined(paths[0], {key: (file, key) for file in files for key in file}, files[0].metadata)
-    probe = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    if not {probe, "shared.weight"} <= whole.shapes.keys():
+    if not {T5, "shared.weight"} <= whole.shapes.keys():
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
     tensors = split(whole)["text_encoder"]
-    with errors_of(whole.path), on_meta():
-        encoder: Any = build(imported("ldm_lite.models.t5:T5Spec").from_shapes(tensors.shapes))
-    load_weights(encoder, tensors, "T5", device, dtype)
-    loaded: T5Encoder = encoder
-    return loaded
+    with errors_of(whole.path):
+        spec = imported("ldm_lite.models.t5:T5Spec").from_shapes(tensors.shapes)
+    encoder: T5Encoder = load_network(spec, tensors, "T5", device, dtype)
+    return encoder

@@ -6,6 +6,7 @@ Further formats of files and layouts of keys stand in formats/, one file each, i
 import contextlib
 import io
 import logging
+import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.checkpoint import hub
 from ldm_lite.cli.files import open_file
 from ldm_lite.core import files
 from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
+from ldm_lite.core.pipeline import bundled
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.families import DENOISERS
+from ldm_lite.zoo.family import Spec, build
 
 log = logging.getLogger("ldm_lite")
 
@@ -73,6 +77,8 @@ ADAPTERS: list[tuple[str, str]] = [
     ),
 ]
 
+FOLDER = "ldm_lite.formats.diffusers_folder"
+
 # ---- opening --------------------------------------------------------------------------------------------------------
 
 MOST_HEADER = 64 * 2**20  # bytes of a safetensors file; most of a large one is metadata
@@ -114,6 +120,19 @@ def open_checkpoint(path: Path) -> Tensors:
         raise ValueError(f"{path}: has the key {key[:60]!r}, which is too long or has too high a number")
     ours = {name.removeprefix(PREFIX): value for name, value in tensors.metadata.items() if name.startswith(PREFIX)}
     return replace(tensors, metadata={**tensors.metadata, **ours}) if ours else tensors
+
+
+def open_source(source: str | os.PathLike[str] | None) -> Tensors:
+    """Open a checkpoint: a file, or a diffusers folder of a whole pipeline or one network, as one file.
+
+    Either may be on the hub: "owner/repository/file", or "owner/repository" for a folder; None is the bundled model.
+    Raises FileNotFoundError and ValueError, one line.
+    """
+    if source is None:
+        return open_checkpoint(bundled())
+    repository = hub.repository(source)
+    path = hub.resolve(source) if repository is None else imported(f"{FOLDER}:download")(repository)
+    return imported(f"{FOLDER}:open_folder")(path) if path.is_dir() else open_checkpoint(path)
 
 
 def joined(path: Path, places: Mapping[str, tuple[Tensors, str]], metadata: Mapping[str, str]) -> Tensors:
@@ -178,14 +197,19 @@ NO_WEIGHTS = re.compile(
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
 )
 EMA = "model_ema."
+# The metadata of each role's network, which follow it when it replaces another's.
+METADATA_OF_ROLE = {
+    "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
+    "vae": ("scaling_factor",),
+    "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
+    "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
+}
 
 
 class Parts(dict[str, Tensors]):
     """The networks of a file by role, without prefixes."""
 
-    def __init__(self, parts: Mapping[str, Tensors], file: Tensors) -> None:
-        super().__init__(parts)
-        self.file = file  # all of its tensors: networks, EMA copies, buffers
+    file: Tensors  # all of its tensors: networks, EMA copies, buffers
 
 
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
@@ -193,6 +217,11 @@ def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     roles = (role, "text_encoder_3") if T5 in keys else (role,)  # T5's place depends on the family
     prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name in roles and probe in keys)
     return next((place for place in prefixes if place.startswith(SGM) == sgm), prefixes[0])
+
+
+def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata of the network of this role, of all in its file or folder."""
+    return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
 
 
 def split(tensors: Tensors) -> Parts:
@@ -205,7 +234,8 @@ def split(tensors: Tensors) -> Parts:
             if any(re.search(pattern, key) for key in tensors):
                 adapted = imported(adapter)(tensors)
                 tensors = tensors if adapted is None else adapted
-    parts: dict[str, Tensors] = {}
+    parts = Parts()
+    parts.file = tensors
     unused = {key for key in tensors if not key.startswith(EMA)}
     for role, probe, prefixes in COMPONENTS:
         before = next((prefix for prefix in prefixes if prefix + probe in unused), None)
@@ -221,7 +251,7 @@ def split(tensors: Tensors) -> Parts:
         raise ValueError(f"{tensors.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
     if ignored := sorted(key for key in unused if not NO_WEIGHTS.search(key)):
         log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), _sample(ignored))
-    return Parts(parts, tensors)
+    return parts
 
 
 def ema_copy(file: Tensors, unet: Tensors) -> Tensors | None:
@@ -265,6 +295,16 @@ def read_weight(tensors: Tensors, key: str) -> Tensor:
         name = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{tensors.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
     return value
+
+
+def load_network(
+    spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype, in_blocks: bool = False
+) -> Any:
+    """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
+    with errors_of(tensors.path), on_meta():
+        network = build(spec)
+    load_weights(network, tensors, title, device, dtype, in_blocks)
+    return network
 
 
 def load_weights(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.sources import tokenizer_of
+from ldm_lite.checkpoint.vocabularies import tokenizer_of
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.conditioning import inputs
 from ldm_lite.core.denoise import Conditioning as Parts
@@ -29,8 +29,7 @@ from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
 from ldm_lite.text.prompt import Chunks, chunks, weighted, without_weights
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.family import text_roles
-from ldm_lite.zoo.networks import Spec
+from ldm_lite.zoo.family import Spec, text_roles
 
 log = logging.getLogger("ldm_lite")
 

@@ -11,8 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, split
-from ldm_lite.checkpoint.sources import open_source
+from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, open_source, split
 from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.control.low_rank import MARK, differences
 from ldm_lite.core.layers import Shapes

@@ -7,7 +7,7 @@ from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.pixels import PixelSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.family import Cosine, Family
+from ldm_lite.zoo.family import COSINE, Family, Preserving
 
 IF_I_XL = IFSpec(
     in_channels=3,
@@ -49,7 +49,7 @@ IF = replace(
     text_encoders=(),
     conditioner="t5",
     task="cascade",
-    noise=Cosine(),
+    noise=Preserving(curve=COSINE),
     scale_factor=1.0,
     sampler="ddpm_respaced",
     resolution=64,

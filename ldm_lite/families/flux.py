@@ -15,9 +15,8 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.detection import chosen
-from ldm_lite.zoo.family import Family, Flow, Hint
-from ldm_lite.zoo.networks import KL_F8_16
+from ldm_lite.zoo.families import chosen
+from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
 
 if TYPE_CHECKING:
     from ldm_lite.checkpoint.lora import Lora

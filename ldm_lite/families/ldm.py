@@ -9,8 +9,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.bert import BERT_LARGE, BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.vae_vq import VQSpec
-from ldm_lite.zoo.family import IN_THE_FILE, ScaledLinear
-from ldm_lite.zoo.networks import KL_F8, KL_F8_16
+from ldm_lite.zoo.family import IN_THE_FILE, KL_F8, KL_F8_16, Preserving
 
 KL_F4 = replace(KL_F8, channel_mult=(1, 2, 4), z_channels=3, embed_dim=3)
 KL_F16 = replace(KL_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=16, embed_dim=16, attn_levels=(4,))
@@ -51,7 +50,7 @@ LDM = replace(
     vae=VQ_F4,
     text_encoders=(),
     conditioner="nothing",
-    noise=ScaledLinear(0.0015, 0.0195),
+    noise=Preserving(0.0015, 0.0195),
     scale_factor=1.0,
     resolution=256,
     steps=200,
@@ -78,7 +77,7 @@ ROWS = {
             resblock_updown=True,
         ),
         vae=KL_F8,
-        noise=ScaledLinear(0.0015, 0.0155),
+        noise=Preserving(0.0015, 0.0155),
         scale_factor=IN_THE_FILE,
         steps=400,
     ),
@@ -141,7 +140,7 @@ ROWS = {
         ),
         text_encoders=(BERTSpec(vocab_size=8192, length=92, width=512, layers=16),),
         conditioner="layouts",
-        noise=ScaledLinear(0.0015, 0.0205),
+        noise=Preserving(0.0015, 0.0205),
     ),
     "ldm_semantic_synthesis": replace(
         LDM,
@@ -159,7 +158,7 @@ ROWS = {
         ),
         text_encoders=(LabelMapSpec(num_labels=182, channels=3, halvings=2),),
         conditioner="label_maps",
-        noise=ScaledLinear(0.0015, 0.0205),
+        noise=Preserving(0.0015, 0.0205),
     ),
     "rdm768": replace(
         LDM,
@@ -175,7 +174,7 @@ ROWS = {
         ),
         vae=KL_F16,
         conditioner="embeddings",
-        noise=ScaledLinear(0.0015, 0.015),
+        noise=Preserving(0.0015, 0.015),
         scale_factor=0.22765929,
         resolution=768,
         steps=50,
@@ -189,7 +188,7 @@ ROWS = {
         ),
         vae=AUTOENCODERS["vq_f4_noattn"],
         task="inpaint_ldm",
-        noise=ScaledLinear(0.0015, 0.0205),
+        noise=Preserving(0.0015, 0.0205),
         resolution=512,
         steps=50,
     ),
@@ -204,7 +203,7 @@ ROWS = {
             transformer_depth=(0, 0, 0, 1),
         ),
         task="upscale",
-        noise=ScaledLinear(0.0015, 0.0155),
+        noise=Preserving(0.0015, 0.0155),
         steps=100,
         sampler="ddpm",
     ),

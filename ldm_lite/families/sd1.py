@@ -2,8 +2,7 @@
 
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import Family, ScaledLinear
-from ldm_lite.zoo.networks import KL_F8
+from ldm_lite.zoo.family import KL_F8, Family, Preserving
 
 SD1 = Family(
     title="Stable Diffusion 1.x",
@@ -32,7 +31,7 @@ SD1 = Family(
     task="txt2img",
     sgm=False,
     prediction="eps",
-    noise=ScaledLinear(0.00085, 0.012),
+    noise=Preserving(0.00085, 0.012),
     scale_factor=0.18215,
     shift_factor=0.0,
     sampler="ddim",

@@ -9,9 +9,8 @@ from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.detection import chosen
-from ldm_lite.zoo.family import Family, Flow, Hint, SkipLayers
-from ldm_lite.zoo.networks import KL_F8_16
+from ldm_lite.zoo.families import chosen
+from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint, SkipLayers
 
 SD3 = replace(
     SD1,

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.zoo.family import ScaledLinear
-from ldm_lite.zoo.networks import KL_F8
+from ldm_lite.zoo.family import KL_F8, Preserving
 
 ROWS = {
     "x4": replace(
@@ -26,7 +25,7 @@ ROWS = {
         text_encoders=(OPEN_CLIP_H,),
         task="upscale",
         prediction="v",
-        noise=ScaledLinear(0.0001, 0.02),
+        noise=Preserving(0.0001, 0.02),
         scale_factor=0.08333,
         scale=9.0,
     ),

@@ -7,9 +7,8 @@ from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.models.z_image import RELEASED, ZImageSpec
-from ldm_lite.zoo.detection import chosen
-from ldm_lite.zoo.family import Family, Flow, Hint
-from ldm_lite.zoo.networks import KL_F8_16
+from ldm_lite.zoo.families import chosen
+from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
 
 PLAIN = replace(
     SD1,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import QWEN3, T5, joined, open_checkpoint, prefix, split
-from ldm_lite.checkpoint.sources import T5_VOCABS, metadata_of
+from ldm_lite.checkpoint.reader import QWEN3, T5, joined, metadata_of, open_checkpoint, prefix, split
+from ldm_lite.checkpoint.vocabularies import T5_VOCABS
 from ldm_lite.cli.files import read_json
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import (

@@ -9,7 +9,7 @@ from PIL import Image
 
 from ldm_lite.image import pad, to_array, to_pil, to_pixels, to_rgb
 from ldm_lite.runtime.tiling import tiled_on_cpu
-from ldm_lite.zoo.networks import Autoencoder
+from ldm_lite.zoo.family import Autoencoder
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,27 @@
-"""The families, by name: each file of families/ has the rows of some, and is imported when one of them is looked up.
+"""The families by name, and of which one a checkpoint is: by its networks' keys and shapes, never by its file name.
 
-A file without its module is left out: any of them can be deleted but sd1, from which the others are made.
+Each file of families/ has the rows of some, and is imported when one of them is looked up.  A file without its module
+is left out: any of them can be deleted but sd1, from which the others are made.  What shapes cannot tell (head counts,
+prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ldm_lite.core.files import imported
-from ldm_lite.zoo.family import Family
+from ldm_lite.core.layers import Shapes
+from ldm_lite.core.networks import WithoutInit
+from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.models.clip import ACTIVATIONS
+from ldm_lite.models.unet import UNetSpec
+from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Preserving, Spec, build, infer_vae
 
 
 class Module(NamedTuple):
@@ -53,11 +66,11 @@ DENOISERS = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class Families(Mapping[str, Family]):
     """The rows by name."""
 
-    def __init__(self, modules: Mapping[str, Module]) -> None:
-        self.modules = {name: module for name, module in modules.items() if find_spec(f"ldm_lite.families.{name}")}
+    modules: Mapping[str, Module]  # by the names of their files
 
     def rows(self, name: str) -> dict[str, Family]:
         """Return the rows of a module."""
@@ -76,8 +89,329 @@ class Families(Mapping[str, Family]):
     def __len__(self) -> int:
         return sum(len(module.rows) for module in self.modules.values())
 
-    def __contains__(self, name: object) -> bool:
-        return name in set(self)
+
+FAMILIES = Families({name: module for name, module in MODULES.items() if find_spec(f"ldm_lite.families.{name}")})
+
+# ---- which family a file is of --------------------------------------------------------------------------------------
+
+MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model into which a distilled one is merged
 
 
-FAMILIES = Families(MODULES)
+def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
+    """Return the family of a file, from the shapes of its networks by role (keys without prefixes) and its metadata.
+
+    `sgm` = the file's text encoders have the key names of generative-models.  If a UNet matches no row, complete
+    metadata describe it instead.  Raises ValueError, one line, for an unknown or distilled network and for
+    contradictory metadata.
+    """
+    if metadata.get("family", "sd1") not in FAMILIES:
+        raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
+    if "unet" not in shapes:
+        check_complete(shapes, FAMILIES["sd1"].networks)
+    if any(key in shapes["unet"] for key in DENOISERS):
+        row = imported("ldm_lite.zoo.transformers:fitted")(shapes, metadata)
+        return _with_facts(row, metadata) if row.text_encoders else row
+    unet, rows = UNetSpec.from_shapes(shapes["unet"]), dict[str, Family]()
+    for name, module in FAMILIES.modules.items():  # those whose UNets read another context are not imported
+        if unet.context_dim in module.contexts and not rows:
+            rows = {name: row for name, row in FAMILIES.rows(name).items() if _as_inferred(row.unet) == unet}
+    if rows:
+        row = next((row for row in rows.values() if row.sgm == sgm), next(iter(rows.values())))
+        if "scheduler" in metadata:
+            row = next((row for row in rows.values() if row.scheduler == metadata["scheduler"]), row)
+        row = rows.get(metadata.get("family", ""), row)
+        if "ln_final.weight" in shapes.get("text_encoder", {}):
+            row = _fit_open_clip(row, shapes["text_encoder"])
+        family = _with_facts(row, {name: text for name, text in metadata.items() if name not in ONLY_OF_UNKNOWN})
+    elif unet.context_dim is not None and unet.middle_depth == 0:
+        raise ValueError(
+            "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
+            "like), which is not supported"
+        )
+    else:
+        family = _with_facts(_described(unet, shapes, metadata), metadata)
+    stated = family.resolution if "resolution" in metadata else None
+    if (prediction := metadata.get("prediction", metadata.get("modelspec.prediction_type"))) is not None:
+        family = with_prediction(family, prediction)
+    if stated is not None and family.title == metadata.get("title"):  # not a row's, which a v model has another of
+        family = replace(family, resolution=stated)
+    if "sample_size" in metadata and "resolution" not in metadata:
+        size = int(metadata["sample_size"]) * family.vae.factor
+        family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
+    if metadata.get("sampler", family.sampler) != family.sampler:
+        family = replace(family, sampler=metadata["sampler"], **MERGED)
+    return family
+
+
+def chosen(
+    rows: Mapping[str, Family], spec: Any, variant: Callable[[Any], object], metadata: Mapping[str, str]
+) -> Family:
+    """Return the row of a network, with its spec: one whose network is of the same variant, whatever its size.
+
+    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
+    chooses, else it is the first.  Raises ValueError if there is none.
+    """
+    alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
+    if not alike:
+        raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
+    return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
+
+
+def _fit_open_clip(family: Family, text: Shapes) -> Family:
+    """Fit a row to a file whose OpenCLIP lacks the layers and the projection that the family does not use."""
+    row: Any = family.text
+    if family.conditioner == "clip" and hasattr(row, "projection"):
+        spec = row.fitted(text)
+        if spec.layers - spec.skip == row.layers - row.skip:
+            fitting = replace(row, layers=spec.layers, skip=spec.skip, projection=spec.projection)
+            return replace(family, text_encoders=(fitting, *family.text_encoders[1:]))
+    return family
+
+
+def _as_inferred(spec: Spec) -> Spec:
+    """Return a row's spec without the number of heads, as inferred from shapes, which do not tell it."""
+    return replace(spec, num_heads=None, head_dim=None) if type(spec) is UNetSpec else spec
+
+
+def with_prediction(family: Family, name: str) -> Family:
+    """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
+
+    Raises ValueError for another name.
+    """
+    prediction: Any = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(str(name), name)
+    if prediction not in ("eps", "v", "x0"):
+        raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
+    resolution = family.v_resolution if prediction == "v" and family.v_resolution is not None else family.resolution
+    return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
+
+
+def with_vae(family: Family, other: Spec, name: str) -> Family:
+    """Return the family with another autoencoder, from the file `name`.
+
+    The scale factor stays, since autoencoder files do not store it, but is 1 for TAESD, whose latents are the UNet's.
+    Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
+    """
+    own = family.vae
+    if (other.embed_dim, other.factor) != (own.embed_dim, own.factor):
+        raise ValueError(
+            f"{name}: does not fit: its latents have {other.embed_dim} channels at 1/{other.factor} of the size, but "
+            f"{family.title} wants {own.embed_dim} at 1/{own.factor}"
+        )
+    if hasattr(own, "quant") and hasattr(other, "quant") and own.quant != other.quant:
+        found, wanted = ("no", "one") if own.quant else ("a", "none")
+        raise ValueError(f"{name}: does not fit: it has {found} quant_conv, but {family.title}'s autoencoder {wanted}")
+    return replace(family, vae=other, scale_factor=1.0 if type(other).__name__ == "TAESDSpec" else family.scale_factor)
+
+
+CONTROLS = {  # roles of what needs a checkpoint beside it
+    "control": "a ControlNet",
+    "adapter": "a T2I-Adapter",
+    "style": "a style adapter",
+    "ip_adapter": "an IP-Adapter",
+    "redux": "FLUX.1 Redux",
+}
+
+
+def check_complete(found: Collection[str], required: Iterable[str]) -> None:
+    """Raise ValueError if one of the required roles of networks was not found."""
+    if len(found) == 1 and (what := CONTROLS.get(next(iter(found)))):
+        raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
+    if missing := [role for role in required if role not in found]:
+        options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
+        raise ValueError(f"holds only {', '.join(found)}: name what is missing with {options}")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Check and return metadata from the user.  Raises ValueError for an unknown key."""
+    if unknown := [name for name in metadata if name not in METADATA_KEYS]:
+        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(METADATA_KEYS)}")
+    return metadata
+
+
+# What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
+FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "scaling_factor": ("scale_factor", float),
+    "scale_factor": ("scale_factor", float),
+    "title": ("title", str),
+    "resolution": ("resolution", int),
+    "steps": ("steps", int),
+    "guidance": ("scale", float),
+}
+ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
+REQUIRED = (
+    "unet_num_heads",
+    "text_num_heads",
+    "text_activation",
+    "scale_factor",
+    "beta_start",
+    "beta_end",
+    "resolution",
+)
+METADATA_KEYS = (
+    *REQUIRED,
+    *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
+    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
+)
+# What a diffusers folder tells -> the required keys that it is in place of.
+INSTEAD = {
+    "unet_head_dim": ("unet_num_heads",),
+    "scaling_factor": ("scale_factor",),
+    "sample_size": ("resolution",),
+    "trained_betas": ("beta_start", "beta_end"),
+}
+
+
+def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+    """Return the family of networks that no row has, from which the metadata tell the rest.
+
+    If the metadata name a row as "family", it supplies the missing values.  Raises ValueError naming the nearest UNet
+    if they tell too little.
+    """
+    told = {*metadata, *(key for other in INSTEAD.keys() & metadata.keys() for key in INSTEAD[other])}
+    missing = [key for key in (*REQUIRED, "prediction") if key not in told]
+    if missing and "family" not in metadata:
+        name, key = nearest_unet(unet, shapes["unet"])
+        raise ValueError(
+            f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it, its metadata (or "
+            f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
+        )
+    row = FAMILIES[metadata.get("family", "sd1")]
+    check_complete(shapes, row.networks)
+    return replace(
+        row,
+        title=row.title if "family" in metadata else "unnamed model",
+        unet=replace(unet, num_heads=row.unet.num_heads, head_dim=row.unet.head_dim),
+        vae=infer_vae(shapes["vae"]),
+        text_encoders=tuple(like.fitted(shapes[role]) for role, like in row.texts.items()),
+    )
+
+
+def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
+    """Return a row with what the metadata say.  Raises ValueError for nonsense."""
+    try:
+        values: dict[str, Any] = {
+            field: kind(metadata[name]) for name, (field, kind) in FACTS.items() if name in metadata
+        }
+        texts = row.texts
+        for role, spec in texts.items():
+            if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
+                name = role.replace("_encoder", "")  # "text", "text_2", ...
+                told: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
+                if hasattr(spec, "activation"):
+                    told["activation"] = metadata.get(f"{name}_activation", spec.activation)
+                else:
+                    told["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
+                texts[role] = replace(spec, **told)
+        values["text_encoders"] = tuple(texts.values())
+        if isinstance(row.unet, UNetSpec):
+            like: Any = row.noise if isinstance(row.noise, Preserving) else FAMILIES["sd1"].noise
+            curve = metadata.get("beta_schedule", like.curve)
+            if (number := metadata.get("num_timesteps", "1000")) != "1000":
+                raise ValueError(f"its num_timesteps cannot be {number}: wanted 1000")
+            if "trained_betas" in metadata:
+                betas = json.loads(metadata["trained_betas"])
+                numbers = isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
+                if not numbers or len(betas) != 1000:
+                    raise ValueError("its trained_betas are not 1000 numbers")
+                values["noise"] = Preserving(values=tuple(map(float, betas)))
+            elif curve == COSINE:
+                values["noise"] = Preserving(curve=COSINE)
+            elif curve in CURVES:
+                like = FAMILIES["sd1"].noise if like.curve == COSINE else like
+                start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
+                values["noise"] = Preserving(float(start), float(end), curve)
+            else:
+                raise ValueError(f"its beta_schedule cannot be {curve}: wanted {', '.join(CURVES[:2])} or {COSINE}")
+            values["unet"] = row.unet
+            for name, other in (("unet_head_dim", "num_heads"), ("unet_num_heads", "head_dim")):
+                if name in metadata:
+                    heads: dict[str, Any] = {name.removeprefix("unet_"): int(metadata[name]), other: None}
+                    values["unet"] = replace(row.unet, **heads)
+        family = replace(row, **values)
+        _check(family)
+    except ValueError as error:
+        raise ValueError(f"the metadata does not describe a model: {error}") from error
+    return family
+
+
+def _check(family: Family) -> None:
+    """Raise ValueError for numbers that no model can have."""
+    unet, noise, factor = family.unet, family.noise, family.vae.factor * family.unet.patch
+    is_scale = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
+    is_whole = family.resolution > 0 and family.resolution % factor == 0
+    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
+        ("scale_factor", family.scale_factor, is_scale, "more than 0"),
+        ("resolution", family.resolution, is_whole, f"a multiple of {factor}"),
+        ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
+        ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
+    ]
+    for role, text in family.texts.items():
+        name = role.replace("_encoder", "")
+        if hasattr(text, "skip"):  # CLIP's and OpenCLIP's
+            divides = text.heads > 0 and text.width % text.heads == 0
+            checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
+            checks.append((f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"))
+        if hasattr(text, "activation"):
+            is_known, known = text.activation in ACTIVATIONS, ", ".join(ACTIVATIONS)
+            checks.append((f"{name}_activation", text.activation, is_known, f"one of {known}"))
+    if isinstance(noise, Preserving) and noise.values is not None:
+        Schedule.from_betas(noise.betas, family.prediction)
+    elif isinstance(noise, Preserving) and noise.curve != COSINE:
+        checks.append(("beta_start", noise.start, 0 < noise.start <= noise.end < 1, "0 < beta_start <= beta_end < 1"))
+    if isinstance(unet, UNetSpec):
+        depths = (*unet.transformer_depth, unet.middle_depth)
+        widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
+        for name, heads in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
+            for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
+                divides = heads is None or (heads > 0 and width % heads == 0)
+                checks.append((name, heads, divides, f"a divisor of {width}"))
+    for name, value, is_valid, wanted in checks:
+        if not is_valid:
+            raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
+
+
+def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
+    """Return the name of the known UNet with most values of `spec`, and the first key whose shape differs from it."""
+    unets = {name: row.unet for name, row in FAMILIES.items() if type(row.unet) is UNetSpec}
+
+    def likeness(name: str) -> int:
+        return sum(vars(spec)[key] == value for key, value in vars(_as_inferred(unets[name])).items())
+
+    name = max(unets, key=likeness)
+    with torch.device("meta"), WithoutInit():
+        known = {key: tuple(value.shape) for key, value in build(unets[name]).state_dict().items()}
+    differing = (key for key in known if shapes.get(key) != known[key])
+    return name, next(differing, next((key for key in shapes if key not in known), "nothing"))
+
+
+def describe(family: Family) -> dict[str, str]:
+    """Return the metadata with which detect_family() recognises a family that matches no row."""
+    rows = [name for name, row in FAMILIES.items() if _kind(row) == _kind(family)]
+    own = vars(family)
+    about: dict[str, object] = {
+        "family": max(rows, key=lambda name: sum(value == own[key] for key, value in vars(FAMILIES[name]).items())),
+        "title": family.title,
+        "prediction": family.prediction,
+        "scale_factor": family.scale_factor,
+        "resolution": family.resolution,
+        "steps": family.steps,
+        "guidance": family.scale,
+    }
+    if isinstance(unet := family.unet, UNetSpec) and isinstance(noise := family.noise, Preserving):
+        about |= {"unet_num_heads": unet.num_heads, "unet_head_dim": unet.head_dim, "num_timesteps": 1000}
+        about |= {"beta_schedule": noise.curve} if noise.values is None else {"trained_betas": json.dumps(noise.values)}
+        if noise.values is None and noise.curve != COSINE:
+            about |= {"beta_start": noise.start, "beta_end": noise.end}
+    for role, spec in family.texts.items():
+        name = role.replace("_encoder", "")
+        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
+            about[f"{name}_num_heads"] = spec.heads
+        if hasattr(spec, "activation"):
+            about[f"{name}_activation"] = spec.activation
+        elif getattr(spec, "skip", None) == 0:  # otherwise the number of layers tells
+            about[f"{name}_skip"] = 0
+    return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
+
+
+def _kind(family: Family) -> tuple[object, ...]:
+    return family.conditioner, family.task, family.sgm, type(family.text)

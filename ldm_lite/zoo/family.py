@@ -1,15 +1,21 @@
-"""What a family of checkpoints is: its networks, noise process and default settings.  families/ has the rows."""
+"""What a family of checkpoints is: its networks, noise process and default settings.  families/ has the rows.
+
+NETWORKS names the network of each class of specs; build() makes one, importing its module then.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import nn
 
-from ldm_lite.core.files import Tensors
+from ldm_lite.core.files import Tensors, imported
+from ldm_lite.core.layers import Shapes
+from ldm_lite.core.vae import VAESpec
 from ldm_lite.diffusion.schedule import (
     Array,
     Clock,
@@ -20,67 +26,89 @@ from ldm_lite.diffusion.schedule import (
     scaled_linear_betas,
 )
 from ldm_lite.models.pixels import PixelSpec
-from ldm_lite.zoo.networks import Spec
+
+if TYPE_CHECKING:
+    from ldm_lite.core.vae import AutoencoderKL
+    from ldm_lite.models.pixels import Pixels
+    from ldm_lite.models.taesd import TAESD
+    from ldm_lite.models.vae_vq import VQModel
+
+    Autoencoder = AutoencoderKL | VQModel | TAESD | Pixels
+else:
+    Autoencoder = Any
+Spec = Any  # a frozen dataclass of sizes, of one of these classes
+
+NETWORKS = {  # the class of a spec -> its network's
+    "UNetSpec": "ldm_lite.models.unet:UNet",
+    "IFSpec": "ldm_lite.models.unet_if:UNetIF",
+    "FluxSpec": "ldm_lite.models.flux:Flux",
+    "MMDiTSpec": "ldm_lite.models.mmdit:MMDiT",
+    "ZImageSpec": "ldm_lite.models.z_image:ZImage",
+    "VAESpec": "ldm_lite.core.vae:AutoencoderKL",
+    "VQSpec": "ldm_lite.models.vae_vq:VQModel",
+    "TAESDSpec": "ldm_lite.models.taesd:TAESD",
+    "PixelSpec": "ldm_lite.models.pixels:Pixels",
+    "CLIPTextSpec": "ldm_lite.models.clip:CLIPTextEncoder",
+    "OpenCLIPTextSpec": "ldm_lite.models.open_clip:OpenCLIPTextEncoder",
+    "T5Spec": "ldm_lite.models.t5:T5Encoder",
+    "Qwen3Spec": "ldm_lite.models.qwen3:Qwen3",
+    "BERTSpec": "ldm_lite.models.bert:BERTTextEncoder",
+    "ClassSpec": "ldm_lite.models.embedders:ClassEmbedder",
+    "LabelMapSpec": "ldm_lite.models.embedders:LabelMapRescaler",
+    "RRDBSpec": "ldm_lite.models.rrdb:RRDBNet",
+}
+AUTOENCODERS = {  # a key of an autoencoder that is not KL -> the class of its spec
+    "encoder.1.conv.0.weight": "ldm_lite.models.taesd:TAESDSpec",
+    "decoder.1.weight": "ldm_lite.models.taesd:TAESDSpec",
+    "quantize.embedding.weight": "ldm_lite.models.vae_vq:VQSpec",
+}
+KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4)
+KL_F8_16 = replace(KL_F8, z_channels=16, embed_dim=16, quant=False)  # of FLUX.1, Stable Diffusion 3 and Z-Image
+
+
+def build(spec: Spec) -> nn.Module:
+    """Build the network that a spec describes, on the default device."""
+    network: nn.Module = imported(NETWORKS[type(spec).__name__])(spec)
+    return network
+
+
+def infer_vae(shapes: Shapes) -> Spec:
+    """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
+    kind: Any = next((kind for key, kind in AUTOENCODERS.items() if key in shapes), VAESpec)
+    return imported(kind).from_shapes(shapes)
+
 
 IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
 
+# ---- noise processes ------------------------------------------------------------------------------------------------
 
+COSINE = "squaredcos_cap_v2"  # the curve of Nichol and Dhariwal 2021, which has no start and end
+CURVES = ("scaled_linear", "linear", COSINE)
+
+
+@dataclass(frozen=True)
 class Preserving:
-    """A variance-preserving noise process, given by its betas, (1000,)."""
+    """A variance-preserving noise process with 1000 betas, on a curve by its name in diffusers."""
+
+    start: float = 0.0  # the first and the last beta
+    end: float = 0.0
+    curve: str = "scaled_linear"  # linear in their square roots; or "linear" themselves
+    values: tuple[float, ...] | None = None  # the betas themselves, (1000,), in place of these three
 
     @property
     def betas(self) -> Array:
         """The betas, (1000,)."""
-        raise NotImplementedError
+        if self.values is not None:
+            return np.array(self.values, dtype=np.float64)
+        if self.curve == COSINE:
+            return cosine_betas()
+        if self.curve == "linear":
+            return np.linspace(self.start, self.end, 1000)
+        return scaled_linear_betas(self.start, self.end)
 
     def schedule(self, prediction: Prediction) -> Schedule:
         """The schedule of a network with this prediction type."""
         return Schedule.from_betas(self.betas, prediction)
-
-
-@dataclass(frozen=True)
-class ScaledLinear(Preserving):
-    """A variance-preserving noise process with 1000 betas, linear in their square roots."""
-
-    start: float
-    end: float
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return scaled_linear_betas(self.start, self.end)
-
-
-@dataclass(frozen=True)
-class Linear(ScaledLinear):
-    """The same with 1000 betas linear themselves: "linear" in diffusers."""
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return np.linspace(self.start, self.end, 1000)
-
-
-@dataclass(frozen=True)
-class Betas(Preserving):
-    """A variance-preserving noise process given by its betas, (1000,)."""
-
-    values: tuple[float, ...]
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return np.array(self.values, dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class Cosine(Preserving):
-    """A variance-preserving noise process with the cosine schedule of Nichol and Dhariwal 2021."""
-
-    @property
-    def betas(self) -> Array:
-        """The betas, (1000,)."""
-        return cosine_betas()
 
 
 @dataclass(frozen=True)
@@ -116,7 +144,7 @@ class Hint(NamedTuple):
     lacks: bool = False
 
 
-Noise = ScaledLinear | Cosine | Betas | Flow
+Noise = Preserving | Flow
 
 
 @dataclass(frozen=True)
@@ -166,7 +194,12 @@ class Family:
         specs: dict[str, Spec] = {"unet": self.unet}
         if not isinstance(self.vae, PixelSpec):
             specs["vae"] = self.vae
-        return specs | dict(zip(text_roles(self.text_encoders), self.text_encoders, strict=True))
+        return specs | self.texts
+
+    @property
+    def texts(self) -> dict[str, Spec]:
+        """Specs of its text encoders by role."""
+        return dict(zip(text_roles(self.text_encoders), self.text_encoders, strict=True))
 
 
 def text_roles(encoders: Sequence[object]) -> list[str]:

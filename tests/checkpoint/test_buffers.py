@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.checkpoint.buffers import stored_schedule
-from ldm_lite.checkpoint.model import _scaled
+from ldm_lite.checkpoint.model import _scaled, stored_schedule
 from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.zoo.families import FAMILIES

@@ -17,8 +17,7 @@ import ldm_lite
 from ldm_lite import reconstruct, txt2img
 from ldm_lite.checkpoint.reader import split
 from ldm_lite.core.files import Tensors
-from ldm_lite.zoo.detection import detect_family
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILIES, detect_family
 
 
 def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ldm_lite.control.loading import load_controls
 from ldm_lite.formats.gguf import open_gguf
 from ldm_lite.runtime import aot
 from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks, num_parameters
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "gguf.npz")
 NAMES = sorted({name.partition("/")[0] for name in GOLDEN.files if "/" in name})

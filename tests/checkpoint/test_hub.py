@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.sources import open_source
+from ldm_lite.checkpoint.reader import open_source
 
 DATA = Path(__file__).parents[1] / "data"
 CONTENT = os.urandom(20_000)

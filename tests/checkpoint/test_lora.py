@@ -25,7 +25,7 @@ from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.quantization import Quantized
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "lora.npz"))
 SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0

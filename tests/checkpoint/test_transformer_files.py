@@ -22,7 +22,7 @@ import ldm_lite
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiTSpec
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 NAMES = pytest.mark.parametrize("name", toy_flow.TRANSFORMERS)
 

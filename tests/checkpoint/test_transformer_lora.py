@@ -20,7 +20,7 @@ from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, s
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
 BOTH = pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])

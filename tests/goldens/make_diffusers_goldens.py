@@ -30,10 +30,8 @@ from ldm_lite.families.sd2 import SD2
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.zoo.detection import with_prediction
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.families import FAMILIES, with_prediction
+from ldm_lite.zoo.family import Family, build
 
 Shapes = dict[str, list[int]]
 PREFIX = "model.diffusion_model."

@@ -31,7 +31,7 @@ from toy import NEGATIVE, NOISE, PROMPT
 
 from ldm_lite.bench import peers
 from ldm_lite.models.taesd import TAESD
-from ldm_lite.zoo.detection import with_prediction
+from ldm_lite.zoo.families import with_prediction
 from ldm_lite.zoo.family import Family
 
 DATA = Path(__file__).resolve().parents[1] / "data"

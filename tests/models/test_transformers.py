@@ -24,7 +24,7 @@ from ldm_lite.models.t5 import T5_XXL
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.attention import layers, record, use, vanilla
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.family import build
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "transformers.npz")

@@ -12,14 +12,13 @@ from released import TRANSFORMERS
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, on_meta, split
-from ldm_lite.checkpoint.sources import placed
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.ldm import AUTOENCODERS
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.zoo.detection import check_complete, detect_family
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import NETWORKS, Spec, build, infer_vae
+from ldm_lite.zoo.families import FAMILIES, check_complete, detect_family
+from ldm_lite.zoo.family import NETWORKS, Spec, build, infer_vae
+from ldm_lite.zoo.transformers import placed
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (

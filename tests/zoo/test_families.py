@@ -26,9 +26,8 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families.sd2 import SD2
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.detection import check_metadata, detect_family, with_prediction
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.networks import build
+from ldm_lite.zoo.families import FAMILIES, check_metadata, detect_family, with_prediction
+from ldm_lite.zoo.family import build
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "families.npz")

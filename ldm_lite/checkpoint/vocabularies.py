@@ -1,12 +1,10 @@
-"""Where a model's networks and vocabularies come from, if not from its checkpoint: files of their own."""
+"""Tokenizers, and the vocabularies of T5 and Qwen3, which are files beside the weights or named by the user."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import errors_of, open_checkpoint, split
-from ldm_lite.core.files import Tensors, imported
+from ldm_lite.core.files import Tensors
 from ldm_lite.text.tokenizer import (
     BERTTokenizer,
     CLIPTokenizer,
@@ -15,11 +13,8 @@ from ldm_lite.text.tokenizer import (
     T5Tokenizer,
     TextTokenizer,
 )
-from ldm_lite.zoo.detection import check_texts, kinds_of, row_of, text_kind
-from ldm_lite.zoo.family import Family, text_roles
-from ldm_lite.zoo.networks import Spec
+from ldm_lite.zoo.family import Family, Spec
 
-FOLDER = "ldm_lite.formats.diffusers_folder"
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
 TOKENIZERS: dict[str, Callable[[int], TextTokenizer]] = {  # by the class of a text encoder's spec
@@ -28,29 +23,6 @@ TOKENIZERS: dict[str, Callable[[int], TextTokenizer]] = {  # by the class of a t
     "BERTSpec": BERTTokenizer,
 }
 WORDS = 30522  # of BERT's vocabulary
-# The metadata of each role's network, which follow it when it replaces another's.
-METADATA_OF_ROLE = {
-    "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
-    "vae": ("scaling_factor",),
-    "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
-    "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
-}
-
-
-def open_source(source: str | os.PathLike[str] | None) -> Tensors:
-    """Open a checkpoint: a file, or a diffusers folder of a whole pipeline or one network, as one file.
-
-    Either may be on the hub: "owner/repository/file", or "owner/repository" for a folder; None is the bundled model.
-    Raises FileNotFoundError and ValueError, one line.
-    """
-    repository = hub.repository(source)
-    path = hub.resolve(source) if repository is None else imported(f"{FOLDER}:download")(repository)
-    return imported(f"{FOLDER}:open_folder")(path) if path.is_dir() else open_checkpoint(path)
-
-
-def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of the network of this role, of all in its file or folder."""
-    return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
 
 
 def tokenizer_of(spec: Spec | None) -> TextTokenizer | None:
@@ -59,47 +31,6 @@ def tokenizer_of(spec: Spec | None) -> TextTokenizer | None:
     if spec is None or kind is None or (kind is BERTTokenizer and spec.vocab_size != WORDS):  # else it reads boxes
         return None
     return kind(spec.length)
-
-
-def placed(
-    own: Mapping[str, Tensors], replaced: Mapping[str, Tensors], metadata: Mapping[str, str]
-) -> dict[str, Tensors]:
-    """Return the networks of all files by role; each text encoder of a transformer has the role of its kind."""
-    parts = {**own, **replaced}
-    unet = parts.get("unet")
-    with errors_of(next(iter(parts.values())).path):
-        row = None if unet is None else row_of(unet.shapes, metadata)
-    if row is None or not row.text_encoders:
-        return parts
-    check_texts(
-        row, {str(part.path): part.shapes for role, part in replaced.items() if role.startswith("text_encoder")}
-    )
-    texts = [part for parts in (own, replaced) for role, part in parts.items() if role.startswith("text_encoder")]
-    kinds = {text_kind(part.shapes): part for part in texts}
-    places = zip(text_roles(row.text_encoders), kinds_of(row), strict=True)
-    others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
-    return others | {role: kinds[kind] for role, kind in places if kind in kinds}
-
-
-def from_files(sources: Mapping[str, Sequence[str]]) -> tuple[dict[str, Tensors], Tensors | None]:
-    """Return the networks from other files, by role, and the whole file of the UNet, if one is among them.
-
-    Raises ValueError for a file without a network of its role.
-    """
-    replaced: dict[str, Tensors] = {}
-    texts: list[Tensors] = []
-    main = None
-    for name, source in ((name, source) for name, several in sources.items() for source in several):
-        parts = split(open_source(source))
-        of_role = [part for role, part in parts.items() if role.startswith(name)]
-        if not of_role:
-            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(parts))}")
-        if name == "text_encoder":
-            texts += of_role
-        else:
-            replaced[name] = of_role[0]
-            main = parts.file if name == "unet" else main
-    return replaced | dict(zip(text_roles(texts), texts, strict=True)), main
 
 
 def tokenizers_of(

@@ -1,0 +1,97 @@
+"""Transformers, and the text encoders that they read: in the same file, or in files of their own."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ldm_lite.core.files import Tensors, imported
+from ldm_lite.core.layers import Shapes
+from ldm_lite.zoo.families import DENOISERS
+from ldm_lite.zoo.family import Family, infer_vae
+
+TEXTS = {  # a key of a text encoder -> the class of its spec
+    "embeddings.token_embedding.weight": "CLIPTextSpec",
+    "ln_final.weight": "OpenCLIPTextSpec",
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "T5Spec",
+    "layers.0.self_attn.q_norm.weight": "Qwen3Spec",
+}
+TITLES = {"CLIPTextSpec": "CLIP-L", "OpenCLIPTextSpec": "OpenCLIP bigG", "T5Spec": "T5 XXL", "Qwen3Spec": "Qwen3 4B"}
+
+
+def placed(
+    own: Mapping[str, Tensors], replaced: Mapping[str, Tensors], metadata: Mapping[str, str]
+) -> dict[str, Tensors]:
+    """Return the networks of all files by role; each text encoder of a transformer has the role of its kind.
+
+    Raises ValueError for a text encoder from another file that the transformer does not read.
+    """
+    parts = {**own, **replaced}
+    try:
+        row = _row(parts["unet"].shapes, metadata) if "unet" in parts else None
+    except ValueError as error:
+        raise ValueError(f"{next(iter(parts.values())).path}: {error}") from error
+    if row is None or not row.text_encoders:
+        return parts
+    kinds = [type(spec).__name__ for spec in row.text_encoders]
+    texts = {}
+    for role, part in [*own.items(), *replaced.items()]:
+        if role.startswith("text_encoder"):
+            kind = next((kind for key, kind in TEXTS.items() if key in part), None)
+            if kind not in kinds and part is replaced.get(role):
+                what = "another text encoder" if kind is None else TITLES[kind]
+                raise ValueError(f"{part.path}: is {what}, but {row.title} reads text with {_titles(kinds)}")
+            texts[kind] = part
+    others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
+    return others | {role: texts[kind] for role, kind in zip(row.texts, kinds, strict=True) if kind in texts}
+
+
+def _row(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
+    """Return the row of a network, with its spec; None for a UNet of latent diffusion.
+
+    Raises ValueError for shapes that make no sense or that no row has.
+    """
+    name = next((name for key, name in DENOISERS.items() if key in unet), None)
+    row: Family | None = None if name is None else imported(name)(unet, metadata)
+    return row
+
+
+def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+    """Return the row of a file, with the specs of its networks, from their shapes by role.
+
+    Raises ValueError for networks that are missing or do not fit together.
+    """
+    row = _row(shapes["unet"], metadata)
+    assert row is not None
+    if not row.text_encoders:
+        return row
+    kinds = [type(spec).__name__ for spec in row.text_encoders]
+    texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in row.texts.items() if role in shapes}
+    optional = {type(spec).__name__ for spec in row.optional}
+    if missing := [kind for kind in kinds if kind not in texts.keys() | optional]:
+        raise ValueError(
+            f"is {row.title}, which reads text with {_titles(kinds)}: name the file of {_titles(missing)} with "
+            "`text_encoder=FILE`, which may be repeated"
+        )
+    if "vae" not in shapes:
+        raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`")
+    vae = infer_vae(shapes["vae"])
+    if vae.embed_dim != row.unet.out_channels:
+        raise ValueError(
+            f"is {row.title}, whose latents have {row.unet.out_channels} channels, but those of the autoencoder "
+            f"{vae.embed_dim}: name another with `vae=FILE`"
+        )
+    widths = {kind: spec.width for kind, spec in texts.items()}
+    clips = [widths[kind] for kind in ("CLIPTextSpec", "OpenCLIPTextSpec") if kind in widths]
+    for what, width, wanted in (
+        ("T5's output is", widths.get("T5Spec"), row.unet.context_dim),
+        ("Qwen3's output is", widths.get("Qwen3Spec"), row.unet.context_dim),
+        ("the pooled text is", sum(clips) or None, getattr(row.unet, "vector_dim", None)),
+    ):
+        if width not in (None, wanted):
+            raise ValueError(
+                f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
+            )
+    return replace(row, vae=vae, text_encoders=tuple(texts.values()))
+
+
+def _titles(kinds: Iterable[str]) -> str:
+    return " and ".join(TITLES[kind] for kind in kinds)
