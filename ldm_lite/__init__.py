@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ldm_lite.cli.version import __version__
 
 if TYPE_CHECKING:
-    from ldm_lite.checkpoint.lora import open_lora
+    from ldm_lite.adapters.lora import open_lora
     from ldm_lite.control.control import Control
     from ldm_lite.pipeline import Pipeline, load
     from ldm_lite.tasks.enlarge import Upscaler
@@ -24,7 +24,7 @@ _HOMES = {
     "Pipeline": "ldm_lite.pipeline",
     "Upscaler": "ldm_lite.tasks.enlarge",
     "load": "ldm_lite.pipeline",
-    "open_lora": "ldm_lite.checkpoint.lora",
+    "open_lora": "ldm_lite.adapters.lora",
 }
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.digest import digest
-from ldm_lite.checkpoint.lora import file_names
 from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
 from ldm_lite.control.control import Control
@@ -150,6 +149,8 @@ def lora_layers(networks: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module,
     of the blocks of FLUX.1, Stable Diffusion 3 and Z-Image: the modules of kohya's networks/lora.py.  A slice is the
     rows of an attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
     """
+    from ldm_lite.adapters.lora import file_names
+
     kinds = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
     layers: dict[str, tuple[nn.Module, slice | None]] = {}
     for role, network in networks.items():

@@ -10,16 +10,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ldm_lite import generate
-from ldm_lite.checkpoint import lora
-from ldm_lite.checkpoint.merging import MergedLora
 from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.checkpoint.strength import strength_of
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import (
     ConditioningOptions,
@@ -42,6 +39,10 @@ from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.image_inputs import open_source
 from ldm_lite.tasks.job import results, run
+
+if TYPE_CHECKING:
+    from ldm_lite.adapters.lora import Lora
+    from ldm_lite.adapters.merging import MergedLora
 
 log = logging.getLogger("ldm_lite")
 
@@ -212,13 +213,16 @@ class Pipeline(Model):
             raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
         return generate.encode(self, torch.stack(pixels))[0]
 
-    def lora(self, source: str | os.PathLike[str] | lora.Lora, weight: float | str = 1.0) -> MergedLora:
+    def lora(self, source: "str | os.PathLike[str] | Lora", weight: float | str = 1.0) -> "MergedLora":
         """Merge a LoRA into the weights: `with pipe.lora(FILE, 0.8): ...`; of a file, PEFT's folder or open_lora.
 
         The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
         all threads.  Quantised weights stay so: the LoRA is added to them for each forward.  weight may be a text
         too, as behind `lora=FILE:`: "0.8", "te=0.5:unet=1" or "0.8:lbw=OUTD".
         """
+        from ldm_lite.adapters import lora
+        from ldm_lite.adapters.strength import strength_of
+
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
         if names := ", ".join(repr(each.name) for each in opened.embeddings):
             log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)

@@ -15,16 +15,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ldm_lite import generate
-from ldm_lite.checkpoint import lora
 from ldm_lite.checkpoint import model as loading
 from ldm_lite.checkpoint.model import with_autoencoder
-from ldm_lite.checkpoint.strength import Strength, strength_of
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.prompts import FROM_FILES, OPTIONAL, PromptOptions, count_chunks, encode_prompts
@@ -43,6 +41,9 @@ from ldm_lite.tasks.joined import are_alike, join
 from ldm_lite.tasks.texts import PromptEncoder, is_constant
 from ldm_lite.text.tokenizer import check_length
 from ldm_lite.zoo.family import text_roles
+
+if TYPE_CHECKING:
+    from ldm_lite.adapters.strength import Strength
 
 __all__ = [
     "Batch",
@@ -73,7 +74,7 @@ _BY_OPTIONS: dict[type[Txt2imgOptions], Any] = {
     UpscaleOptions: upscale,
 }
 TEXTS_AT_ONCE = 64  # prompts of rows that are encoded in one run of the text encoder
-LoraWeight = float | Strength  # of a LoRA: one number, or numbers by network and block
+LoraWeight: TypeAlias = "float | Strength"  # of a LoRA: one number, or numbers by network and block
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,8 @@ def merge_loras(model: Pipeline, files: Sequence[tuple[str | os.PathLike[str], L
     Undone, the weights have the bits of before.  Raises FileNotFoundError, and ValueError, with nothing changed, for
     files that do not fit the model.
     """
+    from ldm_lite.adapters import lora
+
     opened = [(lora.open_lora(file), weight) for file, weight in files]
     return lora.merge_lora(model.networks, opened, model.offloader).remove
 
@@ -112,6 +115,8 @@ def lora_weight(text: str) -> LoraWeight:
 
     Raises ValueError for any other text.
     """
+    from ldm_lite.adapters.strength import strength_of
+
     return strength_of(text.split(":") if text else [])
 
 

@@ -34,7 +34,6 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite.bench.checkpoints import random_checkpoint, random_tensor
-from ldm_lite.checkpoint.names import z_image_modules
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.progress import memory
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
@@ -45,6 +44,7 @@ from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
+from ldm_lite.formats.diffusers_names import z_image_modules
 from ldm_lite.generate import State, denoise
 from ldm_lite.models import mmdit
 from ldm_lite.models.flux import FLUX_DEV

@@ -1,4 +1,4 @@
-"""Files of features/, formats/ and families/ can be deleted: the rest loads the bundled model, makes the same image."""
+"""Files of four folders can be deleted: the rest imports, loads the bundled model and makes the same image."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("features", "formats", "families")
+FOLDERS = ("adapters", "features", "formats", "families")
 NEEDED = {"sd1"}  # by the bundled model
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -20,7 +20,7 @@ FILES = sorted(
     if path.stem not in {"__init__", *NEEDED}
 )
 CODE = """
-import numpy as np, ldm_lite
+import numpy as np, ldm_lite, ldm_lite.networks, ldm_lite.toolkit
 pipe = ldm_lite.load(device="cpu")
 np.save("image.npy", np.asarray(pipe.txt2img("a red apple", steps=2)[0]))
 """

@@ -33,7 +33,7 @@ CODE = """
 import torch, ldm_lite
 from safetensors.torch import save_file
 from ldm_lite import __main__, sheet, txt2img
-from ldm_lite.checkpoint.lora import file_names, targets
+from ldm_lite.adapters.lora import file_names, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.zoo.families import detect_family
 from ldm_lite.zoo.families import FAMILIES

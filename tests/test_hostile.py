@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import txt2img
+from ldm_lite.adapters.lora import open_lora
+from ldm_lite.adapters.textual_inversion import open_embeddings
 from ldm_lite.checkpoint import reader
-from ldm_lite.checkpoint.lora import open_lora
 from ldm_lite.checkpoint.reader import open_checkpoint, open_source, split
-from ldm_lite.checkpoint.textual_inversion import open_embeddings
 from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
 from ldm_lite.core.layers import MOST_BLOCKS
 from ldm_lite.formats.diffusers_layout import original_layout

@@ -19,6 +19,7 @@ LAYERS = [
     {"zoo", "runtime"},
     {"checkpoint"},
     {"formats", "families"},
+    {"adapters"},
     {"generate", "conditioning", "control"},
     {"tasks"},
     {"features"},

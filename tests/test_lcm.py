@@ -18,7 +18,7 @@ from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
 from ldm_lite import Pipeline, generate, txt2img
-from ldm_lite.checkpoint.lora import file_names
+from ldm_lite.adapters.lora import file_names
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.conditioning.prompts import guided
 from ldm_lite.diffusion.guidance import Conditioning

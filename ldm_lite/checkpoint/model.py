@@ -196,7 +196,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     return _with_learned(model, embeddings, "`lora`") if embeddings else model
 
 
-ADAPTERS = "ldm_lite.checkpoint"
+ADAPTERS = "ldm_lite.adapters"
 PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
 
 

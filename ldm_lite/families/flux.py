@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,9 +17,6 @@ from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_XXL
 from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
-
-if TYPE_CHECKING:
-    from ldm_lite.checkpoint.lora import Lora
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
@@ -36,7 +33,7 @@ def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     return chosen(ROWS, FluxSpec.from_shapes(unet), variant, metadata)
 
 
-def widened(family: Family, unet: Tensors, loras: Sequence[Lora]) -> tuple[Family, Tensors]:
+def widened(family: Family, unet: Tensors, loras: Sequence[Any]) -> tuple[Family, Tensors]:
     """Return the family and the weights that control LoRAs change; the same ones for any other LoRA.
 
     Depth and Canny read an image's latents beside the noised ones.  The network gets inputs for them, with weights of

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.names import (
+from ldm_lite.core.files import Tensors
+from ldm_lite.core.layers import Shapes, size
+from ldm_lite.formats.diffusers_names import (
     OUTSIDE,
     RESNET,
     TRANSFORMERS,
@@ -21,8 +23,6 @@ from ldm_lite.checkpoint.names import (
     unet_blocks,
     z_image_modules,
 )
-from ldm_lite.core.files import Tensors
-from ldm_lite.core.layers import Shapes, size
 from ldm_lite.runtime.memory import MappedPages
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------

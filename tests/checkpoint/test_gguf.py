@@ -20,7 +20,7 @@ from toy_flow import all_in_one, save, weights
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.lora import merge_lora
+from ldm_lite.adapters.lora import merge_lora
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.lora import Lora
+from ldm_lite.adapters.lora import Lora
 from ldm_lite.runtime import aot, attention
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import CompiledStep

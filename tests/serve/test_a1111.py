@@ -41,7 +41,7 @@ def test_only_masked(library: Library) -> None:
 
 
 def test_tags_weigh_networks_and_blocks() -> None:
-    from ldm_lite.checkpoint.strength import Strength
+    from ldm_lite.adapters.strength import Strength
     from ldm_lite.serve.a1111 import _loras
 
     prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.lora import file_names, merge_lora, targets
+from ldm_lite.adapters.lora import file_names, merge_lora, targets
+from ldm_lite.adapters.strength import LISTED, PRESETS, Strength, _blocks, parse, strength_of
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.checkpoint.strength import LISTED, PRESETS, Strength, _blocks, parse, strength_of
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.models.unet import UNet

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from toy_flow import all_in_one, save, under, weights
 
 import ldm_lite
-from ldm_lite.checkpoint.lora import merge_lora
+from ldm_lite.adapters.lora import merge_lora
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.t5 import T5Encoder

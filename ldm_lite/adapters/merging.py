@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.adapters import Change
+from ldm_lite.adapters.kinds import Change
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
 

@@ -1,6 +1,6 @@
 """LoRA files: read, merged into the weights of networks in place, and removed again bit for bit.
 
-A merged network runs with changed weights (adapters.py), written into the memory of the old ones, so that compiled code
+A merged network runs with changed weights (kinds.py), written into the memory of the old ones, so that compiled code
 and captured graphs stay valid.  Quantised weights stay as they are: what a LoRA adds to them is computed for each
 forward, from its own small matrices (merging.py).  Modules are found by building every spelling that files use (kohya,
 LyCORIS, PEFT, ComfyUI, older diffusers; names of diffusers or of the original) from our own names: names with dots
@@ -20,11 +20,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ldm_lite.checkpoint import adapters, peft
-from ldm_lite.checkpoint.adapters import Change, Changes, Value
-from ldm_lite.checkpoint.changes import Settings
-from ldm_lite.checkpoint.merging import Applied, MergedLora, Target, Weight
-from ldm_lite.checkpoint.names import (
+from ldm_lite.adapters import kinds, peft
+from ldm_lite.adapters.changes import Settings
+from ldm_lite.adapters.kinds import Change, Changes, Value
+from ldm_lite.adapters.merging import Applied, MergedLora, Target, Weight
+from ldm_lite.adapters.strength import Strength
+from ldm_lite.adapters.textual_inversion import Embedding, bundled
+from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
+from ldm_lite.cli.files import read_text
+from ldm_lite.formats.diffusers_names import (
     flux_modules,
     sd3_modules,
     transformers_name,
@@ -32,10 +36,6 @@ from ldm_lite.checkpoint.names import (
     unet_name,
     z_image_modules,
 )
-from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
-from ldm_lite.checkpoint.strength import Strength
-from ldm_lite.checkpoint.textual_inversion import Embedding, bundled
-from ldm_lite.cli.files import read_text
 from ldm_lite.models.flux import Flux
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
@@ -173,9 +173,9 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     parts: dict[str, dict[str, str]] = {}
     dotted: dict[str, str] = {}
     try:
-        unknown = adapters.check_keys(keys)
+        unknown = kinds.check_keys(keys)
         for key in keys:
-            if (split_key := adapters.part_of(key)) is None:
+            if (split_key := kinds.part_of(key)) is None:
                 continue
             name, part = split_key
             module = (f"{role}_" if role else "") + name.replace(".", "_")
@@ -193,7 +193,7 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     for module, keys_of_parts in parts.items():
         try:
             settings = _settings(configs, dotted[module])
-            modules[module] = adapters.read_changes(keys_of_parts, file.shapes, file.read, settings)
+            modules[module] = kinds.read_changes(keys_of_parts, file.shapes, file.read, settings)
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     return Lora(path.name, modules, tuple(bundled(file)))
@@ -293,7 +293,7 @@ def _matched(
                 continue
             if target is None:
                 missing.append(f"the {parameter} of {name}")
-            elif not adapters.fits(change.shape, target.shape):
+            elif not kinds.fits(change.shape, target.shape):
                 theirs, ours = (
                     " x ".join("any" if n == -1 else f"a multiple of {-n}" if n < 0 else str(n) for n in shape)
                     for shape in (change.shape, target.shape)
@@ -313,6 +313,6 @@ def _matched(
 def _fits(changes: Changes, target: Mapping[str, Target]) -> bool:
     """Whether all changes have the shapes of a module."""
     return all(
-        adapters.fits(change.shape, target[name].shape) if name in target else getattr(change, "optional", False)
+        kinds.fits(change.shape, target[name].shape) if name in target else getattr(change, "optional", False)
         for name, change in changes.items()
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
-from ldm_lite.checkpoint.changes import ColumnBOFT
+from ldm_lite.adapters.changes import ColumnBOFT
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "peft_kinds.npz"))
 NAMES = [name.removesuffix(".about") for name in GOLDEN if name.endswith(".about")]

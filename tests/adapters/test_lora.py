@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.lora import file_names, merge_lora, targets
+from ldm_lite.adapters.lora import file_names, merge_lora, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import SDXL

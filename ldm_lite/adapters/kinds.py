@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.changes import PARTS as CHANGE_PARTS
-from ldm_lite.checkpoint.changes import DoRA, LoHa, LoKr, Settings, make_changes
+from ldm_lite.adapters.changes import PARTS as CHANGE_PARTS
+from ldm_lite.adapters.changes import DoRA, LoHa, LoKr, Settings, make_changes
 from ldm_lite.core.layers import Shapes
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.

@@ -1,6 +1,6 @@
 """Names of modules in files of diffusers and transformers, from our names, which are the original checkpoints'.
 
-formats/diffusers_layout.py reads whole files by them, lora.py the files of LoRAs.  diffusers divides what FLUX.1,
+diffusers_layout.py reads whole files by them, adapters/lora.py the files of LoRAs.  diffusers divides what FLUX.1,
 Stable Diffusion 3 and Z-Image fuse: queries, keys, values and the single blocks' MLP are some rows of a module here.
 In the last modulations diffusers has the scale before the shift: there the halves are swapped.  Z-Image's own files are
 those of diffusers; its names here are ComfyUI's.

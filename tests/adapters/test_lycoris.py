@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint import adapters
-from ldm_lite.checkpoint.lora import file_names, targets
+from ldm_lite.adapters import kinds
+from ldm_lite.adapters.lora import file_names, targets
 from ldm_lite.train.kinds import KINDS, LoKr
 
 DATA = Path(__file__).parents[1] / "data" / "lycoris.npz"
@@ -49,8 +49,8 @@ def test_a_layer_computes_what_lycoris_computes(case: str, tmp_path: Path) -> No
     weight, x = (goldens()[where][name] for name in ("weight", "x"))
     file = ldm_lite.open_lora(write(tmp_path / "a.safetensors", goldens()[case]))
     change = file.modules["lora_unet_layer"]["weight"]
-    assert adapters.fits(change.shape, weight.shape)
-    assert not adapters.fits(change.shape, (weight.shape[0] + 1, weight.shape[1] + 1, *weight.shape[2:]))
+    assert kinds.fits(change.shape, weight.shape)
+    assert not kinds.fits(change.shape, (weight.shape[0] + 1, weight.shape[1] + 1, *weight.shape[2:]))
     changed = weight + change.change(weight).reshape(weight.shape)
     y = F.linear(x, changed) if where == "linear" else F.conv2d(x, changed, padding=1)
     wanted = goldens()[case]["y"]
