@@ -11,7 +11,7 @@ tuners/lora/dora.py, oft/layer.py, boft/layer.py, ia3/layer.py.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def _sizes(*parts: Tensor | None) -> str:
 class LoHa:
     """Adds alpha / r * (w1_a w1_b) * (w2_a w2_b), element by element.  Hyeon-Woo et al. 2022, eq. 2."""
 
+    shape: tuple[int, ...]  # of the weight: (out,n) or (out,in,k,k)
     first: tuple[Tensor, Tensor, Tensor | None]  # w1_a (out,r), w1_b (r,n), and t1 (r,r,k,k) or None
     second: tuple[Tensor, Tensor, Tensor | None]
     scale: float
@@ -60,15 +61,10 @@ class LoHa:
     def of(parts: Parts, settings: Settings) -> "LoHa":
         """Make it from a file's parts."""
         first, second = ((parts[f"hada_w{i}_a"], parts[f"hada_w{i}_b"], parts.get(f"hada_t{i}")) for i in (1, 2))
-        if _low_rank_shape(*first) != _low_rank_shape(*second):
+        if (shape := _low_rank_shape(*first)) != _low_rank_shape(*second):
             raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
         rank = len(first[1])
-        return LoHa(first, second, settings.alpha(rank) / rank)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, (out,n) or (out,in,k,k)."""
-        return _low_rank_shape(*self.first)
+        return LoHa(shape, first, second, settings.alpha(rank) / rank)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change, which does not depend on the parameter."""
@@ -79,6 +75,7 @@ class LoHa:
 class LoKr:
     """Adds alpha / r * kron(w1, w2), of which either may be a product of low rank.  Yeh et al. 2024, sec. 3."""
 
+    shape: tuple[int, ...]  # of the weight: (out,n) or (out,in,k,k)
     first: Tensor  # (a,c)
     second: Tensor  # (b,d), (b,d*k*k) or (b,d,k,k)
     scale: float
@@ -98,13 +95,8 @@ class LoKr:
         first, second = factors
         if first.ndim != 2 or second.ndim not in (2, 4):
             raise ValueError(f"its parts do not fit together ({_sizes(first, second)}): the file is damaged")
-        return LoKr(first, second, settings.alpha(rank) / (rank or 1))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, (out,n) or (out,in,k,k)."""
-        (a, c), (b, d, *kernel) = self.first.shape, self.second.shape
-        return (a * b, c * d, *kernel)
+        (a, c), (b, d, *kernel) = first.shape, second.shape
+        return LoKr((a * b, c * d, *kernel), first, second, settings.alpha(rank) / (rank or 1))
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change, which does not depend on the parameter."""
@@ -116,6 +108,7 @@ class LoKr:
 class GLoRA:
     """Adds alpha / r * (W a1 a2 + b1 b2).  Chavan et al. 2023."""
 
+    shape: tuple[int, ...]  # of the weight: (out,n) or (out,in,k,k)
     inside: tuple[Tensor, Tensor]  # a1 (in,r), a2 (r,in)
     beside: tuple[Tensor, Tensor, Tensor | None]  # b1 (out,r), b2 (r,n), and bm (r,r,k,k) or None
     scale: float
@@ -126,15 +119,10 @@ class GLoRA:
         a1, a2, b1, b2 = (parts[f"glora_{name}"].flatten(1) for name in ("a1", "a2", "b1", "b2"))
         if (core := parts.get("glora_bm")) is not None:
             b1 = b1.T  # as LoHa's
-        _low_rank_shape(b1, b2, core)
+        shape = _low_rank_shape(b1, b2, core)
         if _low_rank_shape(a1, a2, None) != (a2.shape[1], a2.shape[1]):
             raise ValueError(f"its parts do not fit together ({_sizes(a1, a2)}): the file is damaged")
-        return GLoRA((a1, a2), (b1, b2, core), settings.alpha(len(a2)) / len(a2))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, (out,n) or (out,in,k,k)."""
-        return _low_rank_shape(*self.beside)
+        return GLoRA(shape, (a1, a2), (b1, b2, core), settings.alpha(len(a2)) / len(a2))
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -147,6 +135,7 @@ class GLoRA:
 class OFT:
     """Rotates blocks of rows of a weight: OFT, Qiu et al. 2023, or in stages of a butterfly: BOFT, Liu et al. 2024."""
 
+    shape: tuple[int, ...]  # (out,-1): the number of rows of the weight
     blocks: Tensor  # (out/b,b,b), or (stages,out/b,b,b)
     rescale: Tensor | None  # (out,) or with sizes of 1: factors of the rows
     limit: float  # of the norm of all blocks, 0 = none
@@ -160,12 +149,7 @@ class OFT:
         stages = blocks.ndim == 3 or (size % 2 == 0 and rows % 2 ** len(blocks) == 0)
         if not rows or not stages or (rescale is not None and rescale.numel() != rows):
             raise ValueError(f"its parts do not fit together ({_sizes(blocks, rescale)}): the file is damaged")
-        return OFT(blocks, rescale, float(parts["alpha"]) * rows if "alpha" in parts else 0.0)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of rows of the weight."""
-        return (self.blocks.shape[-3] * self.blocks.shape[-1], -1)
+        return OFT((rows, -1), blocks, rescale, float(parts["alpha"]) * rows if "alpha" in parts else 0.0)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -202,10 +186,22 @@ def _cayley(skew: Tensor) -> Tensor:
     return torch.linalg.solve(eye + skew, eye - skew, left=False)
 
 
+def _series(skew: Tensor, terms: int) -> Tensor:
+    """Return I + 2 Q + 2 Q^2 + ... + Q^(terms - 1), with PEFT's signs; from 3 terms it adds 4 at least."""
+    terms = terms if terms < 3 else max(terms, 4)
+    total = power = torch.eye(skew.shape[-1], device=skew.device).expand_as(skew)
+    for exponent in range(1, terms):
+        power = power @ skew
+        total = total + (1 if exponent == terms - 1 > 1 else 2) * power
+    return total
+
+
 @dataclass(frozen=True)
 class ColumnOFT:
     """Rotates blocks of columns: OFT, Qiu et al. 2023."""
 
+    shape: tuple[int, ...]  # (-1,n), the columns of the weight; (-1,-b) if its blocks share one rotation: a multiple
+    size: int  # b
     angles: Tensor  # (n/b,b*(b-1)/2) or, for all blocks, (1,b*(b-1)/2): the upper triangles of Q
     limit: float | None  # of the norm of Q, times the root of the number of blocks: COFT
     terms: int | None  # of the Neumann series of (I - Q) (I + Q)^-1; None = exactly
@@ -215,20 +211,11 @@ class ColumnOFT:
         """Make it from a file's parts; the configuration tells the limit and the series."""
         about, angles = settings.peft, parts["oft_R"]
         terms = about.get("num_cayley_neumann_terms", TERMS) if about.get("use_cayley_neumann", True) else None
-        rotation = ColumnOFT(angles, about.get("eps", 6e-5) if about.get("coft") else None, terms)
-        if angles.ndim != 2 or rotation.size * (rotation.size - 1) // 2 != angles.shape[1]:
+        size = (1 + math.isqrt(1 + 8 * angles.shape[-1])) // 2
+        if angles.ndim != 2 or size * (size - 1) // 2 != angles.shape[1]:
             raise ValueError(f"its parts do not fit together ({_sizes(angles)}): the file is damaged")
-        return rotation
-
-    @property
-    def size(self) -> int:
-        """The size of a block."""
-        return (1 + math.isqrt(1 + 8 * self.angles.shape[1])) // 2
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of columns of the weight; if its blocks share one rotation, any multiple of their size."""
-        return (-1, -self.size if len(self.angles) == 1 else len(self.angles) * self.size)
+        columns = -size if len(angles) == 1 else len(angles) * size
+        return ColumnOFT((-1, columns), size, angles, about.get("eps", 6e-5) if about.get("coft") else None, terms)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -240,24 +227,15 @@ class ColumnOFT:
         if self.limit is not None:
             most = self.limit / math.sqrt(len(skew))
             skew = skew * (most / skew.flatten(1).norm(dim=1).clamp(min=most)).view(-1, 1, 1)
-        rotations = _cayley(skew) if self.terms is None else self._series(skew)
+        rotations = _cayley(skew) if self.terms is None else _series(skew, self.terms)
         return _rotated(columns, rotations.expand(columns.shape[1] // size, -1, -1)).view_as(parameter) - parameter
-
-    def _series(self, skew: Tensor) -> Tensor:
-        """Return I + 2 Q + 2 Q^2 + ... + Q^(terms - 1), with PEFT's signs; from 3 terms it adds 4 at least."""
-        assert self.terms is not None
-        terms = self.terms if self.terms < 3 else max(self.terms, 4)
-        total = power = torch.eye(skew.shape[-1], device=skew.device).expand_as(skew)
-        for exponent in range(1, terms):
-            power = power @ skew
-            total = total + (1 if exponent == terms - 1 > 1 else 2) * power
-        return total
 
 
 @dataclass(frozen=True)
 class ColumnBOFT:
     """Rotates blocks of columns in stages of a butterfly, and scales the rows: BOFT, Liu et al. 2024."""
 
+    shape: tuple[int, ...]  # of the weight: (out,n)
     blocks: Tensor  # (stages,n/b,b,b)
     scales: Tensor  # (out,)
 
@@ -269,12 +247,7 @@ class ColumnBOFT:
         fits = blocks.ndim == 4 and blocks.shape[2] == blocks.shape[3] and max(scales.shape) == scales.numel()
         if not fits or (stages > 1 and (blocks.shape[2] % 2 or blocks.shape[1] % 2 ** (stages - 1))):
             raise ValueError(f"its parts do not fit together ({_sizes(blocks, scales)}): the file is damaged")
-        return ColumnBOFT(blocks, scales.flatten())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, (out,n)."""
-        return (len(self.scales), self.blocks.shape[1] * self.blocks.shape[-1])
+        return ColumnBOFT((scales.numel(), blocks.shape[1] * blocks.shape[-1]), blocks, scales.flatten())
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -293,14 +266,16 @@ class ColumnBOFT:
 class IA3:
     """Scales the rows or the columns of a weight, or a bias, by 1 + s.  Liu et al. 2022, sec. 3.3."""
 
+    shape: tuple[int, ...]  # (out,-1) or (-1,in,-1) of a weight, (out,) of a bias
     scales: Tensor  # (out,) or (in,)
     columns: bool
+    optional: bool = False  # of a bias that the module may lack
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "IA3":
         """Make it from a file's parts; LyCORIS stores s, PEFT 1 + s."""
         if "ia3_l" not in parts:
-            return IA3(parts["ia3"].flatten(), bool(parts["on_input"]))
+            return IA3.scaling(parts["ia3"].flatten(), bool(parts["on_input"]))
         factors = parts["ia3_l"]
         if max(factors.shape) != factors.numel():
             raise ValueError(f"its part ia3_l is {' x '.join(map(str, factors.shape))}: the file is damaged")
@@ -309,12 +284,12 @@ class IA3:
             if "feedforward" not in settings.peft:
                 raise ValueError("is of IA3, whose adapter_config.json tells what it scales: keep it beside the file")
             columns = bool(settings.peft["feedforward"])
-        return IA3(factors.flatten().float() - 1, columns)
+        return IA3.scaling(factors.flatten().float() - 1, columns)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of rows or columns of the weight."""
-        return (-1, len(self.scales), -1) if self.columns else (len(self.scales), -1)
+    @staticmethod
+    def scaling(scales: Tensor, columns: bool) -> "IA3":
+        """Scale the columns, or the rows, of a weight."""
+        return IA3((-1, len(scales), -1) if columns else (len(scales), -1), scales, columns)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -323,21 +298,10 @@ class IA3:
 
 
 @dataclass(frozen=True)
-class OptionalIA3(IA3):
-    """Scales a bias, if the module has one."""
-
-    optional: bool = True
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the bias."""
-        return (len(self.scales),)
-
-
-@dataclass(frozen=True)
 class DoRA:
     """Gives each row (or column) of the changed weight a length of its own: m (W + dW) / |W + dW|.  Liu et al. 2024."""
 
+    shape: tuple[int, ...]  # of the weight
     inner: Any  # the change dW: LoRA's, LoHa's or LoKr's
     lengths: Tensor  # (out,1,...), (1,in,...), or PEFT's (out,) and (1,out,1,1)
     of_columns: bool
@@ -351,12 +315,7 @@ class DoRA:
         wanted = inner.shape[1 if of_columns else 0]  # columns may be times the positions of a kernel
         if wanted % lengths.numel() or (not of_columns and wanted != lengths.numel()):
             raise ValueError(f"its parts do not fit together ({_sizes(lengths)} lengths): the file is damaged")
-        return DoRA(inner, lengths.flatten(), of_columns)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return tuple(self.inner.shape)
+        return DoRA(tuple(inner.shape), inner, lengths.flatten(), of_columns)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -398,5 +357,5 @@ def make_changes(parts: Parts, settings: Settings) -> dict[str, Any]:
         raise ValueError(f"lacks its part {lacking[0]}: the file is damaged")
     change = kind.of(parts, settings)
     if "ia3_l" in parts and not change.columns:  # PEFT scales what the module computes, with its bias
-        return {"weight": change, "bias": OptionalIA3(change.scales, False)}
+        return {"weight": change, "bias": replace(change, shape=(len(change.scales),), optional=True)}
     return {"weight": change}

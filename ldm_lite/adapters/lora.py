@@ -192,20 +192,15 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     modules = {}
     for module, keys_of_parts in parts.items():
         try:
-            settings = _settings(configs, dotted[module])
+            settings = Settings(lambda rank: float(rank or 1), {})  # without a configuration of PEFT alpha is the rank
+            network, _, inside = dotted[module].partition(".")
+            if told := configs.get(network) or configs.get(""):
+                name = inside if network in configs else dotted[module]
+                settings = Settings(partial(told.alpha_of, name), told.about_module(name))
             modules[module] = kinds.read_changes(keys_of_parts, file.shapes, file.read, settings)
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     return Lora(path.name, modules, tuple(bundled(file)))
-
-
-def _settings(configs: Mapping[str, peft.PeftConfig], module: str) -> Settings:
-    """Return what PEFT's configurations, by role, tell of a module; without one, alpha is the rank."""
-    role, _, inside = module.partition(".")
-    if role not in configs and "" not in configs:
-        return Settings(lambda rank: float(rank or 1), {})
-    config, name = (configs[role], inside) if role in configs else (configs[""], module)
-    return Settings(partial(config.alpha_of, name), config.about_module(name))
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -240,9 +235,17 @@ def merge_lora(
         with errors_of(lora.name):
             blocks = scale.by_block(networks)
         for place, target, change in _matched(lora, table, places):
-            _check_seen(lora, target.parameter, offloader)
+            parameter = target.parameter
+            if isinstance(parameter, BlockLinear):
+                if parameter.compiled:
+                    raise ValueError(
+                        f"{lora.name}: compiled code does not see what is added to weights in blocks of a GGUF file: "
+                        "name the LoRA when that is loaded, with `lora=FILE`, or leave out `compile`"
+                    )
+            elif offloader is None and parameter.element_size() == 1:
+                raise ValueError(f"{lora.name}: the weights are quantised: merging needs the offloader of the model")
             strength = 1.0 if isinstance(change, Value) and change.always else scale.of(*place, blocks)
-            changes.setdefault(target.parameter, []).append(Applied(target, change, strength))
+            changes.setdefault(parameter, []).append(Applied(target, change, strength))
         count = sum(name in table for name in lora.modules)
         log.info("%s: %d of %d modules merged, at %s", lora.name, count, len(lora.modules), scale)
     # An offloader of no networks reads and writes weights in place.
@@ -250,18 +253,6 @@ def merge_lora(
     for parameter, parts in changes.items():
         merged.merge(parameter, parts, removable)
     return merged
-
-
-def _check_seen(lora: Lora, weight: Weight, offloader: Offloader | None) -> None:
-    """Raise ValueError if what a LoRA adds to a quantised weight would have no effect."""
-    if isinstance(weight, BlockLinear):
-        if weight.compiled:
-            raise ValueError(
-                f"{lora.name}: compiled code does not see what is added to weights in blocks of a GGUF file: name the "
-                "LoRA when that is loaded, with `lora=FILE`, or leave out `compile`"
-            )
-    elif offloader is None and weight.element_size() == 1:
-        raise ValueError(f"{lora.name}: the weights are quantised: merging needs the offloader of the model")
 
 
 Place = tuple[str, str]  # the role of a network, and one of its modules
@@ -277,6 +268,13 @@ def _matched(
     left = [module for module in lora.modules if module not in table]
     if len(left) == len(lora.modules):
         raise ValueError(f"{lora.name}: none of its {len(left)} modules is in this model (has {left[0]})")
+
+    def fits(changes: Changes, target: Mapping[str, Target]) -> bool:
+        return all(
+            kinds.fits(change.shape, target[name].shape) if name in target else getattr(change, "optional", False)
+            for name, change in changes.items()
+        )
+
     missing: list[str] = []
     matched: list[tuple[Place, Target, Change]] = []
     taken: dict[Place, str] = {}
@@ -284,7 +282,7 @@ def _matched(
         if name not in table:
             continue
         # A name without a prefix may be that of either text encoder.
-        place = next((place for place in table[name] if _fits(changes, places[place])), table[name][0])
+        place = next((place for place in table[name] if fits(changes, places[place])), table[name][0])
         if (first := taken.setdefault(place, name)) != name:
             raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {first} and {name}")
         for parameter, change in changes.items():
@@ -308,11 +306,3 @@ def _matched(
             some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
             log.warning("%s: %d %s are not in this model and have no effect: %s", lora.name, len(names), what, some)
     return matched
-
-
-def _fits(changes: Changes, target: Mapping[str, Target]) -> bool:
-    """Whether all changes have the shapes of a module."""
-    return all(
-        kinds.fits(change.shape, target[name].shape) if name in target else getattr(change, "optional", False)
-        for name, change in changes.items()
-    )

@@ -81,15 +81,11 @@ class Strength:
         """Return the weight for a module of a network, with by_block()'s factors."""
         if role != "unet":
             return self.text * blocks.get("BASE", 1.0)
-        return self.unet * blocks.get(_block(module), 1.0)
-
-
-def _block(module: str) -> str:
-    """Return the name of the UNet's block that a module is in; "" outside the blocks."""
-    found = re.match(r"(input|middle|output)_blocks?(?:\.(\d+))?\.", module)
-    if found is None:
-        return ""
-    return "M00" if found[1] == "middle" else f"{found[1].removesuffix('put').upper()}{int(found[2]):02}"
+        place = re.match(r"(input|middle|output)_blocks?(?:\.(\d+))?\.", module)
+        if place is None:  # outside the blocks
+            return self.unet
+        block = "M00" if place[1] == "middle" else f"{place[1].removesuffix('put').upper()}{int(place[2]):02}"
+        return self.unet * blocks.get(block, 1.0)
 
 
 def _blocks(unet: UNet) -> tuple[list[str], list[str]]:
@@ -136,15 +132,14 @@ def strength_of(parts: Sequence[str]) -> Strength:
         raise ValueError(f"got the weights {', '.join(numbers)}, wanted two at most: {SYNTAX}")
     text = _number(named.get("te", numbers[0] if numbers else "1"))
     unet = _number(named["unet"]) if "unet" in named else _number(numbers[1]) if len(numbers) == 2 else text
-    return Strength(text, unet, _read_blocks(named["lbw"]) if "lbw" in named else None)
-
-
-def _read_blocks(text: str) -> str | tuple[float, ...]:
-    if text in PRESETS:
-        return text
-    if "," not in text:
-        raise ValueError(f"got lbw={text:.60}, wanted {', '.join(PRESETS)}, or a number for each block, with commas")
-    return tuple(_number(each.strip()) for each in text.split(","))
+    blocks: str | tuple[float, ...] | None = named.get("lbw")
+    if isinstance(blocks, str) and blocks not in PRESETS:
+        if "," not in blocks:
+            raise ValueError(
+                f"got lbw={blocks:.60}, wanted {', '.join(PRESETS)}, or a number for each block, with commas"
+            )
+        blocks = tuple(_number(number.strip()) for number in blocks.split(","))
+    return Strength(text, unet, blocks)
 
 
 def _number(text: str) -> float:

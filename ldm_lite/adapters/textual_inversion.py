@@ -129,7 +129,19 @@ def learn(
     widths, added, learned = [spec.width for spec in specs], dict(tokenizer.added), dict(learned)
     known = max(spec.vocab_size for spec in specs)
     for embedding in embeddings:
-        count = _check(embedding, widths, tokenizer.room)
+        count = len(next(iter(embedding.vectors.values())))
+        if missing := [width for width in widths if width not in embedding.vectors]:
+            got, wanted = (" and ".join(map(str, sizes)) for sizes in (embedding.vectors, missing))
+            raise ValueError(
+                f"{embedding.file}: is for another model: its vectors are {got} wide, wanted {wanted} for its text "
+                "encoder"
+            )
+        if not 1 <= count <= tokenizer.room:
+            raise ValueError(
+                f"{embedding.file}: holds {count} vectors, wanted 1 to {tokenizer.room}, which fit into a prompt"
+            )
+        if unread := [width for width in embedding.vectors if width not in widths]:
+            log.warning("%s: this model does not use its vectors of width %d", embedding.file, unread[0])
         first = known + len(next(iter(learned.values()), ()))
         if same := next((name for name in added if name.lower() == embedding.name.lower()), None):
             ids = torch.tensor(added[same]) - known
@@ -141,31 +153,10 @@ def learn(
             )
         for width in widths:
             learned[width] = torch.cat([*([learned[width]] if width in learned else []), embedding.vectors[width]])
-        word = len(replace(tokenizer, added=()).encode(embedding.name)) == 1
         added[embedding.name] = tuple(range(first, first + count))
-        _report(embedding, count, word)
+        is_word = len(replace(tokenizer, added=()).encode(embedding.name)) == 1
+        word = ", no longer for the word" * is_word
+        other = "" if embedding.stored is None else f"; the name stored in it, {embedding.stored!r}, is not used"
+        vectors = f"{count} vector{'s' * (count > 1)}"
+        log.info("%s: in a prompt, %r stands for %s%s%s", embedding.file, embedding.name, vectors, word, other)
     return replace(tokenizer, added=tuple(added.items())), learned
-
-
-def _report(embedding: Embedding, count: int, is_word: bool) -> None:
-    """Log what to write in a prompt."""
-    word = ", no longer for the word" * is_word
-    other = "" if embedding.stored is None else f"; the name stored in it, {embedding.stored!r}, is not used"
-    count_of = f"{count} vector{'s' * (count > 1)}"
-    log.info("%s: in a prompt, %r stands for %s%s%s", embedding.file, embedding.name, count_of, word, other)
-
-
-def _check(embedding: Embedding, widths: Sequence[int], room: int) -> int:
-    """Return the number of an embedding's vectors.  Raises ValueError if they do not have these widths."""
-    count = len(next(iter(embedding.vectors.values())))
-    if missing := [width for width in widths if width not in embedding.vectors]:
-        got = " and ".join(map(str, embedding.vectors))
-        wanted = " and ".join(map(str, missing))
-        raise ValueError(
-            f"{embedding.file}: is for another model: its vectors are {got} wide, wanted {wanted} for its text encoder"
-        )
-    if not 1 <= count <= room:
-        raise ValueError(f"{embedding.file}: holds {count} vectors, wanted 1 to {room}, which fit into a prompt")
-    if unread := [width for width in embedding.vectors if width not in widths]:
-        log.warning("%s: this model does not use its vectors of width %d", embedding.file, unread[0])
-    return count

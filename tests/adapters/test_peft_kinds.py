@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
-from ldm_lite.adapters.changes import ColumnBOFT
+from ldm_lite.adapters.changes import ColumnBOFT, Settings
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "peft_kinds.npz"))
 NAMES = [name.removesuffix(".about") for name in GOLDEN if name.endswith(".about")]
@@ -60,7 +60,8 @@ def test_networks_compute_what_peft_computes(tmp_path: Path, pipe: Pipeline, nam
 def test_several_stages_of_a_butterfly() -> None:
     stages, blocks, size, rows = 3, 8, 4, 6
     weight = toy.normal(0, rows, blocks * size)
-    boft = ColumnBOFT(toy.normal(1, stages, blocks, size, size), (1 + 0.1 * toy.normal(2, rows, 1)).flatten())
+    parts = {"boft_R": toy.normal(1, stages, blocks, size, size), "boft_s": 1 + 0.1 * toy.normal(2, rows, 1)}
+    boft = ColumnBOFT.of(parts, Settings(float, {}))
     assert toy.relative_error(weight + boft.change(weight), GOLDEN["butterfly"]) < 1e-5
 
 
