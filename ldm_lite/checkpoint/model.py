@@ -177,7 +177,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     for hint in family.hints:
         is_told = "family" in (metadata if hint.lacks else options.added_metadata)
         if (hint.word in title.lower()) != hint.lacks and not is_told:
-            log.warning("%s", hint.text)
+            log.warning("%s", hint.text(family.title))
     if isinstance(family.vae, PixelSpec):
         networks["vae"] = Pixels(family.vae).to(device, unet_dtype)
     model = kind(

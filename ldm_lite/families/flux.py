@@ -73,12 +73,7 @@ DEV = replace(
     vae_overflows=True,
     scale=2.5,
     with_loras=widened,
-    hints=(
-        Hint(
-            "kontext",
-            "its name says Kontext, which weights cannot tell from dev: if it is, add `metadata=family=flux_kontext`",
-        ),
-    ),
+    hints=(Hint("kontext", "flux_kontext", like="dev"),),
 )
 CONTROL = replace(
     DEV,
@@ -86,12 +81,7 @@ CONTROL = replace(
     unet=RELEASED["flux_control"],
     task="control_image",
     scale=10.0,
-    hints=(
-        Hint(
-            "canny",
-            "its name says Canny, which weights cannot tell from Depth: if it is, add `metadata=family=flux_canny`",
-        ),
-    ),
+    hints=(Hint("canny", "flux_canny", like="Depth"),),
 )
 ROWS = {
     "flux_dev": DEV,

@@ -36,7 +36,7 @@ SD2 = replace(
     PLAIN,
     v_resolution=768,
     predicts=predicts,
-    hints=(Hint("turbo", "its name says Turbo, which weights cannot tell: if it is, add `metadata=family=sd_turbo`"),),
+    hints=(Hint("turbo", "sd_turbo"),),
 )
 UNCLIP = replace(
     PLAIN,

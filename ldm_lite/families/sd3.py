@@ -39,15 +39,7 @@ ROWS = {
         unet=RELEASED["sd35_medium"],
         skip_layers=SkipLayers((7, 8, 9), scale=2.5, start=0.01, end=0.20),
     ),
-    "sd35_large": replace(
-        LARGE,
-        hints=(
-            Hint(
-                "turbo",
-                "its name says Turbo, which weights cannot tell: if it is, add `metadata=family=sd35_large_turbo`",
-            ),
-        ),
-    ),
+    "sd35_large": replace(LARGE, hints=(Hint("turbo", "sd35_large_turbo"),)),
     "sd35_large_turbo": replace(  # shapes do not tell
         LARGE, title="Stable Diffusion 3.5 large turbo", sampler="euler", steps=4, scale=1.0
     ),

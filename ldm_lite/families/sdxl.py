@@ -31,12 +31,7 @@ PLAIN = replace(
     vae_overflows=True,
     scale=5.0,
 )
-SDXL = replace(
-    PLAIN,
-    hints=(
-        Hint("turbo", "its name says Turbo, which weights cannot tell: if it is, add `metadata=family=sdxl_turbo`"),
-    ),
-)
+SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),))
 ROWS = {
     "sdxl_base": SDXL,
     "sdxl_turbo": replace(  # Sauer et al. 2023; shapes do not tell

@@ -35,13 +35,7 @@ ROWS = {
         noise=Flow("1 - s", "flow", shift=3.0),
         steps=8,
         scale=1.0,
-        hints=(
-            Hint(
-                "turbo",
-                "taken for Z-Image Turbo, which weights cannot tell from Z-Image: else add `metadata=family=z_image`",
-                lacks=True,
-            ),
-        ),
+        hints=(Hint("turbo", "z_image", like="Z-Image", lacks=True),),
     ),
     "z_image": PLAIN,
 }

@@ -5,7 +5,7 @@ name and perhaps another shape (1x1 convolutions stored as linears), or from sev
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,60 +36,49 @@ CLASSES = {
 }
 
 
-def _control_modules(counts: Mapping[str, int]) -> dict[str, str]:
-    """Map the modules that a ControlNet adds to the UNet's encoder, diffusers' -> the original's."""
-    inner = [f"blocks.{i}" for i in range(counts.get("controlnet_cond_embedding.blocks", 0))]
-    table = {  # the original also counts the activations in between
-        f"controlnet_cond_embedding.{name}": f"input_hint_block.{2 * i}"
-        for i, name in enumerate(["conv_in", *inner, "conv_out"])
-    }
-    table |= {
-        f"controlnet_down_blocks.{i}": f"zero_convs.{i}.0" for i in range(counts.get("controlnet_down_blocks", 0))
-    }
-    return table | {"controlnet_mid_block": "middle_block_out.0"}
-
-
-def _numbered(keys: Iterable[str]) -> dict[str, int]:
-    """Count the numbered children of each module: "down_blocks" -> 4, "down_blocks.0.resnets" -> 2, ..."""
-    children: dict[str, set[str]] = {}
-    for key in keys:
-        for found in re.finditer(r"\.(\d+)(?=\.)", key):
-            children.setdefault(key[: found.start()], set()).add(found[1])
-    return {parent: len(numbers) for parent, numbers in children.items()}
-
-
 def _unet_keys(keys: Collection[str]) -> dict[str, str]:
     """Map a UNet's or ControlNet's keys, diffusers' -> the original's.  An unknown key keeps its name."""
-    counts = _numbered(keys)
+    children: dict[str, set[str]] = {}  # the numbers of each module's: "down_blocks", "down_blocks.0.resnets", ...
+    for key in keys:
+        for number in re.finditer(r"\.(\d+)(?=\.)", key):
+            children.setdefault(key[: number.start()], set()).add(number[1])
+    counts = {parent: len(numbers) for parent, numbers in children.items()}
     levels = [f"down_blocks.{level}" for level in range(counts.get("down_blocks", 0))]
     blocks = unet_blocks(
         [counts.get(f"{level}.resnets", 0) for level in levels],
         [counts.get(f"{level}.attentions", 0) for level in levels],
         counts.get("mid_block.attentions", 0),
     )
-    block = {theirs: ours for ours, theirs in blocks.items()}
-    outside = {theirs: ours for ours, theirs in (*OUTSIDE.items(), *CLASSES.items())} | _control_modules(counts)
-    return {key: _unet_key(key, block, outside) for key in keys}
+    ours_of = {theirs: ours for ours, theirs in blocks.items()}
+    outside = {theirs: ours for ours, theirs in (*OUTSIDE.items(), *CLASSES.items())}
+    # What a ControlNet adds; in its embedding of the hint the original also counts the activations in between.
+    inner = [f"blocks.{i}" for i in range(counts.get("controlnet_cond_embedding.blocks", 0))]
+    for i, name in enumerate(["conv_in", *inner, "conv_out"]):
+        outside[f"controlnet_cond_embedding.{name}"] = f"input_hint_block.{2 * i}"
+    for i in range(counts.get("controlnet_down_blocks", 0)):
+        outside[f"controlnet_down_blocks.{i}"] = f"zero_convs.{i}.0"
+    outside["controlnet_mid_block"] = "middle_block_out.0"
 
+    def original(key: str) -> str:
+        module, _, last = key.rpartition(".")
+        block = re.match(r"((?:down_blocks|up_blocks)\.\d+|mid_block)\.(\w+)\.\d+(?=\.)", module)
+        if block is None:
+            return f"{outside[module]}.{last}" if module in outside else key
+        layer = module[block.end() + 1 :]
+        layer = layer if block[2] in ("attentions", "upsamplers") else ORIGINAL_RESNET.get(layer, layer)
+        return f"{ours_of[block[0]]}.{layer}.{last}" if block[0] in ours_of else key
 
-def _unet_key(key: str, blocks: Mapping[str, str], outside: Mapping[str, str]) -> str:
-    module, _, last = key.rpartition(".")
-    found = re.match(r"((?:down_blocks|up_blocks)\.\d+|mid_block)\.(\w+)\.\d+(?=\.)", module)
-    if found is None:
-        return f"{outside[module]}.{last}" if module in outside else key
-    layer = module[found.end() + 1 :]
-    layer = layer if found[2] in ("attentions", "upsamplers") else ORIGINAL_RESNET.get(layer, layer)
-    return f"{blocks[found[0]]}.{layer}.{last}" if found[0] in blocks else key
+    return {key: original(key) for key in keys}
 
 
 def _adapter_keys(keys: Collection[str]) -> dict[str, str]:
     """Map a T2I-Adapter's keys, diffusers' -> the original's, which numbers a full adapter's blocks across levels."""
     light = "adapter.body.0.out_conv.weight" in keys
     pattern = re.compile(r"^adapter\.body\.(\d+)\.(?:resnets\.(\d+)\.)?")
-    found = {key: match for key in keys if (match := pattern.match(key))}
-    count = 1 + max(int(match[2] or 0) for match in found.values())
+    matches = {key: match for key in keys if (match := pattern.match(key))}
+    count = 1 + max(int(match[2] or 0) for match in matches.values())
     names = {key: key for key in keys}
-    for key, match in found.items():
+    for key, match in matches.items():
         level, block = int(match[1]), match[2]
         if light:
             module = f"{level}" if block is None else f"{level}.body.{block}"
@@ -126,19 +115,14 @@ OPEN_CLIP = (
     (r"^embeddings\.position_embedding\.weight$", "positional_embedding"),
     (r"^text_projection\.weight$", "text_projection"),
 )
-QKV = "qkv"  # the order of in_proj's rows
 
 
 def _vae_keys(keys: Collection[str]) -> dict[str, str]:
     """Map an autoencoder's keys, diffusers' -> the original's, which counts decoder levels from the finest down."""
     pattern = re.compile(r"^decoder\.up_blocks\.(\d+)")
     last = max((int(match[1]) for key in keys if (match := pattern.match(key))), default=0)
-    names = {}
-    for key in keys:
-        match = pattern.match(key)
-        level = key if match is None else f"decoder.up_blocks.{last - int(match[1])}{key[match.end() :]}"
-        names[key] = _substitute(VAE, level)
-    return names
+    turned = {key: pattern.sub(lambda match: f"decoder.up_blocks.{last - int(match[1])}", key) for key in keys}
+    return {key: _substitute(VAE, level) for key, level in turned.items()}
 
 
 def _substitute(patterns: Sequence[tuple[str, str]], key: str) -> str:
@@ -175,22 +159,23 @@ def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | Non
 
     None if the file is of another network.  Unknown keys keep their names.
     """
-    own = {before: {key.removeprefix(before) for key in shapes if key.startswith(before)} for before in PREFIXES}
-    known = ((before, modules) for before, keys in own.items() if (modules := modules_of(keys)) is not None)
-    before, modules = next(known, ("", None))
-    if modules is None:
+    for before in PREFIXES:
+        modules = modules_of({key.removeprefix(before) for key in shapes if key.startswith(before)})
+        if modules is not None:
+            break
+    else:
         return None
-    found: dict[str, tuple[tuple[str, ...], bool]] = {}
+    stored: dict[str, tuple[tuple[str, ...], bool]] = {}
     for ours, (theirs, swapped) in modules.items():
         for last in ("weight", "bias"):
-            keys = tuple(f"{before}{name}.{last}" for name in theirs if f"{name}.{last}" in own[before])
-            if len(keys) == len(theirs):
+            keys = tuple(f"{before}{name}.{last}" for name in theirs)
+            if all(key in shapes for key in keys):
                 scale = ours.endswith(("query_norm", "key_norm"))
-                found[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
+                stored[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
     if "pos_embed.pos_embed" in shapes:
-        found["pos_embed"] = (("pos_embed.pos_embed",), False)
-    used = {key for keys, _ in found.values() for key in keys}
-    return found | {key: ((key,), False) for key in shapes if key not in used}
+        stored["pos_embed"] = (("pos_embed.pos_embed",), False)
+    used = {key for keys, _ in stored.values() for key in keys}
+    return stored | {key: ((key,), False) for key in shapes if key not in used}
 
 
 # ---- whole networks -------------------------------------------------------------------------------------------------
@@ -245,8 +230,13 @@ def original_layout(shapes: Shapes, open_clip: bool | None = None) -> dict[str, 
     names = _original_keys(shapes, open_clip)
     if names is None:
         return None
+
+    def rank(key: str) -> int:  # queries before keys before values, as the rows of in_proj
+        match = re.search(r"\.([qkv])_proj\.", key)
+        return 0 if match is None else "qkv".index(match[1])
+
     grouped: dict[str, list[str]] = {}
-    for key in sorted(shapes, key=_qkv_order):
+    for key in sorted(shapes, key=rank):
         grouped.setdefault(names[key], []).append(key)
     return {name: _stored(name, keys, shapes) for name, keys in grouped.items()}
 
@@ -264,12 +254,6 @@ def _original_keys(shapes: Shapes, open_clip: bool | None) -> dict[str, str] | N
     if norm is not None and (size(shapes, norm, 1)[0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
         return {key: _substitute(OPEN_CLIP, key) for key in shapes}
     return None
-
-
-def _qkv_order(key: str) -> int:
-    """Sort key: queries before keys before values."""
-    found = re.search(r"\.([qkv])_proj\.", key)
-    return 0 if found is None else QKV.index(found[1])
 
 
 def _stored(name: str, keys: Sequence[str], shapes: Shapes) -> StoredTensor:

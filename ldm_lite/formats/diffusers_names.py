@@ -21,7 +21,6 @@ RESNET = {
     "skip_connection": "conv_shortcut",
     "op": "conv",  # of a downsampler
 }
-ORIGINAL_RESNET = {theirs: ours for ours, theirs in RESNET.items()}
 OUTSIDE = {
     "input_blocks.0.0": "conv_in",
     "time_embed.0": "time_embedding.linear_1",
@@ -163,41 +162,48 @@ Z_IMAGE = {  # what has another name in a block of Z-Image
 
 def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
     """Return the parts of each module of FLUX.1 with this many blocks."""
-    found = {"img_in": Parts(("x_embedder",)), "txt_in": Parts(("context_embedder",)), **LAST_LAYER}
-    for ours in ("time_in", "vector_in", "guidance_in"):
-        for layer, number in (("in_layer", 1), ("out_layer", 2)):
-            found[f"{ours}.{layer}"] = Parts((f"time_text_embed.{EMBEDDERS[ours]}.linear_{number}",))
-    for ours, theirs, count, table in (
-        ("double_blocks", "transformer_blocks", depth, DOUBLE),
-        ("single_blocks", "single_transformer_blocks", single_depth, SINGLE),
-    ):
-        found |= _blocks(ours, theirs, count, table)
-    return found
+    return {
+        "img_in": Parts(("x_embedder",)),
+        "txt_in": Parts(("context_embedder",)),
+        **LAST_LAYER,
+        **_embedders(("time_in", "vector_in", "guidance_in"), "in_layer", "out_layer"),
+        **_blocks("double_blocks", "transformer_blocks", depth, DOUBLE),
+        **_blocks("single_blocks", "single_transformer_blocks", single_depth, SINGLE),
+    }
 
 
 def sd3_modules(depth: int) -> dict[str, Parts]:
     """Return the parts of each module of a Stable Diffusion 3 with this many blocks."""
-    found = {
+    modules = {
         "x_embedder.proj": Parts(("pos_embed.proj",)),
         "context_embedder": Parts(("context_embedder",)),
         **LAST_LAYER,
+        **_embedders(("t_embedder", "y_embedder"), "mlp.0", "mlp.2"),
+        **_blocks("joint_blocks", "transformer_blocks", depth, JOINT),
     }
-    for ours in ("t_embedder", "y_embedder"):
-        for layer, number in (("mlp.0", 1), ("mlp.2", 2)):
-            found[f"{ours}.{layer}"] = Parts((f"time_text_embed.{EMBEDDERS[ours]}.linear_{number}",))
-    found |= _blocks("joint_blocks", "transformer_blocks", depth, JOINT)
     last = f"joint_blocks.{depth - 1}.context_block.adaLN_modulation.1"
-    return found | {last: found[last]._replace(swapped=True)}
+    return modules | {last: modules[last]._replace(swapped=True)}
 
 
 def z_image_modules(depth: int, refiner_depth: int) -> dict[str, Parts]:
     """Return the parts of each module of Z-Image with this many blocks that has another name, or several."""
-    found = {"x_embedder": Parts(("all_x_embedder.2-1",))}
-    for ours in ("final_layer.linear", "final_layer.adaLN_modulation.1"):
-        found[ours] = Parts((ours.replace("final_layer", "all_final_layer.2-1"),))
+    modules = {
+        "x_embedder": Parts(("all_x_embedder.2-1",)),
+        "final_layer.linear": Parts(("all_final_layer.2-1.linear",)),
+        "final_layer.adaLN_modulation.1": Parts(("all_final_layer.2-1.adaLN_modulation.1",)),
+    }
     for name, number in (("layers", depth), ("noise_refiner", refiner_depth), ("context_refiner", refiner_depth)):
-        found |= _blocks(name, name, number, Z_IMAGE)
-    return found
+        modules |= _blocks(name, name, number, Z_IMAGE)
+    return modules
+
+
+def _embedders(names: Sequence[str], *layers: str) -> dict[str, Parts]:
+    """Return the parts of the two layers of each embedder."""
+    return {
+        f"{ours}.{layer}": Parts((f"time_text_embed.{EMBEDDERS[ours]}.linear_{number}",))
+        for ours in names
+        for number, layer in enumerate(layers, 1)
+    }
 
 
 def _blocks(ours: str, theirs: str, count: int, table: Mapping[str, tuple[str, ...]]) -> dict[str, Parts]:

@@ -146,7 +146,13 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
     for _ in range(num_pairs):
         key = _text(file)
         pairs[key] = _value(file, _unpack(file, "I")[0])
-    table = [(_text(file), *_tensor_info(file)) for _ in range(num_tensors)]
+    table = []
+    for _ in range(num_tensors):
+        key, (dimensions,) = _text(file), _unpack(file, "I")
+        if dimensions > MOST_DIMENSIONS:
+            raise ValueError(f"a tensor of {dimensions} dimensions")
+        sides = _unpack(file, f"{dimensions}Q")[::-1]  # stored reversed
+        table.append((key, sides, *_unpack(file, "IQ")))  # its format and offset
 
     alignment = pairs.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
@@ -210,12 +216,3 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind not in NUMBERS:
         raise ValueError(f"a value of the unknown type {kind}")
     return _unpack(file, NUMBERS[kind])[0]
-
-
-def _tensor_info(file: BinaryIO) -> tuple[tuple[int, ...], int, int]:
-    """Read a tensor's shape, which is stored reversed, its format and its offset."""
-    (dimensions,) = _unpack(file, "I")
-    if dimensions > MOST_DIMENSIONS:
-        raise ValueError(f"a tensor of {dimensions} dimensions")
-    sides = _unpack(file, f"{dimensions}Q")[::-1]
-    return sides, *_unpack(file, "IQ")

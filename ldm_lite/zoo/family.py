@@ -137,11 +137,19 @@ class SkipLayers:
 
 
 class Hint(NamedTuple):
-    """What is said of a file that weights do not tell from another variant, if its name has a word, or lacks it."""
+    """A family that weights do not tell from this one: said of a file whose name has a word, or lacks it."""
 
     word: str
-    text: str
+    family: str
+    like: str = ""  # what it is not told from
     lacks: bool = False
+
+    def text(self, title: str) -> str:
+        """What is said of a file that was taken for the family of this title."""
+        untold = "which weights cannot tell" + (f" from {self.like}" if self.like else "")
+        if self.lacks:
+            return f"taken for {title}, {untold}: else add `metadata=family={self.family}`"
+        return f"its name says {self.word.title()}, {untold}: if it is, add `metadata=family={self.family}`"
 
 
 Noise = Preserving | Flow
