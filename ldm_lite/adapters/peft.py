@@ -252,6 +252,3 @@ def _choose(names: Collection[str], where: str) -> list[tuple[str, str, str | No
         some = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
         raise ValueError(f"{where}: is no LoRA of PEFT ({CONFIG}); take one of its files: {some or 'it has none'}")
     return [("", chosen[0], None)]
-
-
-Configs = Mapping[str, PeftConfig]  # the role of a network, or "" -> its configuration

@@ -41,14 +41,7 @@ from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, prepare
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.families import (
-    DENOISERS,
-    check_complete,
-    check_metadata,
-    detect_family,
-    with_prediction,
-    with_vae,
-)
+from ldm_lite.zoo.families import DENOISERS, check_complete, check_metadata, detect_family, with_prediction, with_vae
 from ldm_lite.zoo.family import Autoencoder, Family, text_roles
 
 log = logging.getLogger("ldm_lite")

@@ -31,20 +31,16 @@ def load_autoencoder(
 
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
-    torch_device, tensors = pick_device(device), open_autoencoder(source)
-    spec = autoencoder_spec(tensors)
-    network: Autoencoder = load_network(spec, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
+    torch_device, parts = pick_device(device), split(open_source(source))
+    if "vae" not in parts:
+        raise ValueError(f"{parts.file.path}: holds no autoencoder, only {', '.join(parts)}")
+    tensors = parts["vae"]
+    network: Autoencoder = load_network(
+        autoencoder_spec(tensors), tensors, "vae", torch_device, pick_dtype(dtype, torch_device)
+    )
     # The matmul precision is set per process: leave it alone.
     prepare({"vae": network}, RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision()), torch_device)
     return network
-
-
-def open_autoencoder(source: str | os.PathLike[str] | None) -> Tensors:
-    """Open an autoencoder's weights.  Raises as load_autoencoder does."""
-    parts = split(open_source(source))
-    if "vae" not in parts:
-        raise ValueError(f"{parts.file.path}: holds no autoencoder, only {', '.join(parts)}")
-    return parts["vae"]
 
 
 def autoencoder_spec(tensors: Tensors) -> Spec:
@@ -54,10 +50,7 @@ def autoencoder_spec(tensors: Tensors) -> Spec:
 
 
 def load_upscaler(
-    source: str | os.PathLike[str],
-    *,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
+    source: str | os.PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> RRDBNet:
     """Load an ESRGAN network from its file.  Raises FileNotFoundError or ValueError, one line that says what to do."""
     torch_device, parts = pick_device(device), split(open_source(source))

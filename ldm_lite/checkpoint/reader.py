@@ -37,39 +37,18 @@ OPENERS: list[tuple[bytes, Any]] = [
 ]
 # ... and a pattern of a key -> Tensors -> Tensors in the original layout, or None; all that match, in this order.
 ADAPTERS: list[tuple[str, str]] = [
-    (
-        r"\.(scale_weight|weight_scale)$|(^|\.)(comfy_quant|scaled_fp8)$",
-        "ldm_lite.formats.scaled:unscaled",
-    ),
+    (r"\.(scale_weight|weight_scale)$|(^|\.)(comfy_quant|scaled_fp8)$", "ldm_lite.formats.scaled:unscaled"),
     (
         r"^time_embedding\.linear_1\.weight$|^adapter\.body\.0\.resnets\.0\.|^(encoder|decoder)\.mid_block\.resnets\.0\."
         r"|^(text_model\.)?final_layer_norm\.weight$|(^|^(model\.)?diffusion_model\.)(transformer_blocks|layers\.0\.attention)\.",
         "ldm_lite.formats.diffusers_layout:to_original",
     ),
-    (
-        r"^text_encoders\.clip_g\.transformer\.text_model\.final_layer_norm\.weight$",
-        "ldm_lite.formats.comfyui:clip_g",
-    ),
-    (
-        r"^visual\.transformer\.resblocks\.0\.attn\.in_proj_weight$",
-        "ldm_lite.formats.open_clip_vision:to_transformers",
-    ),
-    (
-        r"_orig_mod\.|^module\.",
-        "ldm_lite.formats.compiled:plain",
-    ),
-    (
-        r"\b(query_norm|key_norm)\.weight$",
-        "ldm_lite.formats.comfyui:flux_norms",
-    ),
-    (
-        r"^((decoder|encoder)\.layers\.0|[01])\.weight$",
-        "ldm_lite.formats.taesd:whole",
-    ),
-    (
-        r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$",
-        "ldm_lite.formats.esrgan:as_basicsr",
-    ),
+    (r"^text_encoders\.clip_g\.transformer\.text_model\.final_layer_norm\.weight$", "ldm_lite.formats.comfyui:clip_g"),
+    (r"^visual\.transformer\.resblocks\.0\.attn\.in_proj_weight$", "ldm_lite.formats.open_clip_vision:to_transformers"),
+    (r"_orig_mod\.|^module\.", "ldm_lite.formats.compiled:plain"),
+    (r"\b(query_norm|key_norm)\.weight$", "ldm_lite.formats.comfyui:flux_norms"),
+    (r"^((decoder|encoder)\.layers\.0|[01])\.weight$", "ldm_lite.formats.taesd:whole"),
+    (r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$", "ldm_lite.formats.esrgan:as_basicsr"),
     (  # what no original checkpoint of a known family has
         r"^(?!(model\.diffusion_model|first_stage_model|cond_stage_model|model_ema)\.)\w+\.|^(emb_|clip_|edm_|task_|string_to_)"
         r"|time_(stack|mixer)|distilled_|_modulation|_qkv|cap_embedder|siglip|motion_|\.roberta\.|\.quantize\.(embed|proj)\.",
@@ -308,12 +287,7 @@ def load_network(
 
 
 def load_weights(
-    network: nn.Module,
-    tensors: Tensors,
-    title: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    in_blocks: bool = False,
+    network: nn.Module, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype, in_blocks: bool = False
 ) -> None:
     """Fill a network built on the meta device, strictly, reading each tensor directly to device and dtype.
 

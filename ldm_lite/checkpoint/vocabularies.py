@@ -44,17 +44,16 @@ def tokenizers_of(
     roles = {type(spec).__name__: role for role, spec in family.networks.items()}
     if source is not None and "Qwen3Spec" not in roles:
         raise ValueError(f"got `tokenizer` {source}, which {family.title} does not use: leave it out")
-    t5 = _t5_tokenizer(parts[roles["T5Spec"]].path, roles["T5Spec"], vocab) if "T5Spec" in roles else None
+    t5 = None
+    if (role := roles.get("T5Spec")) is not None:
+        weights = parts[role].path
+        path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
+        if path is None:
+            raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
+        t5 = T5Tokenizer(512, path=path)
     if "Qwen3Spec" in roles:
         return _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source), t5
     return tokenizer_of(family.text), t5
-
-
-def _t5_tokenizer(weights: Path, role: str, vocab: str | None) -> T5Tokenizer:
-    path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
-    if path is None:
-        raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
-    return T5Tokenizer(512, path=path)
 
 
 def _qwen3_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tokenizer:

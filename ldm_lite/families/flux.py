@@ -86,12 +86,7 @@ CONTROL = replace(
 ROWS = {
     "flux_dev": DEV,
     "flux_schnell": replace(
-        DEV,
-        title="FLUX.1 [schnell]",
-        unet=RELEASED["flux_schnell"],
-        noise=Flow("s", "flow"),
-        steps=4,
-        scale=1.0,
+        DEV, title="FLUX.1 [schnell]", unet=RELEASED["flux_schnell"], noise=Flow("s", "flow"), steps=4, scale=1.0
     ),
     "flux_kontext": replace(DEV, title="FLUX.1 Kontext", task="edit", hints=()),
     "flux_fill": replace(DEV, title="FLUX.1 Fill", unet=RELEASED["flux_fill"], task="inpaint_flux", scale=30.0),

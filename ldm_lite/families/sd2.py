@@ -32,12 +32,7 @@ PLAIN = replace(
     text_encoders=(OPEN_CLIP_H,),
     scale=9.0,
 )
-SD2 = replace(
-    PLAIN,
-    v_resolution=768,
-    predicts=predicts,
-    hints=(Hint("turbo", "sd_turbo"),),
-)
+SD2 = replace(PLAIN, v_resolution=768, predicts=predicts, hints=(Hint("turbo", "sd_turbo"),))
 UNCLIP = replace(
     PLAIN,
     title="Stable Diffusion 2.1 unCLIP (H)",

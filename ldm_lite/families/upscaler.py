@@ -28,5 +28,5 @@ ROWS = {
         noise=Preserving(0.0001, 0.02),
         scale_factor=0.08333,
         scale=9.0,
-    ),
+    )
 }

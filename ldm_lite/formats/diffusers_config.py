@@ -177,7 +177,17 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "StableDiffusion3")):
         check(place, config, CHECKED["flow"])
         return {}
-    sampler = _sampler(place, name, config)
+    sampler = None  # its name here, if its solver is here
+    if name not in (*NOT_HERE, "None"):
+        try:
+            key, _ = resolve(name)
+        except ValueError as error:
+            raise ValueError(
+                f"{place}: {_short(name)} is not supported: wanted a scheduler of a variance-preserving process, such "
+                "as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
+            ) from error
+        ends = (end for end in ("karras", "exponential", "beta") if config.get(f"use_{end}_sigmas"))
+        sampler = " ".join([key, *ends])
     check(place, config, CHECKED["scheduler"])
     is_ddim = name in SOLVED_BY_DDIM
     unlike: dict[str, object] = {"timestep_spacing": "linspace"} if is_ddim else {}
@@ -202,21 +212,6 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     elif sampler not in (None, "ddim"):
         log.info('%s: its %s is `sampler="%s"`; the default is the family\'s own sampler', place, name, sampler)
     return {key: str(value) for key, value in metadata.items() if value is not None}
-
-
-def _sampler(place: str, name: str, config: Config) -> str | None:
-    """Return the name here of a scheduler's solver; None if it is not here.  Raises ValueError for another process."""
-    if name in (*NOT_HERE, "None"):
-        return None
-    try:
-        key, _ = resolve(name)
-    except ValueError as error:
-        raise ValueError(
-            f"{place}: {_short(name)} is not supported: wanted a scheduler of a variance-preserving process, such "
-            "as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
-        ) from error
-    ends = (end for end in ("karras", "exponential", "beta") if config.get(f"use_{end}_sigmas"))
-    return " ".join([key, *ends])
 
 
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------

@@ -35,14 +35,8 @@ class Module(NamedTuple):
 MODULES = {
     "sd1": Module(("sd1",), contexts=(768,)),
     "sd1_variants": Module(("sd1_inpaint", "instruct_pix2pix", "lcm"), contexts=(768,)),
-    "sd2": Module(
-        ("sd2", "sd_turbo", "sd2_inpaint", "sd2_depth", "sd2_unclip_h", "sd2_unclip_l"),
-        contexts=(1024,),
-    ),
-    "sdxl": Module(
-        ("sdxl_base", "sdxl_turbo", "sdxl_inpaint", "lcm_sdxl", "sdxl_refiner"),
-        contexts=(2048, 1280),
-    ),
+    "sd2": Module(("sd2", "sd_turbo", "sd2_inpaint", "sd2_depth", "sd2_unclip_h", "sd2_unclip_l"), contexts=(1024,)),
+    "sdxl": Module(("sdxl_base", "sdxl_turbo", "sdxl_inpaint", "lcm_sdxl", "sdxl_refiner"), contexts=(2048, 1280)),
     "ldm": Module(
         (
             *("ldm_celeba_ffhq_beds256", "ldm_lsun_churches256", "ldm_text2img_large", "ldm_text2img256"),
