@@ -9,27 +9,13 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.bert import BERT_LARGE, BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
 from ldm_lite.models.vae_vq import VQSpec
-from ldm_lite.zoo.family import IN_THE_FILE, KL_F8, KL_F8_16, Preserving
+from ldm_lite.zoo.family import IN_THE_FILE, KL_F8, Preserving
 
 KL_F4 = replace(KL_F8, channel_mult=(1, 2, 4), z_channels=3, embed_dim=3)
 KL_F16 = replace(KL_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=16, embed_dim=16, attn_levels=(4,))
 VQ_F4 = VQSpec(**vars(KL_F4), num_codes=8192)
 VQ_F8 = replace(VQ_F4, channel_mult=(1, 2, 2, 4), z_channels=4, embed_dim=4, attn_levels=(3,), num_codes=16384)
 
-# Every autoencoder of latent diffusion, by its original name: with a row here, in another family, or alone.
-AUTOENCODERS = {
-    "kl_f4": KL_F4,
-    "kl_f4_x4upscaler": replace(KL_F4, z_channels=4, embed_dim=4),
-    "kl_f8_sd": KL_F8,
-    "kl_f8_flux": KL_F8_16,
-    "kl_f16": KL_F16,
-    "kl_f32": replace(KL_F16, channel_mult=(1, 1, 2, 2, 4, 4), z_channels=64, embed_dim=64, attn_levels=(4, 5)),
-    "vq_f4": VQ_F4,
-    "vq_f4_noattn": replace(VQ_F4, mid_attn=False),
-    "vq_f8": VQ_F8,
-    "vq_f8_n256": replace(VQ_F8, num_codes=256),
-    "vq_f16": replace(VQ_F8, channel_mult=(1, 1, 2, 2, 4), z_channels=8, embed_dim=8, attn_levels=(4,)),
-}
 LDM_UNET = replace(  # text2img256; most of the LDM zoo is defined by its difference from this spec
     SD1.unet,
     in_channels=3,
@@ -186,7 +172,7 @@ ROWS = {
         unet=replace(
             UNCONDITIONAL_UNET, in_channels=7, model_channels=256, num_heads=8, head_dim=None, resblock_updown=True
         ),
-        vae=AUTOENCODERS["vq_f4_noattn"],
+        vae=replace(VQ_F4, mid_attn=False),
         task="inpaint_ldm",
         noise=Preserving(0.0015, 0.0205),
         resolution=512,

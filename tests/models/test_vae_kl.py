@@ -11,9 +11,9 @@ import pytest
 import torch
 import toy
 from random_checkpoint import SMALL
+from released import AUTOENCODERS
 
 from ldm_lite.core.vae import AutoencoderKL, Downsample, VAESpec
-from ldm_lite.families.ldm import AUTOENCODERS
 from ldm_lite.zoo.family import infer_vae
 
 DATA = Path(__file__).parents[1] / "data"

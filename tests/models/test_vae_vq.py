@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import toy
+from released import AUTOENCODERS
 
-from ldm_lite.families.ldm import AUTOENCODERS
 from ldm_lite.models import vae_vq
 from ldm_lite.models.vae_vq import VectorQuantizer, VQModel
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from released import TRANSFORMERS
+from released import AUTOENCODERS, TRANSFORMERS
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, on_meta, split
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
-from ldm_lite.families.ldm import AUTOENCODERS
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.zoo.families import FAMILIES, check_complete, detect_family
 from ldm_lite.zoo.family import NETWORKS, Spec, build, infer_vae
