@@ -46,6 +46,9 @@ from ldm_lite.zoo.family import Autoencoder, Family, text_roles
 
 log = logging.getLogger("ldm_lite")
 
+ADAPTERS = "ldm_lite.adapters"  # imported when a LoRA or a textual inversion is named
+PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
+
 M = TypeVar("M", bound="Model")
 
 
@@ -161,10 +164,10 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, offloader, removable=False)
     parameters, unet_dtype = sum(map(num_parameters, networks.values())), dtypes["unet"]
     others = ", ".join(f"{role} {short_name(dtype)}" for role, dtype in dtypes.items() if dtype != unet_dtype)
+    dtype_names = short_name(unet_dtype) + (f" ({others})" if others else "")
     description = (
         f"{title}: {family.title}, {family.prediction} prediction, {weights} weights, {parameters / 1e6:,.0f} M "
-        f"parameters, {short_name(unet_dtype)}{others and f' ({others})'} on {device}, loaded in "
-        f"{time.perf_counter() - start:.1f} s"
+        f"parameters, {dtype_names} on {device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
     for hint in family.hints:
@@ -187,10 +190,6 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     )
     embeddings = [embedding for lora, _ in loras for embedding in lora.embeddings]
     return _with_learned(model, embeddings, "`lora`") if embeddings else model
-
-
-ADAPTERS = "ldm_lite.adapters"
-PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
 
 
 def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
@@ -316,14 +315,14 @@ def is_rounded(stored: Tensor, exact: NDArray[Any], dtype: torch.dtype, toleranc
     return bool((off <= np.maximum(unit, tolerance * np.abs(exact))).all())
 
 
-def stored_schedule(file: Tensors, family_s: Schedule) -> Array | None:
+def stored_schedule(file: Tensors, expected: Schedule) -> Array | None:
     """Return alpha_bar (1000,) of the noise schedule in a file if it is not the family's, rounded or not; else None.
 
     Of `betas` and `alphas_cumprod`, the one that differs counts.  Raises ValueError for buffers that are no schedule,
     that contradict each other, or that are too coarse.
     """
     others: list[Array] = []  # alpha_bar of betas that are not the known ones
-    for name, exact in (("betas", family_s.betas), ("alphas_cumprod", family_s.alpha_bar)):
+    for name, exact in (("betas", expected.betas), ("alphas_cumprod", expected.alpha_bar)):
         if name not in file.shapes:
             continue
         where, stored = f"{file.path}: its {name}", read_weight(file, name)
