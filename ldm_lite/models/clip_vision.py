@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import Encoder
+from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.ops import multiple
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of pixels in [0,1], for CLIP
@@ -63,6 +65,19 @@ class Embeddings(nn.Module):
         patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)  # (B, N-1, D)
         first = self.class_embedding.expand(len(patches), 1, -1)
         return torch.cat([first, patches], dim=1) + self.position_embedding.weight
+
+
+class Encoder(nn.Module):
+    """The layers of an image encoder, with the sizes of its spec: those of the text encoder, not causal."""
+
+    def __init__(self, spec: Any, activation: str, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(spec.width, spec.mlp_width, spec.heads) for _ in range(spec.layers))
+        layer: Any
+        for layer in self.layers:
+            layer.self_attn.causal = False
+            layer.mlp.activation = ACTIVATIONS[activation]()
+            layer.layer_norm1.eps = layer.layer_norm2.eps = eps
 
 
 class CLIPVisionEncoder(nn.Module):

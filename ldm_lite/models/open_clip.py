@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,17 +92,6 @@ class ResidualAttentionBlock(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Transformer(nn.Module):
-    """The stack of blocks."""
-
-    def __init__(self, spec: OpenCLIPTextSpec) -> None:
-        super().__init__()
-        numbers = (spec.width, spec.mlp_width, spec.heads)
-        self.resblocks = nn.ModuleList(
-            ResidualAttentionBlock(*numbers, activation=nn.GELU(), causal=True) for _ in range(spec.layers)
-        )
-
-
 class OpenCLIPTextEncoder(SkippingEncoder):
     """The text encoder of OpenCLIP, whose pooled output is projected."""
 
@@ -112,17 +101,21 @@ class OpenCLIPTextEncoder(SkippingEncoder):
         super().__init__()
         self.spec = spec
         self.positional_embedding = nn.Parameter(torch.randn(spec.length, spec.width) * 0.01)
-        self.transformer = Transformer(spec)
+        layers = (
+            ResidualAttentionBlock(spec.width, spec.mlp_width, spec.heads, activation=nn.GELU(), causal=True)
+            for _ in range(spec.layers)
+        )
+        self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(layers)})
         self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
         self.ln_final = nn.LayerNorm(spec.width)
         projection = nn.Parameter(torch.randn(spec.width, spec.width) * spec.width**-0.5) if spec.projection else None
         self.register_parameter("text_projection", projection)
 
     def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        return embed(self.token_embedding, token_ids, learned) + self.positional_embedding[: token_ids.shape[1]]
+        return embed(self.token_embedding, self.positional_embedding, token_ids, learned)
 
-    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
-        return self.transformer.resblocks, self.ln_final
+    def parts(self) -> tuple[Any, nn.Module]:
+        return self.transformer["resblocks"], self.ln_final
 
     def project(self, x: Tensor) -> Tensor:
         assert self.text_projection is not None, "this encoder has no text_projection"

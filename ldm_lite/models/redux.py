@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import Encoder
+from ldm_lite.models.clip_vision import Encoder
 from ldm_lite.models.ops import multiple
 
 EPS = 1e-6  # of the norms
