@@ -11,7 +11,7 @@ Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimod
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
@@ -33,6 +33,7 @@ from ldm_lite.core.layers import (
     sdpa,
     sinusoids,
     size,
+    split_heads,
 )
 from ldm_lite.core.unet import Attention, BasicTransformerBlock, Downsample, SpatialTransformer
 from ldm_lite.models.ops import multiple
@@ -92,10 +93,7 @@ class UNetSpec:
             size(shapes, f"{name}.weight", 2) if f"{name}.weight" in shapes else None
             for name in ("label_emb", "label_emb.0.0", "cond_proj")
         )
-        depths, middle_depth = (
-            tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
-            _depth(shapes, "middle_block"),
-        )
+        depths = tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts)
         sides = 2 if num_out else 1  # a network as deep throughout as where it was read must not be far larger
         if contexts and sum(map(mul, depths, num_res_blocks)) * sides > 2 * len(contexts) + MOST_BLOCKS:
             raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
@@ -106,7 +104,7 @@ class UNetSpec:
             channel_mult=tuple(multiple(width, mc, "the width of a level") for width in widths),
             num_res_blocks=num_res_blocks,
             transformer_depth=depths,
-            middle_depth=middle_depth,
+            middle_depth=_depth(shapes, "middle_block"),
             num_heads=None,
             head_dim=None,
             context_dim=contexts[0] if contexts else None,
@@ -134,11 +132,8 @@ def _depth(shapes: Shapes, block: str) -> int:
 
 
 def _cross_only(shapes: Shapes, block: str) -> bool:
-    attn1 = f"{block}.1.transformer_blocks.0.attn1"
-    if f"{attn1}.to_q.weight" not in shapes:
-        return False
-    to_q, to_k = (size(shapes, f"{attn1}.{name}.weight", 2) for name in ("to_q", "to_k"))
-    return to_q[1] != to_k[1]
+    q, k = (shapes.get(f"{block}.1.transformer_blocks.0.attn1.{name}.weight", ()) for name in ("to_q", "to_k"))
+    return q[1:] != k[1:]
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
@@ -159,13 +154,23 @@ class AttentionBlock(nn.Module):
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        # As linears over tokens (B, N, C): attention kernels need the channels of a head next to each other.
-        tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
-        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # (B, N, 3C)
-        q, k, v = qkv.view(*qkv.shape[:2], self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # (B, H, N, D) each
-        out = F.linear(merge_heads(self.attention(q, k, v)), self.proj_out.weight[:, :, 0], self.proj_out.bias)
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        q, k, v = self.per_head(self.qkv, self.norm(x)).chunk(3, dim=-1)  # (B, H, N, D) each
+        out = merge_heads(self.attention(q, *self.attended(k, v, context)))  # (B, N, C)
+        out = F.linear(out, self.proj_out.weight[:, :, 0], self.proj_out.bias)
         return x + out.transpose(1, 2).view_as(x)
+
+    def per_head(self, layer: nn.Conv1d, x: Tensor) -> Tensor:
+        """Apply a 1x1 convolution to (B,C,...), as a linear over N positions: (B,H,N,K/H).
+
+        Attention kernels need the channels of a head next to each other.
+        """
+        tokens = x.flatten(2).transpose(1, 2)  # (B, N, C)
+        return split_heads(F.linear(tokens, layer.weight[:, :, 0], layer.bias), self.num_heads)
+
+    def attended(self, k: Tensor, v: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values that are attended to, of the positions': for networks of other kinds to extend."""
+        return k, v
 
 
 class CrossOnlyBlock(BasicTransformerBlock):
@@ -248,9 +253,25 @@ class Block(core.Block):
         for layer in self:
             if isinstance(layer, ResBlock):
                 x = layer(x, emb, size)
+            elif isinstance(layer, AttentionBlock):
+                x = layer(x, context)
             else:
                 x = core.Block.forward([layer], x, emb, context, size)  # type: ignore[arg-type]
         return x
+
+
+def resample_by_residuals(unet: Any, residual: Callable[[int, str], nn.Module]) -> None:
+    """Replace the convolutions that resample by residual blocks: of so many channels, "down" or "up"."""
+    kinds: dict[type[nn.Module], str] = {Downsample: "down", Upsample: "up"}
+
+    def replaced(layer: Any) -> nn.Module:
+        channels = next(layer.children()).out_channels if type(layer) in kinds else 0
+        return residual(channels, kinds[type(layer)]) if channels else layer
+
+    for blocks in (unet.input_blocks, unet.output_blocks):
+        for i, block in enumerate(blocks):
+            blocks[i] = Block(map(replaced, block))
+    unet.middle_block = Block(unet.middle_block)
 
 
 # ---- the network ----------------------------------------------------------------------------------------------------
@@ -275,19 +296,10 @@ class UNet(core.UNet):
             vector = nn.Linear(spec.vector_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width)
             self.label_emb = nn.Sequential(nn.Sequential(*vector))
         if spec.resblock_updown:
-            halves: tuple[Any, Any] = self.input_blocks, self.output_blocks
-            for blocks in halves:
-                for i, block in enumerate(blocks):
-                    blocks[i] = Block(map(self._resampling, block))
-
-    def _resampling(self, layer: nn.Module) -> nn.Module:
-        """A residual block in place of a convolution that resamples."""
-        kind = {Downsample: "down", Upsample: "up"}.get(type(layer))
-        if kind is None:
-            return layer
-        conv: Any = layer.op if kind == "down" else layer.conv
-        channels = conv.out_channels
-        return ResBlock(channels, channels, 4 * self.spec.model_channels, self.spec.scale_shift, kind)
+            emb = 4 * width
+            resample_by_residuals(
+                self, lambda channels, kind: ResBlock(channels, channels, emb, spec.scale_shift, kind)
+            )
 
     def residual(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
