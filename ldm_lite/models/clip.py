@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from ldm_lite.core import clip as core
 from ldm_lite.core.clip import QuickGELU
 from ldm_lite.core.layers import Shapes
-from ldm_lite.models.ops import Fitted
+from ldm_lite.models.ops import Fitted, gelu_tanh
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "quick_gelu": QuickGELU,
     "gelu": nn.GELU,
-    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
 }
 
 

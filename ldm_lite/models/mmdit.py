@@ -14,16 +14,25 @@ Source: Esser et al. 2024, sec. 4; Peebles and Xie 2023 (adaLN); Stability-AI/sd
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import Embedder, LastLayer, RMSNorm, finite_half, modulate, modulation, multiple
+from ldm_lite.models.ops import (
+    LastLayer,
+    RMSNorm,
+    TransformerSpec,
+    embedder,
+    finite_half,
+    gelu_tanh,
+    mlp,
+    modulate,
+    modulation,
+    multiple,
+)
 
 HEAD_DIM = 64
 SINUSOIDS = 256
@@ -31,7 +40,7 @@ QKV = tuple[Tensor, Tensor, Tensor]  # (B,H,N,D/H) each
 
 
 @dataclass(frozen=True)
-class MMDiTSpec:
+class MMDiTSpec(TransformerSpec):
     """Sizes and options in which the transformers of Stable Diffusion 3 differ."""
 
     in_channels: int
@@ -44,10 +53,6 @@ class MMDiTSpec:
     side: int  # of the table of positions, in tokens
     qk_norm: bool  # not in Stable Diffusion 3 medium
     dual_depth: int  # first blocks with a second attention: 13 in 3.5 medium
-
-    patch: ClassVar[int] = 2  # latent positions per token, along each side
-    num_classes: ClassVar[None] = None  # what only UNets have
-    guidance_dim: ClassVar[None] = None
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> MMDiTSpec:
@@ -102,11 +107,6 @@ class ImageAttention(SelfAttention):
         return self.proj(merge_heads(self.attention(*self.queries_keys_values(x))))
 
 
-def _mlp(width: int, mlp_width: int) -> nn.Sequential:
-    fc1, fc2 = nn.Linear(width, mlp_width), nn.Linear(mlp_width, width)
-    return nn.Sequential(OrderedDict(fc1=fc1, activation=nn.GELU(approximate="tanh"), fc2=fc2))
-
-
 class DismantledBlock(nn.Module):
     """One stream's half of a block, in two parts around the joint attention."""
 
@@ -118,7 +118,8 @@ class DismantledBlock(nn.Module):
         if dual:
             self.attn2 = ImageAttention(spec)
         if not is_last:
-            self.mlp = _mlp(spec.width, spec.mlp_width)
+            names = ("fc1", "activation", "fc2")
+            self.mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh, names)
         self.adaLN_modulation = modulation(spec.width, self.chunks)
 
     def modulations(self, vec: Tensor) -> tuple[Tensor, ...]:
@@ -180,8 +181,8 @@ class MMDiT(nn.Module):
         super().__init__()
         self.spec = spec
         self.x_embedder = PatchEmbed(spec.in_channels, spec.width)
-        self.t_embedder = Embedder(SINUSOIDS, spec.width, spec.width)
-        self.y_embedder = Embedder(spec.vector_dim, spec.width, spec.width)
+        self.t_embedder = embedder(SINUSOIDS, spec.width, spec.width)
+        self.y_embedder = embedder(spec.vector_dim, spec.width, spec.width)
         self.context_embedder = nn.Linear(spec.context_dim, spec.width)
         self.register_buffer("pos_embed", torch.zeros(1, spec.side**2, spec.width))
         self.joint_blocks = nn.ModuleList(JointBlock(spec, i) for i in range(spec.depth))

@@ -7,7 +7,7 @@ Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
 from ldm_lite.models.clip import SkippingEncoder, embed
-from ldm_lite.models.ops import Fitted
+from ldm_lite.models.ops import Fitted, mlp
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Attention(nn.Module):
 class ResidualAttentionBlock(nn.Module):
     """Self-attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, width: int, mlp_width: int, heads: int, activation: nn.Module, causal: bool) -> None:
+    def __init__(
+        self, width: int, mlp_width: int, heads: int, activation: Callable[[], nn.Module], causal: bool
+    ) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            OrderedDict(c_fc=nn.Linear(width, mlp_width), activation=activation, c_proj=nn.Linear(mlp_width, width))
-        )
+        self.mlp = mlp(width, mlp_width, width, activation, ("c_fc", "activation", "c_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -102,7 +102,7 @@ class OpenCLIPTextEncoder(SkippingEncoder):
         self.spec = spec
         self.positional_embedding = nn.Parameter(torch.randn(spec.length, spec.width) * 0.01)
         layers = (
-            ResidualAttentionBlock(spec.width, spec.mlp_width, spec.heads, activation=nn.GELU(), causal=True)
+            ResidualAttentionBlock(spec.width, spec.mlp_width, spec.heads, activation=nn.GELU, causal=True)
             for _ in range(spec.layers)
         )
         self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(layers)})

@@ -36,7 +36,7 @@ from ldm_lite.core.layers import (
     split_heads,
 )
 from ldm_lite.core.unet import Attention, BasicTransformerBlock, Downsample, SpatialTransformer
-from ldm_lite.models.ops import multiple
+from ldm_lite.models.ops import mlp, multiple
 
 __all__ = ["Attention", "BasicTransformerBlock", "Downsample", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
 
@@ -293,8 +293,7 @@ class UNet(core.UNet):
         if spec.num_classes is not None:
             self.label_emb = nn.Embedding(spec.num_classes, 4 * width)
         elif spec.vector_dim is not None:
-            vector = nn.Linear(spec.vector_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width)
-            self.label_emb = nn.Sequential(nn.Sequential(*vector))
+            self.label_emb = nn.Sequential(mlp(spec.vector_dim, 4 * width, 4 * width))
         if spec.resblock_updown:
             emb = 4 * width
             resample_by_residuals(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ldm_lite.core import unet as core
 from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import multiple
+from ldm_lite.models.ops import mlp, multiple
 from ldm_lite.models.unet import AttentionBlock, ResBlock, UNetSpec, resample_by_residuals
 
 
@@ -112,11 +112,7 @@ class UNetIF(core.UNet):
         width, emb, text_dim = spec.model_channels, spec.emb_channels, spec.context_dim
         assert text_dim is not None
         resample_by_residuals(self, lambda channels, kind: PixelResBlock(channels, channels, spec, kind))
-
-        def mlp() -> nn.Sequential:
-            return nn.Sequential(nn.Linear(width, emb), nn.GELU(), nn.Linear(emb, emb))
-
-        self.time_embed = mlp()
+        self.time_embed = mlp(width, emb, emb, nn.GELU)
         self.out[1] = nn.GELU()
         pooling = AttentionPooling(text_dim, spec.pool_heads)
         self.encoder_pooling = nn.Sequential(
@@ -124,7 +120,7 @@ class UNetIF(core.UNet):
         )
         self.encoder_proj = nn.Linear(text_dim, emb)
         if spec.super_resolution:
-            self.aug_proj = mlp()
+            self.aug_proj = mlp(width, emb, emb, nn.GELU)
 
     def residual(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
