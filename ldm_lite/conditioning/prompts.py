@@ -41,7 +41,7 @@ Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes different
 class PromptOptions:
     """How prompts are read, and the family's other conditioning."""
 
-    syntax: str = "plain"  # one of prompt.SYNTAXES
+    syntax: str = "plain"  # one of SYNTAXES
     clip_skip: int = 1  # which of the text encoder's layers to use, counted from the last; 1 is usual
     num_chunks: int = 1  # pad each prompt to at least this many chunks of 77 tokens (or embeddings)
     negative: bool = False  # these are negative prompts
@@ -176,8 +176,10 @@ def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     context_2, pooled_2 = _hidden(model, model.text_encoder_2, _second_tokenizer(model), prompts, one_chunk, pool=True)
     both = torch.cat([context, context_2], dim=2)
     both = F.pad(both, (0, model.family.unet.context_dim - both.shape[2]))  # (B, 77, D)
-    tokens = _t5(model, prompts, max(TOKENS, options.num_chunks)) if _t5_role(model) else both.new_zeros(both.shape)
-    return {"context": torch.cat([both, tokens.to(both)], dim=1), "y": torch.cat([pooled, pooled_2], dim=1)}
+    tokens = torch.zeros_like(both)
+    if model.t5_tokenizer is not None:
+        tokens = _t5(model, prompts, max(TOKENS, options.num_chunks)).to(both)
+    return {"context": torch.cat([both, tokens], dim=1), "y": torch.cat([pooled, pooled_2], dim=1)}
 
 
 def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
@@ -189,7 +191,7 @@ def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
         raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
     assert model.tokenizer is not None
     assert model.text_encoder is not None
-    counts = [_num_qwen3(model, prompt) for prompt in prompts]
+    counts = [_num_tokens(model.tokenizer, prompt) for prompt in prompts]
     length = MULTIPLE * max(options.num_chunks, *(-(-count // MULTIPLE) for count in counts))
     ids = replace(model.tokenizer, length=length)([prompt or "" for prompt in prompts])
     context = model.text_encoder(ids.to(model.device))
@@ -204,11 +206,8 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of stablediffusion.
     """
     width = (model.family.unet.vector_dim or 0) // 2
-    embedding, level, statistics = (
-        options.extra.image_embedding,
-        options.extra.noise_level,
-        options.extra.image_statistics,
-    )
+    extra = options.extra
+    embedding, level, statistics = extra.image_embedding, extra.noise_level, extra.image_statistics
     if embedding is None:
         raise ValueError(
             f"{model.family.title} reads an image's CLIP embedding (1, {width}) besides the prompt: "
@@ -349,13 +348,6 @@ def _second_tokenizer(model: Model) -> TextTokenizer:
     return replace(tokenizer_of(model.family.text_encoders[1]), added=model.tokenizer.added)
 
 
-def _t5_role(model: Model) -> str | None:
-    """Return the role of T5 among a model's text encoders; None if it has none."""
-    encoders = model.family.text_encoders
-    found = (role for role, spec in zip(text_roles(encoders), encoders, strict=True) if isinstance(spec, T5Spec))
-    return next(found, None)
-
-
 def _longest(model: Model) -> TextTokenizer | None:
     """Return the tokenizer that reads most of a prompt: T5's if there is one."""
     if model.t5_tokenizer is None:
@@ -363,24 +355,18 @@ def _longest(model: Model) -> TextTokenizer | None:
     return replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model))
 
 
-def _num_tokens(model: Model, prompt: str) -> int:
-    """Return the number of T5's tokens of a prompt, as far as they are read."""
-    tokenizer = _longest(model) if _t5_role(model) else None
-    return 1 if tokenizer is None else min(tokenizer.length, len(tokenizer.encode(prompt)) + 1)
-
-
-def _num_qwen3(model: Model, prompt: str | None) -> int:
-    """Return the number of Qwen3's tokens of a prompt in its template, as far as they are read."""
-    assert model.tokenizer is not None
-    return min(model.tokenizer.length, len(model.tokenizer.encode(prompt or "")))
+def _num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
+    """Return the number of tokens of a prompt, as far as they are read."""
+    assert tokenizer is not None
+    return min(tokenizer.length, len(tokenizer.encode(prompt or "")) + len(tokenizer.after))
 
 
 def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
     """Return T5's hidden states (B,length,D) of prompts, padded without a mask."""
-    encoder = getattr(model, _t5_role(model) or "")
+    role = next(role for role, spec in model.family.networks.items() if isinstance(spec, T5Spec))
     assert model.t5_tokenizer is not None
     ids = replace(model.t5_tokenizer, length=length)([prompt or "" for prompt in prompts])
-    return encoder(ids.to(model.device))
+    return getattr(model, role)(ids.to(model.device))
 
 
 def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:
@@ -426,8 +412,8 @@ UNWEIGHTED = ("flux", "sd3", "z_image")  # conditioners whose text encoders, T5 
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
     "flux": lambda model, prompt: 1,
-    "sd3": lambda model, prompt: _num_tokens(model, prompt),
-    "z_image": lambda model, prompt: -(-_num_qwen3(model, prompt) // MULTIPLE),
+    "sd3": lambda model, prompt: 1 if model.t5_tokenizer is None else _num_tokens(_longest(model), prompt),
+    "z_image": lambda model, prompt: -(-_num_tokens(model.tokenizer, prompt) // MULTIPLE),
 }
 MOST = {"sd3": 256, "z_image": 512 // MULTIPLE}  # of these numbers, where they vary
 OPTIONAL = ("nothing",)  # conditioners that read no prompt

@@ -77,22 +77,17 @@ def read_parameters(source: Any) -> Parameters:
     PNG holds it under "parameters", JPEG and WebP in EXIF's user comment.  Raises ValueError, with the path, if there
     is none; OSError.
     """
+    name = "the picture" if isinstance(source, Image.Image) else str(Path(source))
     if isinstance(source, Image.Image):
-        return _named("the picture", text_of(source))
-    path = Path(source)
-    try:
-        with open_file(path, 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
-            text = text_of(image)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, UnidentifiedImageError) and (isinstance(error, OSError) or "wanted" in str(error)):
-            raise
-        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
-    except (SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
-    return _named(str(path), text)
-
-
-def _named(name: str, text: str | None) -> Parameters:
+        text = text_of(source)
+    else:
+        try:
+            with open_file(Path(source), 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+                text = text_of(image)
+        except (UnidentifiedImageError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
+            if "wanted" in str(error):
+                raise
+            raise ValueError(f"{name}: is not a PNG, JPEG or WebP that can be read") from error
     if text is None:
         raise ValueError(f"{name}: holds no text of AUTOMATIC1111's web UI or of ldm_lite")
     try:
