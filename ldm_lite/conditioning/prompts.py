@@ -63,7 +63,9 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
     """
     if model.family.conditioner in UNWEIGHTED:
         prompts, options = _as_read(model, prompts, options.syntax), replace(options, syntax="plain")
-    tokenizer = _longest(model)
+    tokenizer = model.tokenizer
+    if model.t5_tokenizer is not None:  # which reads more of a prompt
+        tokenizer = replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model))
     if options.syntax == "plain" and tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
             if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
@@ -348,13 +350,6 @@ def _second_tokenizer(model: Model) -> TextTokenizer:
     return replace(tokenizer_of(model.family.text_encoders[1]), added=model.tokenizer.added)
 
 
-def _longest(model: Model) -> TextTokenizer | None:
-    """Return the tokenizer that reads most of a prompt: T5's if there is one."""
-    if model.t5_tokenizer is None:
-        return model.tokenizer
-    return replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model))
-
-
 def _num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
     """Return the number of tokens of a prompt, as far as they are read."""
     assert tokenizer is not None
@@ -412,7 +407,9 @@ UNWEIGHTED = ("flux", "sd3", "z_image")  # conditioners whose text encoders, T5 
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
     "flux": lambda model, prompt: 1,
-    "sd3": lambda model, prompt: 1 if model.t5_tokenizer is None else _num_tokens(_longest(model), prompt),
+    "sd3": lambda model, prompt: (
+        1 if model.t5_tokenizer is None else _num_tokens(replace(model.t5_tokenizer, length=256), prompt)
+    ),
     "z_image": lambda model, prompt: -(-_num_tokens(model.tokenizer, prompt) // MULTIPLE),
 }
 MOST = {"sd3": 256, "z_image": 512 // MULTIPLE}  # of these numbers, where they vary
