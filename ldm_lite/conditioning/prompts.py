@@ -347,7 +347,10 @@ def _hidden(
 
 def _second_tokenizer(model: Model) -> TextTokenizer:
     """Return the tokenizer of a model's second text encoder, with the names of embeddings."""
-    return replace(tokenizer_of(model.family.text_encoders[1]), added=model.tokenizer.added)
+    tokenizer = tokenizer_of(model.family.text_encoders[1])
+    assert tokenizer is not None
+    assert model.tokenizer is not None
+    return replace(tokenizer, added=model.tokenizer.added)
 
 
 def _num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
