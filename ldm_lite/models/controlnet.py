@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.layers import Shapes, channels_last, size
+from ldm_lite.core.layers import Shapes, size
 from ldm_lite.models.unet import UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
@@ -51,14 +51,10 @@ class ControlNet(UNet):
         x (B,in_channels,h,w), t (B,), context (B,T,D), y (B,vector_dim); hint is the output of embed_hint (B or 1).
         """
         emb = self.embed(t, y)
-        x = channels_last(x.to(emb.dtype))
         text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
-        residuals = []
-        for i, (block, zero_conv) in enumerate(zip(self.input_blocks, self.zero_convs, strict=True)):
-            x = block(x, emb, text)
-            x = x + hint if i == 0 else x
-            residuals.append(zero_conv(x))
-        return *residuals, self.middle_block_out(self.middle_block(x, emb, text))
+        outputs = self.down(x, emb, text, [hint, *[None] * len(self.input_blocks)])
+        convs = [*self.zero_convs, self.middle_block_out]
+        return tuple(conv(output) for conv, output in zip(convs, outputs, strict=True))
 
 
 def infer_spec(shapes: Shapes) -> UNetSpec:

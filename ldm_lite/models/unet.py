@@ -358,17 +358,21 @@ class UNet(core.UNet):
         text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
         if features is None:
             return self.run(x.to(emb.dtype), emb, text, residuals)
-        x, skips = channels_last(x.to(emb.dtype)), []
-        for block, feature in zip(self.input_blocks, features, strict=False):
-            x = plus(block(x, emb, text), feature)
-            skips.append(x)
-        x = plus(self.middle_block(x, emb, text), features[-1])
+        *skips, x = self.down(x, emb, text, features)
         if residuals is not None:
             *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, emb, text, skips[-1].shape[2:] if skips else None)
         return self.out(x)
+
+    def down(self, x: Tensor, emb: Tensor, text: Tensor, features: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the outputs of the input blocks and of the middle, to each of which a feature is added if there is."""
+        x, outputs = channels_last(x.to(emb.dtype)), []
+        for block, feature in zip([*self.input_blocks, self.middle_block], features, strict=True):
+            x = plus(block(x, emb, text), feature)
+            outputs.append(x)
+        return outputs
 
 
 def plus(x: Tensor, feature: Tensor | None) -> Tensor:
