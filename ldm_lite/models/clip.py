@@ -50,17 +50,13 @@ class CLIPTextSpec(core.CLIPSpec, Fitted):
 class SkippingEncoder(nn.Module):
     """Token ids -> one vector per token (the context), of the last layer or an earlier one, and one for the text.
 
-    A subclass has a spec with layers, skip, norm and end_id, and the methods embed, parts and project.
+    A subclass has a spec with layers, skip, norm and end_id, and the methods parts and project.
     """
 
     spec: Any
 
-    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        """Token ids (B,T) -> token plus position embedding (B,T,D)."""
-        raise NotImplementedError
-
-    def parts(self) -> tuple[Any, nn.Module]:
-        """Return the layers, and the norm after the last."""
+    def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
+        """Return what embeds token ids (B,T), the layers, and the norm after the last."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
@@ -84,10 +80,10 @@ class SkippingEncoder(nn.Module):
         Without `pool`, None takes its place.  Raises ValueError as forward does.  Source: pooler_output of
         transformers' CLIPTextModel; FrozenOpenCLIPEmbedder2 of generative-models.
         """
-        (layers, norm), most = self.parts(), self.spec.layers - self.spec.skip
+        (embed, layers, norm), most = self.parts(), self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:
             raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
-        x, read = self.embed(token_ids, learned), most + 1 - clip_skip
+        x, read = embed(token_ids, learned), most + 1 - clip_skip
         for layer in layers[:read]:
             x = layer(x)
         context = norm(x) if self.spec.norm else x
@@ -99,7 +95,7 @@ class SkippingEncoder(nn.Module):
         return context, self.project(norm(x)[torch.arange(len(x), device=x.device), end])
 
 
-def embed(table: nn.Embedding, positions: Tensor, ids: Tensor, learned: Tensor | None) -> Tensor:
+def embedded(table: nn.Embedding, positions: Tensor, ids: Tensor, learned: Tensor | None) -> Tensor:
     """Token ids (B,T) -> vectors of the table, or for ids beyond it of learned (V,D), plus positions (B,T,D).
 
     learned holds the vectors of textual inversion, Gal et al. 2022.
@@ -115,7 +111,7 @@ class Embeddings(core.Embeddings):
     """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
 
     def forward(self, token_ids: Tensor, learned: Tensor | None = None) -> Tensor:
-        return embed(self.token_embedding, self.position_embedding.weight, token_ids, learned)
+        return embedded(self.token_embedding, self.position_embedding.weight, token_ids, learned)
 
 
 class CLIPTextEncoder(SkippingEncoder, core.CLIPTextEncoder):
@@ -128,11 +124,8 @@ class CLIPTextEncoder(SkippingEncoder, core.CLIPTextEncoder):
         for layer in self.encoder["layers"]:  # type: ignore[attr-defined]
             layer.mlp.activation = ACTIVATIONS[spec.activation]()
 
-    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        return self.embeddings(token_ids, learned)
-
-    def parts(self) -> tuple[Any, nn.Module]:
-        return self.encoder["layers"], self.final_layer_norm
+    def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
+        return self.embeddings, self.encoder["layers"], self.final_layer_norm
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Source: Zhang et al. 2023, sec. 3; cldm.py of the original repository.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,8 @@ class ControlNet(UNet):
         x (B,in_channels,h,w), t (B,), context (B,T,D), y (B,vector_dim); hint is the output of embed_hint (B or 1).
         """
         emb = self.embed(t, y)
-        text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
-        outputs = self.down(x, emb, text, [hint, *[None] * len(self.input_blocks)])
+        context = cast(Tensor, context if context is None else context.to(emb.dtype))
+        outputs = self.down(x, emb, context, [hint, *[None] * len(self.input_blocks)])
         convs = [*self.zero_convs, self.middle_block_out]
         return tuple(conv(output) for conv, output in zip(convs, outputs, strict=True))
 
@@ -112,9 +112,9 @@ def _residuals(
     first = 0 if control.share == 1 else x.shape[0] - x.shape[0] // control.share
     if "concat" in inputs and net.spec.in_channels > x.shape[1]:
         x = torch.cat([x, inputs["concat"].to(x.dtype)], dim=1)
-    text = inputs["context"][first:] if "context" in inputs else None
+    context = inputs["context"][first:] if "context" in inputs else None
     vector = inputs["y"][first:, : net.spec.vector_dim] if "y" in inputs and net.spec.vector_dim is not None else None
-    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], text, control.hint, vector)
+    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], context, control.hint, vector)
     results = tuple(scale * result for scale, result in zip(control.scales, results, strict=True))
     if control.pool:
         results = tuple(result.mean(dim=(2, 3), keepdim=True) for result in results)

@@ -10,6 +10,8 @@ Source: Ye et al. 2023; tencent-ailab/IP-Adapter ip_adapter.py, resampler.py and
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -77,16 +79,10 @@ class LinearProjection(nn.Module):
         return self.norm(self.proj(pooled).unflatten(1, (-1, *self.norm.normalized_shape)))  # (B, T, C)
 
 
-class MLPProjection(nn.Module):
+def mlp_projection(spec: IPAdapterSpec) -> nn.Module:
     """Hidden states of CLIP (B,N,E) -> as many tokens (B,N,C)."""
-
-    def __init__(self, spec: IPAdapterSpec) -> None:
-        super().__init__()
-        layers = mlp(spec.image_width, spec.image_width, spec.context_dim, nn.GELU)
-        self.proj = nn.Sequential(*layers, nn.LayerNorm(spec.context_dim))
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.proj(states)
+    layers = mlp(spec.image_width, spec.image_width, spec.context_dim, nn.GELU)
+    return nn.Sequential(OrderedDict(proj=nn.Sequential(*layers, nn.LayerNorm(spec.context_dim))))
 
 
 class PerceiverAttention(nn.Module):
@@ -132,7 +128,11 @@ class Resampler(nn.Module):
         return self.norm_out(self.proj_out(x))
 
 
-PROJECTIONS = {"linear": LinearProjection, "mlp": MLPProjection, "resampler": Resampler}
+PROJECTIONS: dict[str, Callable[[IPAdapterSpec], nn.Module]] = {
+    "linear": LinearProjection,
+    "mlp": mlp_projection,
+    "resampler": Resampler,
+}
 
 
 class KeysAndValues(nn.Module):

@@ -14,6 +14,7 @@ Source: Esser et al. 2024, sec. 4; Peebles and Xie 2023 (adaLN); Stability-AI/sd
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,17 +162,6 @@ class JointBlock(nn.Module):
         return context, self.x_block.after(x, from_image, image_mods)
 
 
-class PatchEmbed(nn.Module):
-    """Latents (B,C,h,w) -> tokens (B,N,D): each of 2x2 positions."""
-
-    def __init__(self, in_channels: int, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_channels, width, 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)  # (B, N, D)
-
-
 class MMDiT(nn.Module):
     """The denoising network of Stable Diffusion 3: noised latents at time 1000 s -> the velocity eps - x0."""
 
@@ -180,7 +170,7 @@ class MMDiT(nn.Module):
     def __init__(self, spec: MMDiTSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.x_embedder = PatchEmbed(spec.in_channels, spec.width)
+        self.x_embedder = nn.Sequential(OrderedDict(proj=nn.Conv2d(spec.in_channels, spec.width, 2, stride=2)))
         self.t_embedder = embedder(SINUSOIDS, spec.width, spec.width)
         self.y_embedder = embedder(spec.vector_dim, spec.width, spec.width)
         self.context_embedder = nn.Linear(spec.context_dim, spec.width)
@@ -200,7 +190,7 @@ class MMDiT(nn.Module):
         assert y is not None, "Stable Diffusion 3 reads the pooled text"
         x = x.to(y.dtype)
         h, w = x.shape[2] // 2, x.shape[3] // 2
-        x = self.x_embedder(x) + self.positions(h, w)  # (B, N, D)
+        x = self.x_embedder(x).flatten(2).transpose(1, 2) + self.positions(h, w)  # (B, N, D)
         vec = F.silu(self.t_embedder(sinusoids(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
         context = self.context_embedder(context)  # (B, T, D)
         for i, block in enumerate(self.joint_blocks):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.clip import SkippingEncoder, embed
+from ldm_lite.models.clip import SkippingEncoder, embedded
 from ldm_lite.models.ops import Fitted, mlp
 
 
@@ -111,11 +111,11 @@ class OpenCLIPTextEncoder(SkippingEncoder):
         projection = nn.Parameter(torch.randn(spec.width, spec.width) * spec.width**-0.5) if spec.projection else None
         self.register_parameter("text_projection", projection)
 
-    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        return embed(self.token_embedding, self.positional_embedding, token_ids, learned)
+    def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
+        def embed(token_ids: Tensor, learned: Tensor | None) -> Tensor:
+            return embedded(self.token_embedding, self.positional_embedding, token_ids, learned)
 
-    def parts(self) -> tuple[Any, nn.Module]:
-        return self.transformer["resblocks"], self.ln_final
+        return embed, self.transformer["resblocks"], self.ln_final
 
     def project(self, x: Tensor) -> Tensor:
         assert self.text_projection is not None, "this encoder has no text_projection"

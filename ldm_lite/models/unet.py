@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,8 @@ class UNetSpec:
         sides = 2 if num_out else 1  # a network as deep throughout as where it was read must not be far larger
         if contexts and sum(map(mul, depths, num_res_blocks)) * sides > 2 * len(contexts) + MOST_BLOCKS:
             raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
+        attn1 = (f"input_blocks.{i}.1.transformer_blocks.0.attn1" for i in firsts)
+        projections = [[shapes.get(f"{layer}.{name}.weight", ()) for name in ("to_q", "to_k")] for layer in attn1]
         return UNetSpec(
             in_channels=in_channels,
             out_channels=size(shapes, "out.2.weight", 4)[0],
@@ -109,7 +111,7 @@ class UNetSpec:
             head_dim=None,
             context_dim=contexts[0] if contexts else None,
             linear_proj=len(shapes.get("middle_block.1.proj_in.weight", ())) == 2,
-            cross_only=tuple(_cross_only(shapes, f"input_blocks.{i}") for i in firsts),
+            cross_only=tuple(q[1:] != k[1:] for q, k in projections),
             vector_dim=label_mlp[1] if label_mlp else None,
             guidance_dim=guidance[1] if guidance else None,
             num_classes=label[0] if label else None,
@@ -129,11 +131,6 @@ def _depth(shapes: Shapes, block: str) -> int:
     """Count the transformer blocks in an input block or the middle; 1 for an attention block."""
     blocks = count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
     return blocks or int(f"{block}.1.qkv.weight" in shapes)
-
-
-def _cross_only(shapes: Shapes, block: str) -> bool:
-    q, k = (shapes.get(f"{block}.1.transformer_blocks.0.attn1.{name}.weight", ()) for name in ("to_q", "to_k"))
-    return q[1:] != k[1:]
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
@@ -355,22 +352,22 @@ class UNet(core.UNet):
         emb = self.embed(t, y)  # (B, E)
         x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
         # Networks without text ignore the context.
-        text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
+        context = cast(Tensor, context if context is None else context.to(emb.dtype))
         if features is None:
-            return self.run(x.to(emb.dtype), emb, text, residuals)
-        *skips, x = self.down(x, emb, text, features)
+            return self.run(x.to(emb.dtype), emb, context, residuals)
+        *skips, x = self.down(x, emb, context, features)
         if residuals is not None:
             *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, text, skips[-1].shape[2:] if skips else None)
+            x = block(x, emb, context, skips[-1].shape[2:] if skips else None)
         return self.out(x)
 
-    def down(self, x: Tensor, emb: Tensor, text: Tensor, features: Sequence[Tensor | None]) -> list[Tensor]:
+    def down(self, x: Tensor, emb: Tensor, context: Tensor, features: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the outputs of the input blocks and of the middle, to each of which a feature is added if there is."""
         x, outputs = channels_last(x.to(emb.dtype)), []
         for block, feature in zip([*self.input_blocks, self.middle_block], features, strict=True):
-            x = plus(block(x, emb, text), feature)
+            x = plus(block(x, emb, context), feature)
             outputs.append(x)
         return outputs
 

@@ -11,7 +11,7 @@ import importlib
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from html.entities import html5
 
 from ldm_lite.core.tokenizer import REPLACED, WINDOWS
@@ -66,32 +66,30 @@ def _ftfy() -> Callable[[str], str] | None:
 
 
 def _character(entity: str) -> str:
-    """Return the character of an HTML entity that ends with a semicolon, or the entity if there is none."""
-    if not entity.startswith("&#"):
-        return _entities().get(entity[1:], entity)
-    character = html.unescape(entity)
+    """Return the character of an HTML entity that ends with a semicolon, or the entity if there is none.
+
+    Entities of lower case count in capitals too where these are no others: &EACUTE; is \u00c9.
+    """
+    name = entity[1:]
+    if name in html5:
+        return html5[name]
+    if name == name.upper() and name.lower() in html5 and html.unescape(entity) == entity:
+        return html5[name.lower()].upper()
+    character = html.unescape(entity) if name.startswith("#") else entity
     return entity if ";" in character else character
-
-
-@functools.cache
-def _entities() -> Mapping[str, str]:
-    """HTML's entities, and those of lower case also in capitals where that is no other entity: EACUTE; is \u00c9."""
-    known = {name: value for name, value in html5.items() if name.endswith(";")}
-    capitals = {name.upper(): value.upper() for name, value in known.items() if name == name.lower()}
-    return {name: value for name, value in capitals.items() if html.unescape(f"&{name}") == f"&{name}"} | known
 
 
 def _may_be_misread(text: str) -> bool:
     """Whether letters are UTF-8 once encoded: a part of them in Latin-1 or Windows-1252, all of them in others."""
+
+    def is_utf8(letters: str, encoding: str) -> bool:
+        if encoding in _ENCODINGS[:2]:
+            return _UTF8.search(letters.encode(encoding, "replace")) is not None
+        try:
+            return bool(letters.encode(encoding).decode("utf-8"))
+        except UnicodeError:
+            return False
+
     if _A_GRAVE.search(text):
         return True
-    return any(_is_utf8(letters, encoding) for letters in _FOREIGN.findall(text) for encoding in _ENCODINGS)
-
-
-def _is_utf8(letters: str, encoding: str) -> bool:
-    if encoding in _ENCODINGS[:2]:
-        return _UTF8.search(letters.encode(encoding, "replace")) is not None
-    try:
-        return bool(letters.encode(encoding).decode("utf-8"))
-    except UnicodeError:
-        return False
+    return any(is_utf8(letters, encoding) for letters in _FOREIGN.findall(text) for encoding in _ENCODINGS)

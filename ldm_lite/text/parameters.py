@@ -1,5 +1,6 @@
 """The text that AUTOMATIC1111's web UI and ldm_lite store in a picture: prompt, negative prompt and settings."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, 
     lines = [prompt]
     if negative_prompt is not None:
         lines.append(f"Negative prompt: {negative_prompt}")
-    lines.append(", ".join(f"{key}: {_quoted(str(value))}" for key, value in settings.items()))
+    texts = {key: str(value) for key, value in settings.items()}
+    for key, text in texts.items():
+        if any(mark in text for mark in ',\n\r"'):
+            texts[key] = json.dumps(text, ensure_ascii=False)
+    lines.append(", ".join(f"{key}: {text}" for key, text in texts.items()))
     return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ',\n\r"') else text
 
 
 class Parameters(NamedTuple):
@@ -49,7 +50,10 @@ def parse_parameters(text: str) -> Parameters:
     settings, at = {}, 0
     while 0 <= at < len(last):
         if (match := _SETTING.match(last, at)) is not None:
-            settings[match[1].strip()], at = _unquoted(match[2].strip()), match.end()
+            key, value, at = match[1].strip(), match[2].strip(), match.end()
+            with contextlib.suppress(ValueError):
+                value = str(json.loads(value)) if value.startswith('"') else value
+            settings[key] = value
         else:
             at = last.find(",", at) + 1 or -1
     if len(settings) < 2:
@@ -60,15 +64,6 @@ def parse_parameters(text: str) -> Parameters:
         first = lines[start].lstrip().removeprefix("Negative prompt:")
         negative = "\n".join([first.removeprefix(" "), *lines[start + 1 :]])
     return Parameters("\n".join(lines[:start]), negative, settings)
-
-
-def _unquoted(text: str) -> str:
-    if not text.startswith('"'):
-        return text
-    try:
-        return str(json.loads(text))
-    except ValueError:
-        return text
 
 
 def read_parameters(source: Any) -> Parameters:
