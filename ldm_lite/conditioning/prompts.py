@@ -77,11 +77,11 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
 def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
     """Raises ValueError if an option is set that none of a job's models uses."""
     conditioners = {model.family.conditioner for model in models}
-    for each in dataclasses.fields(ConditioningOptions):
-        users = each.metadata["used_by"]
-        if users is not None and getattr(extra, each.name) is not None and not conditioners & set(users):
-            title, what = models[0].family.title, each.name.replace("_", " ")
-            raise ValueError(f"got {what}, which {title} does not use: leave out `{each.name}`")
+    for field in dataclasses.fields(ConditioningOptions):
+        users = field.metadata["used_by"]
+        if users is not None and getattr(extra, field.name) is not None and not conditioners & set(users):
+            title, what = models[0].family.title, field.name.replace("_", " ")
+            raise ValueError(f"got {what}, which {title} does not use: leave out `{field.name}`")
 
 
 def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
@@ -281,8 +281,8 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
     for id_row, weight_row, chunk in zip(ids, weights, filled, strict=True):
         tokens = [*tokenizer.before, *(token for token, _ in chunk), *tokenizer.after]
         id_row[: len(tokens)] = torch.tensor(tokens, device="cpu")
-        first = len(tokenizer.before)
-        weight_row[first : first + len(chunk)] = torch.tensor([weight for _, weight in chunk], device="cpu")
+        values = torch.tensor([weight for _, weight in chunk], dtype=torch.float32, device="cpu")
+        weight_row[len(tokenizer.before) :][: len(chunk)] = values
     return Chunks(ids, weights)
 
 
@@ -336,12 +336,14 @@ def _hidden(
     """
     parts = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
     ids, pooled = parts.ids.to(model.device), None
-    how = () if isinstance(encoder, BERTTextEncoder) else (options.clip_skip, model.learned.get(encoder.spec.width))
+    settings = (
+        () if isinstance(encoder, BERTTextEncoder) else (options.clip_skip, model.learned.get(encoder.spec.width))
+    )
     if pool:
-        context, pooled = encoder.context_and_pooled(ids, *how)
+        context, pooled = encoder.context_and_pooled(ids, *settings)
         pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
     else:
-        context = encoder(ids, *how)
+        context = encoder(ids, *settings)
     return weighted(context, parts.weights).reshape(len(prompts), -1, context.shape[2]), pooled
 
 
