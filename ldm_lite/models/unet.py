@@ -1,7 +1,7 @@
 """The UNets of latent diffusion: every one of CompVis and Stability, from a frozen spec.
 
 They are the core's UNet and, where the spec says so, layers of another kind: Stable Diffusion 2 and XL project by
-linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have attention without text.
+linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have those of adm.py.
 Attribute names are the checkpoint's keys, so an original file loads strictly with no renaming.
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
@@ -11,34 +11,23 @@ Source: Rombach et al. 2022, sec. 3; Dhariwal and Nichol 2021; CompVis openaimod
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core import unet as core
-from ldm_lite.core.layers import (
-    MOST_BLOCKS,
-    AttentionFn,
-    Shapes,
-    Upsample,
-    channels_last,
-    count,
-    merge_heads,
-    sdpa,
-    sinusoids,
-    size,
-    split_heads,
-)
+from ldm_lite.core.layers import MOST_BLOCKS, Shapes, Upsample, channels_last, count, sinusoids, size
 from ldm_lite.core.unet import Attention, BasicTransformerBlock, Downsample, SpatialTransformer
+from ldm_lite.models.adm import AttentionBlock, ResBlock, resample_by_residuals
 from ldm_lite.models.ops import mlp, multiple
 
-__all__ = ["Attention", "BasicTransformerBlock", "Downsample", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
+__all__ = ["AttentionBlock", "Downsample", "ResBlock", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
 
 
 @dataclass(frozen=True)
@@ -136,40 +125,6 @@ def _depth(shapes: Shapes, block: str) -> int:
 # ---- transformers ---------------------------------------------------------------------------------------------------
 
 
-class AttentionBlock(nn.Module):
-    """Self-attention over all positions with a residual connection (B,C,h,w) -> (B,C,h,w), for unconditional families.
-
-    The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., the original's "legacy" order.
-    """
-
-    def __init__(self, channels: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = channels // num_heads
-        self.attention: AttentionFn = sdpa
-        self.norm = nn.GroupNorm(32, channels)
-        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
-        self.proj_out = nn.Conv1d(channels, channels, 1)
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        q, k, v = self.per_head(self.qkv, self.norm(x)).chunk(3, dim=-1)  # (B, H, N, D) each
-        out = merge_heads(self.attention(q, *self.attended(k, v, context)))  # (B, N, C)
-        out = F.linear(out, self.proj_out.weight[:, :, 0], self.proj_out.bias)
-        return x + out.transpose(1, 2).view_as(x)
-
-    def per_head(self, layer: nn.Conv1d, x: Tensor) -> Tensor:
-        """Apply a 1x1 convolution to (B,C,...), as a linear over N positions: (B,H,N,K/H).
-
-        Attention kernels need the channels of a head next to each other.
-        """
-        tokens = x.flatten(2).transpose(1, 2)  # (B, N, C)
-        return split_heads(F.linear(tokens, layer.weight[:, :, 0], layer.bias), self.num_heads)
-
-    def attended(self, k: Tensor, v: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The keys and values that are attended to, of the positions': for networks of other kinds to extend."""
-        return k, v
-
-
 class CrossOnlyBlock(BasicTransformerBlock):
     """A transformer block whose first attention reads the context too (x4 upscaler)."""
 
@@ -205,70 +160,6 @@ def attend(transformer: SpatialTransformer, normed: Tensor, context: Tensor) -> 
     if linear:
         return transformer.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
     return transformer.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
-
-
-# ---- residual blocks ------------------------------------------------------------------------------------------------
-
-
-class ResBlock(core.ResBlock):
-    """A residual block whose timestep may scale and shift in place of being added, and which may resample.
-
-    resample "down" halves the size, "up" resizes to `size`.
-    """
-
-    def __init__(
-        self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
-    ) -> None:
-        super().__init__(in_channels, out_channels, emb_channels)
-        self.scale_shift, self.resample = scale_shift, resample
-        self.emb_layers[1] = nn.Linear(emb_channels, out_channels * (1 + scale_shift))
-
-    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        # norm, activation, first convolution
-        h = self.in_layers[1](self.in_layers[0](x))
-        if self.resample == "down":
-            h, x = F.avg_pool2d(h, 2), F.avg_pool2d(x, 2)
-        elif self.resample == "up":
-            h, x = F.interpolate(h, size=size, mode="nearest"), F.interpolate(x, size=size, mode="nearest")
-        h = self.in_layers[2](h)
-
-        # the timestep, second convolution
-        added = self.emb_layers(emb)[:, :, None, None]  # (B, C or 2C, 1, 1)
-        if self.scale_shift:
-            scale, shift = added.chunk(2, dim=1)
-            h = self.out_layers[0](h) * (1 + scale) + shift
-            h = self.out_layers[3](self.out_layers[1](h))
-        else:
-            h = self.out_layers(h + added)
-        return self.skip_connection(x) + h
-
-
-class Block(core.Block):
-    """The core's Block, whose residual blocks may resample."""
-
-    def forward(self, x: Tensor, emb: Tensor, context: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        for layer in self:
-            if isinstance(layer, ResBlock):
-                x = layer(x, emb, size)
-            elif isinstance(layer, AttentionBlock):
-                x = layer(x, context)
-            else:
-                x = core.Block.forward([layer], x, emb, context, size)  # type: ignore[arg-type]
-        return x
-
-
-def resample_by_residuals(unet: Any, residual: Callable[[int, str], nn.Module]) -> None:
-    """Replace the convolutions that resample by residual blocks: of so many channels, "down" or "up"."""
-    kinds: dict[type[nn.Module], str] = {Downsample: "down", Upsample: "up"}
-
-    def replaced(layer: Any) -> nn.Module:
-        channels = next(layer.children()).out_channels if type(layer) in kinds else 0
-        return residual(channels, kinds[type(layer)]) if channels else layer
-
-    for blocks in (unet.input_blocks, unet.output_blocks):
-        for i, block in enumerate(blocks):
-            blocks[i] = Block(map(replaced, block))
-    unet.middle_block = Block(unet.middle_block)
 
 
 # ---- the network ----------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from ldm_lite.core import unet as core
 from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.models.adm import AttentionBlock, ResBlock, resample_by_residuals
 from ldm_lite.models.ops import mlp, multiple
-from ldm_lite.models.unet import AttentionBlock, ResBlock, UNetSpec, resample_by_residuals
+from ldm_lite.models.unet import UNetSpec
 
 
 @dataclass(frozen=True)
