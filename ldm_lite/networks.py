@@ -136,9 +136,9 @@ def unread_parameters(network: nn.Module) -> list[nn.Parameter]:
 def _unread_parts(network: nn.Module) -> list[nn.Module]:
     """Return the last layers of a text encoder, if their output is not read."""
     if isinstance(network, CLIPTextEncoder) and network.spec.skip:
-        return [*network.encoder.layers[-network.spec.skip :], *[network.final_layer_norm] * (not network.spec.norm)]
+        return [*network.parts()[1][-network.spec.skip :], *[network.final_layer_norm] * (not network.spec.norm)]
     if isinstance(network, OpenCLIPTextEncoder) and network.spec.skip and network.spec.norm:  # SDXL's is read pooled
-        return list(network.transformer.resblocks[-network.spec.skip :])
+        return list(network.parts()[1][-network.spec.skip :])
     return []
 
 

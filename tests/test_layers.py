@@ -51,9 +51,10 @@ COMMANDS = {
     "evaluate",
     "__main__",
 }
-BLOCKS = {"models.unet_if": {"models.unet"}, "models.controlnet": {"models.unet"}}
+BLOCKS = {"models.unet": {"models.adm"}, "models.unet_if": {"models.adm", "models.unet"}}
+BLOCKS |= {"models.controlnet": {"models.unet"}}
 BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.unet"}}
-BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip"}}
+BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip_vision"}}
 BLOCKS |= {"models.open_clip": {"models.clip"}, "models.style_adapter": {"models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

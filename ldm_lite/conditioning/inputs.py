@@ -5,22 +5,23 @@ trained with one.
 """
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint, read_weight
-from ldm_lite.cli.files import open_file
-from ldm_lite.conditioning import boxes
+from ldm_lite.cli.files import open_file, read_text
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.image import read_image
 from ldm_lite.models.bert import BERTTextEncoder
@@ -57,12 +58,10 @@ def classes(model: Model, prompts: Prompts) -> Conditioning:
 
 
 def layouts(model: Model, prompts: Prompts) -> Conditioning:
-    """Embed JSON files of boxes (see boxes.read) as context (B,92,D).  Raises ValueError for other files."""
+    """Embed JSON files of boxes (see read_boxes) as context (B,92,D).  Raises ValueError for other files."""
     assert isinstance(model.text_encoder, BERTTextEncoder)
-    rows = [
-        boxes.tokens(boxes.read(_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]')))
-        for prompt in prompts
-    ]
+    paths = [_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]') for prompt in prompts]
+    rows = [box_tokens(read_boxes(path)) for path in paths]
     return {"context": model.text_encoder(torch.tensor(rows, device=model.device))}
 
 
@@ -73,10 +72,16 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
     """
     assert isinstance(model.text_encoder, LabelMapRescaler)
     num_labels = model.text_encoder.spec.num_labels
+
+    def labels_of(image: Image.Image) -> NDArray[np.int64]:
+        if image.mode not in ("L", "P", "I;16", "I"):
+            raise ValueError(f"is not a label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
+        return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
+
     maps = []
     for prompt in prompts:
         path = _file(model, prompt, f"an image of one channel, whose values are labels from 0 to {num_labels - 1}")
-        labels = read_image(path, lambda image: _labels(image, size))
+        labels = read_image(path, labels_of)
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
                 f"{path}: is not a label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
@@ -85,25 +90,14 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
     return {"concat": model.text_encoder(torch.stack(maps).to(model.device))}
 
 
-def _labels(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int64]:
-    if image.mode not in ("L", "P", "I;16", "I"):
-        raise ValueError(f"is not a label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
-    return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
-
-
 def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
     """Read files of normalised CLIP embeddings, (D,) or (T,D), as context (B,T,D); no prompt gives zeros.
 
     Embeddings are padded with zeros to num_tokens.  Raises ValueError for other files.
     """
-    rows = []
-    for prompt in prompts:
-        values = (
-            read_embeddings(model, prompt)
-            if prompt
-            else torch.zeros(1, model.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
-        )
-        rows.append(torch.nn.functional.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))))
+    none = torch.zeros(1, model.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
+    tokens = [read_embeddings(model, prompt) if prompt else none for prompt in prompts]
+    rows = [F.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))) for values in tokens]
     return {"context": torch.stack(rows).to(model.device)}
 
 
@@ -182,3 +176,58 @@ def with_files(options: Any) -> Any:
     names = [name for name in read if isinstance(getattr(options, name), (str, os.PathLike))]
     values = {name: read[name](Path(getattr(options, name))) for name in names}
     return dataclasses.replace(options, **values) if values else options
+
+
+# ---- boxes ----------------------------------------------------------------------------------------------------------
+
+NUM_TOKENS = 8192
+MOST_OBJECTS = 30
+SECTIONS = 90  # a corner is one of 90 x 90 places: the square root of NUM_TOKENS
+NONE = NUM_TOKENS - 1  # stands in for a missing object
+
+
+class Box(NamedTuple):
+    """An object: its class token, and its corners in [0,1], the origin being the upper left of the image."""
+
+    label: int
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+def box_tokens(boxes: Sequence[Box]) -> list[int]:
+    """Convert up to 30 boxes to 92 token ids in [0,8192), for an image that is not cropped.
+
+    An object has three, its class, its upper left and its lower right corner; at the end stand the corners of the crop.
+    Raises ValueError for more boxes, labels that are not tokens, and corners outside [0,1] or in the wrong order.
+    Source: taming-transformers' conditional_builder/objects_bbox.py, of which latent diffusion's layout model learned.
+    """
+    if len(boxes) > MOST_OBJECTS:
+        raise ValueError(f"got {len(boxes)} boxes, wanted {MOST_OBJECTS} or fewer")
+
+    def place(x: float, y: float) -> int:
+        return round(y * (SECTIONS - 1)) * SECTIONS + round(x * (SECTIONS - 1))
+
+    ids: list[int] = []
+    for label, left, top, right, bottom in boxes:
+        if not 0 <= label < NONE:
+            raise ValueError(f"got the class {label} of a box, wanted 0 to {NONE - 1}")
+        if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
+            corners = [left, top, right, bottom]
+            raise ValueError(f"got the box {corners}, wanted left < right and top < bottom in 0 to 1")
+        ids += [label, place(left, top), place(right, bottom)]
+    return [*ids, *[NONE] * (3 * (MOST_OBJECTS - len(boxes))), place(0, 0), place(1, 1)]
+
+
+def read_boxes(path: str | os.PathLike[str]) -> list[Box]:
+    """Read the boxes of a JSON file, [{"class": 12, "box": [left, top, right, bottom]}, ...].
+
+    Raises ValueError, one line, for any other file.
+    """
+    try:
+        entries = json.loads(read_text(path, 2**20))
+        return [Box(int(entry["class"]), *map(float, entry["box"])) for entry in entries]
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        wanted = '[{"class": 12, "box": [left, top, right, bottom]}, ...]'
+        raise ValueError(f"{os.fspath(path)}: is not a list of boxes ({error}), wanted {wanted}") from error

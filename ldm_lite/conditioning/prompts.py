@@ -8,10 +8,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
@@ -22,14 +22,13 @@ from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
 from ldm_lite.diffusion.schedule import cosine_betas
-from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
-from ldm_lite.text.prompt import Chunks, chunks, weighted, without_weights
-from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.family import Spec, text_roles
+from ldm_lite.text.prompt import BREAK, parse, without_weights
+from ldm_lite.text.tokenizer import TextTokenizer, check_length
+from ldm_lite.zoo.family import text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -42,7 +41,7 @@ Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes different
 class PromptOptions:
     """How prompts are read, and the family's other conditioning."""
 
-    syntax: str = "plain"  # one of prompt.SYNTAXES
+    syntax: str = "plain"  # one of SYNTAXES
     clip_skip: int = 1  # which of the text encoder's layers to use, counted from the last; 1 is usual
     num_chunks: int = 1  # pad each prompt to at least this many chunks of 77 tokens (or embeddings)
     negative: bool = False  # these are negative prompts
@@ -62,10 +61,11 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
 
     A warning names the words that do not fit into the text encoder, once per prompt.
     """
-    prompts = _as_read(model, prompts, options.syntax)
     if model.family.conditioner in UNWEIGHTED:
-        options = replace(options, syntax="plain")
-    tokenizer = _longest(model)
+        prompts, options = _as_read(model, prompts, options.syntax), replace(options, syntax="plain")
+    tokenizer = model.tokenizer
+    if model.t5_tokenizer is not None:  # which reads more of a prompt
+        tokenizer = replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model))
     if options.syntax == "plain" and tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
             if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
@@ -77,11 +77,11 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
 def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
     """Raises ValueError if an option is set that none of a job's models uses."""
     conditioners = {model.family.conditioner for model in models}
-    for each in dataclasses.fields(ConditioningOptions):
-        users = each.metadata["used_by"]
-        if users is not None and getattr(extra, each.name) is not None and not conditioners & set(users):
-            title, what = models[0].family.title, each.name.replace("_", " ")
-            raise ValueError(f"got {what}, which {title} does not use: leave out `{each.name}`")
+    for field in dataclasses.fields(ConditioningOptions):
+        users = field.metadata["used_by"]
+        if users is not None and getattr(extra, field.name) is not None and not conditioners & set(users):
+            title, what = models[0].family.title, field.name.replace("_", " ")
+            raise ValueError(f"got {what}, which {title} does not use: leave out `{field.name}`")
 
 
 def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
@@ -107,10 +107,11 @@ def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Ca
 def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "plain") -> int:
     """Return the number of chunks of the longest prompt, to which all prompts of a job are padded."""
     length = LENGTHS.get(model.family.conditioner)
-    if length is not None or model.tokenizer is None:
-        texts = _as_read(model, prompts, syntax)
-        return max(1 if length is None or not text else length(model, text) for text in texts)
-    return max(len(chunks(model.tokenizer, prompt or "", syntax).ids) for prompt in prompts)
+    if length is not None:
+        return max(length(model, text) if text else 1 for text in _as_read(model, prompts, syntax))
+    if model.tokenizer is None or syntax != "a1111":
+        return 1
+    return max(len(_divide(model.tokenizer, prompt or "")) for prompt in prompts)
 
 
 def most_chunks(model: Model) -> int:
@@ -120,22 +121,15 @@ def most_chunks(model: Model) -> int:
 
 def clip(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 1.x and 2.x: CLIP's hidden states, as context (B, K * T, D)."""
-    assert model.tokenizer is not None
-    assert model.text_encoder is not None
-    parts = _read(model.tokenizer, prompts, options)
-    context = model.text_encoder(parts.ids.to(model.device), options.clip_skip, _learned(model, model.text_encoder))
-    return {"context": _joined(weighted(context, parts.weights), len(prompts))}
+    context, _ = _hidden(model, model.text_encoder, model.tokenizer, prompts, options)
+    return {"context": context}
 
 
 def bert(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Latent diffusion's text-to-image models: the hidden states of their own encoder, as context (B, K * T, D)."""
-    assert model.tokenizer is not None
-    assert model.text_encoder is not None
     if options.clip_skip != 1:
         raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
-    parts = _read(model.tokenizer, prompts, options)
-    context = model.text_encoder(parts.ids.to(model.device))
-    return {"context": _joined(weighted(context, parts.weights), len(prompts))}
+    return clip(model, prompts, options)
 
 
 def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
@@ -144,22 +138,18 @@ def sdxl(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     Sizes are height first: (original, top and left of the crop, target).  Without a prompt, context and pooled output
     are zeros.  Podell et al. 2023, sec. 2.2; GeneralConditioner of generative-models.
     """
-    assert model.tokenizer is not None
-    assert model.text_encoder is not None
-    parts = _read(model.tokenizer, prompts, options)
-    context = model.text_encoder(parts.ids.to(model.device), options.clip_skip, _learned(model, model.text_encoder))
-    context = weighted(context, parts.weights)
-    context_2, pooled = _big(model, model.text_encoder_2, model.family.text_encoders[1], prompts, options)
-    context = torch.cat([_joined(context, len(prompts)), context_2], dim=2)
+    context, _ = _hidden(model, model.text_encoder, model.tokenizer, prompts, options)
+    context_2, pooled = _hidden(model, model.text_encoder_2, _second_tokenizer(model), prompts, options, pool=True)
+    context = torch.cat([context, context_2], dim=2)
     target = _size(model, options) if options.extra.target_size is None else options.extra.target_size
-    given = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
-    y = with_numbers(pooled * given[:, None], torch.tensor((*_cut(model, options), *target)))
-    return {"context": context * given[:, None, None], "y": y}
+    has_text = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
+    y = with_numbers(pooled * has_text[:, None], torch.tensor((*_cut(model, options), *target)))
+    return {"context": context * has_text[:, None, None], "y": y}
 
 
 def refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """SDXL's refiner: bigG alone, with an aesthetic score in place of the image's size."""
-    context, pooled = _big(model, model.text_encoder, model.family.text, prompts, options)
+    context, pooled = _hidden(model, model.text_encoder, model.tokenizer, prompts, options, pool=True)
     score = options.extra.negative_aesthetic_score if options.negative else options.extra.aesthetic_score
     if score is None:
         score = 2.5 if options.negative else 6.0
@@ -173,11 +163,7 @@ def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """
     if options.clip_skip != 1:
         raise ValueError(f"{model.family.title} reads only CLIP's pooled output: leave out `clip_skip`")
-    encoder = model.text_encoder
-    assert model.tokenizer is not None
-    assert isinstance(encoder, CLIPTextEncoder)
-    ids = _read(model.tokenizer, prompts, options).ids.to(model.device)
-    _, pooled = encoder.context_and_pooled(ids, 1, _learned(model, encoder))
+    _, pooled = _hidden(model, model.text_encoder, model.tokenizer, prompts, options, pool=True)
     return {"context": _t5(model, prompts, T5_LENGTHS["flux"](model)), "y": pooled}
 
 
@@ -187,17 +173,15 @@ def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     T5 has at least 77 tokens, at most 256; without T5 they are 77 zeros.  y is both pooled outputs, of which only
     bigG's is projected.  Stability-AI/sd3.5, sd3_infer.py, get_cond; Esser et al. 2024, sec. 4 and appendix B.3.
     """
-    encoder = model.text_encoder
-    assert model.tokenizer is not None
-    assert isinstance(encoder, CLIPTextEncoder)
-    ids = _read(model.tokenizer, prompts, replace(options, num_chunks=1)).ids.to(model.device)
-    context, pooled = encoder.context_and_pooled(ids, options.clip_skip, _learned(model, encoder))
-    spec = model.family.text_encoders[1]
-    context_2, pooled_2 = _big(model, model.text_encoder_2, spec, prompts, replace(options, num_chunks=1))
+    one_chunk = replace(options, num_chunks=1)
+    context, pooled = _hidden(model, model.text_encoder, model.tokenizer, prompts, one_chunk, pool=True)
+    context_2, pooled_2 = _hidden(model, model.text_encoder_2, _second_tokenizer(model), prompts, one_chunk, pool=True)
     both = torch.cat([context, context_2], dim=2)
     both = F.pad(both, (0, model.family.unet.context_dim - both.shape[2]))  # (B, 77, D)
-    tokens = _t5(model, prompts, max(TOKENS, options.num_chunks)) if _t5_role(model) else both.new_zeros(both.shape)
-    return {"context": torch.cat([both, tokens.to(both)], dim=1), "y": torch.cat([pooled, pooled_2], dim=1)}
+    tokens = torch.zeros_like(both)
+    if model.t5_tokenizer is not None:
+        tokens = _t5(model, prompts, max(TOKENS, options.num_chunks)).to(both)
+    return {"context": torch.cat([both, tokens], dim=1), "y": torch.cat([pooled, pooled_2], dim=1)}
 
 
 def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
@@ -209,7 +193,7 @@ def z_image(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
         raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
     assert model.tokenizer is not None
     assert model.text_encoder is not None
-    counts = [_num_qwen3(model, prompt) for prompt in prompts]
+    counts = [_num_tokens(model.tokenizer, prompt) for prompt in prompts]
     length = MULTIPLE * max(options.num_chunks, *(-(-count // MULTIPLE) for count in counts))
     ids = replace(model.tokenizer, length=length)([prompt or "" for prompt in prompts])
     context = model.text_encoder(ids.to(model.device))
@@ -224,11 +208,8 @@ def unclip(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of stablediffusion.
     """
     width = (model.family.unet.vector_dim or 0) // 2
-    embedding, level, statistics = (
-        options.extra.image_embedding,
-        options.extra.noise_level,
-        options.extra.image_statistics,
-    )
+    extra = options.extra
+    embedding, level, statistics = extra.image_embedding, extra.noise_level, extra.image_statistics
     if embedding is None:
         raise ValueError(
             f"{model.family.title} reads an image's CLIP embedding (1, {width}) besides the prompt: "
@@ -265,82 +246,133 @@ T5_LENGTHS: dict[str, Callable[[Model], int]] = {  # the most tokens of T5, by c
     "sd3": lambda model: 256,
 }
 
+# ---- tokens and weights ---------------------------------------------------------------------------------------------
+
+SYNTAXES = ("plain", "a1111")
+MAX_CARRIED = 20  # tokens after the last comma that may move to the next chunk
+MOST_CHUNKS = 100
+
+
+class Chunks(NamedTuple):
+    """Prompts for a text encoder: token ids (B*K,T) int64 and their weights (B*K,T) float32."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain", num_chunks: int = 1) -> Chunks:
+    """Turn B prompts into token ids and weights, in chunks of the text encoder's length: K each, num_chunks or more.
+
+    "plain": the text as it is, in one chunk; tokens that do not fit are dropped.  "a1111": in as many as needed.
+    Raises ValueError for an unknown syntax, text that the tokenizer refuses, and more than MOST_CHUNKS.
+    """
+    if syntax not in SYNTAXES:
+        raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
+    if syntax == "a1111":
+        divided = [_divide(tokenizer, text) for text in texts]
+    else:
+        room = tokenizer.room
+        divided = [[[(token, 1.0) for token in tokenizer.encode(tokenizer.clean(text))[:room]]] for text in texts]
+    num_chunks = max(num_chunks, *map(len, divided))
+    shape = (len(texts) * num_chunks, tokenizer.length)
+    ids = torch.full(shape, tokenizer.pad_id, dtype=torch.int64, device="cpu")
+    weights = torch.ones(shape, dtype=torch.float32, device="cpu")
+    filled = [chunk for text_chunks in divided for chunk in text_chunks + [[]] * (num_chunks - len(text_chunks))]
+    for id_row, weight_row, chunk in zip(ids, weights, filled, strict=True):
+        tokens = [*tokenizer.before, *(token for token, _ in chunk), *tokenizer.after]
+        id_row[: len(tokens)] = torch.tensor(tokens, device="cpu")
+        values = torch.tensor([weight for _, weight in chunk], dtype=torch.float32, device="cpu")
+        weight_row[len(tokenizer.before) :][: len(chunk)] = values
+    return Chunks(ids, weights)
+
+
+def _divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]:
+    """Divide a prompt in A1111's syntax into chunks of tokens with their weights.
+
+    A full chunk ends at its last comma if that is among its last 20 tokens.  The vectors of an embedding stay together.
+    """
+    check_length(text)
+    room, comma = tokenizer.room, tokenizer.encode(",")[0]
+    full: list[list[tuple[int, float]]] = [[]]
+    for piece, weight in parse(text):
+        if piece == BREAK:
+            full.append([])
+            continue
+        for tokens, _ in tokenizer.units(tokenizer.clean(piece)):
+            chunk, carried = full[-1], list[tuple[int, float]]()
+            if len(chunk) + len(tokens) > room:
+                most = min(MAX_CARRIED, room - len(tokens) + 1)  # fewer if an embedding needs more room
+                last = max((i for i, (token, _) in enumerate(chunk) if token == comma), default=-1)
+                if tokens != (comma,) and last >= 0 and len(chunk) - last <= most:
+                    carried = chunk[last + 1 :]
+                    del chunk[last + 1 :]
+                full.append(carried)
+            full[-1] += [(token, weight) for token in tokens]
+    if not full[-1] and len(full) > 1:
+        full.pop()  # nothing came after the last BREAK
+    if len(full) > MOST_CHUNKS:
+        raise ValueError(f"got a prompt of {len(full)} chunks of {room} tokens, wanted at most {MOST_CHUNKS}")
+    return full
+
+
+def weighted(context: Tensor, weights: Tensor) -> Tensor:
+    """Multiply contexts (n,T,D) by their tokens' weights (n,T), then restore the mean of each."""
+    if bool((weights == 1).all()):
+        return context
+    scaled = context.float() * weights.to(context.device)[:, :, None]
+    mean, new = (x.float().mean(dim=(1, 2), keepdim=True) for x in (context, scaled))
+    return (scaled * (mean / new)).to(context.dtype)
+
+
 # ---- parts of these -------------------------------------------------------------------------------------------------
 
 
-def _read(tokenizer: TextTokenizer, prompts: Prompts, options: PromptOptions) -> Chunks:
-    """Return ids and weights (B * K, T) of prompts, padded to the same number of chunks; None is an empty prompt."""
-    parts = [chunks(tokenizer, prompt or "", options.syntax) for prompt in prompts]
-    num_chunks = max(options.num_chunks, *(len(part.ids) for part in parts))
-    empty = chunks(tokenizer, "")
-    padded = [part for each in parts for part in (each, *[empty] * (num_chunks - len(each.ids)))]
-    return Chunks(torch.cat([part.ids for part in padded]), torch.cat([part.weights for part in padded]))
+def _hidden(
+    model: Model, encoder: Any, tokenizer: Any, prompts: Prompts, options: PromptOptions, pool: bool = False
+) -> tuple[Tensor, Any]:
+    """Return CLIP's context (B,K*T,D) and, if asked for, the pooled output (B,D) of each prompt's first chunk.
+
+    BERT is read the same way.  None is an empty prompt.
+    """
+    parts = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
+    ids, pooled = parts.ids.to(model.device), None
+    settings = (
+        () if isinstance(encoder, BERTTextEncoder) else (options.clip_skip, model.learned.get(encoder.spec.width))
+    )
+    if pool:
+        context, pooled = encoder.context_and_pooled(ids, *settings)
+        pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
+    else:
+        context = encoder(ids, *settings)
+    return weighted(context, parts.weights).reshape(len(prompts), -1, context.shape[2]), pooled
 
 
-def _t5_role(model: Model) -> str | None:
-    """Return the role of T5 among a model's text encoders; None if it has none."""
-    encoders = model.family.text_encoders
-    found = (role for role, spec in zip(text_roles(encoders), encoders, strict=True) if isinstance(spec, T5Spec))
-    return next(found, None)
-
-
-def _longest(model: Model) -> TextTokenizer | None:
-    """Return the tokenizer that reads most of a prompt: T5's if there is one."""
-    if _t5_role(model) is None or model.t5_tokenizer is None:
-        return model.tokenizer
-    return replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model))
-
-
-def _num_tokens(model: Model, prompt: str) -> int:
-    """Return the number of T5's tokens of a prompt, as far as they are read."""
-    tokenizer = _longest(model) if _t5_role(model) else None
-    return 1 if tokenizer is None else min(tokenizer.length, len(tokenizer.encode(prompt)) + 1)
-
-
-def _num_qwen3(model: Model, prompt: str | None) -> int:
-    """Return the number of Qwen3's tokens of a prompt in its template, as far as they are read."""
+def _second_tokenizer(model: Model) -> TextTokenizer:
+    """Return the tokenizer of a model's second text encoder, with the names of embeddings."""
+    tokenizer = tokenizer_of(model.family.text_encoders[1])
+    assert tokenizer is not None
     assert model.tokenizer is not None
-    return min(model.tokenizer.length, len(model.tokenizer.encode(prompt or "")))
+    return replace(tokenizer, added=model.tokenizer.added)
+
+
+def _num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
+    """Return the number of tokens of a prompt, as far as they are read."""
+    assert tokenizer is not None
+    return min(tokenizer.length, len(tokenizer.encode(prompt or "")) + len(tokenizer.after))
 
 
 def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
     """Return T5's hidden states (B,length,D) of prompts, padded without a mask."""
-    encoder = getattr(model, _t5_role(model) or "")
+    role = next(role for role, spec in model.family.networks.items() if isinstance(spec, T5Spec))
     assert model.t5_tokenizer is not None
     ids = replace(model.t5_tokenizer, length=length)([prompt or "" for prompt in prompts])
-    return encoder(ids.to(model.device))
+    return getattr(model, role)(ids.to(model.device))
 
 
 def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:
     """Return prompts as plain text where the text encoder has no weights.  Raises ValueError for a prompt with some."""
     plain = syntax != "plain" and model.family.conditioner in UNWEIGHTED
     return [without_weights(prompt) if plain and prompt else prompt for prompt in prompts]
-
-
-def _learned(model: Model, encoder: nn.Module) -> Tensor | None:
-    """Return the textual inversion vectors (V,D) for an encoder."""
-    assert isinstance(encoder, CLIPTextEncoder | OpenCLIPTextEncoder)
-    return model.learned.get(encoder.spec.width)
-
-
-def _joined(context: Tensor, num_prompts: int) -> Tensor:
-    """Join the contexts of chunks (B * K, T, D) into those of prompts (B, K * T, D)."""
-    return context.reshape(num_prompts, -1, context.shape[2])
-
-
-def _big(
-    model: Model, encoder: nn.Module | None, spec: Spec | None, prompts: Prompts, options: PromptOptions
-) -> tuple[Tensor, Tensor]:
-    """Return OpenCLIP's context (B, K * T, D), and its pooled output (B, D) for each prompt's first chunk."""
-    tokenizer = tokenizer_of(spec)
-    assert tokenizer is not None
-    assert model.tokenizer is not None
-    assert isinstance(encoder, OpenCLIPTextEncoder)
-    parts = _read(replace(tokenizer, added=model.tokenizer.added), prompts, options)
-    learned = _learned(model, encoder)
-    context, pooled = encoder.context_and_pooled(parts.ids.to(model.device), options.clip_skip, learned)
-    pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
-    return _joined(weighted(context, parts.weights), len(prompts)), pooled
 
 
 def _size(model: Model, options: PromptOptions) -> tuple[int, int]:
@@ -380,8 +412,10 @@ UNWEIGHTED = ("flux", "sd3", "z_image")  # conditioners whose text encoders, T5 
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
     "flux": lambda model, prompt: 1,
-    "sd3": lambda model, prompt: _num_tokens(model, prompt),
-    "z_image": lambda model, prompt: -(-_num_qwen3(model, prompt) // MULTIPLE),
+    "sd3": lambda model, prompt: (
+        1 if model.t5_tokenizer is None else _num_tokens(replace(model.t5_tokenizer, length=256), prompt)
+    ),
+    "z_image": lambda model, prompt: -(-_num_tokens(model.tokenizer, prompt) // MULTIPLE),
 }
 MOST = {"sd3": 256, "z_image": 512 // MULTIPLE}  # of these numbers, where they vary
 OPTIONAL = ("nothing",)  # conditioners that read no prompt

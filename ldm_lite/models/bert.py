@@ -7,7 +7,9 @@ It attends to every token, padding included: there is no mask.  `to_logits` in t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -62,34 +64,10 @@ class Attention(nn.Module):
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
 
 
-class FeedForward(nn.Module):
+def feed_forward(width: int) -> nn.Sequential:
     """Linear to four times the width, exact GELU, linear back."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU())
-        self.net = nn.Sequential(inner, nn.Identity(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-class AttentionLayers(nn.Module):
-    """Attention and feed-forward in turn, each with a norm before it and a residual connection."""
-
-    def __init__(self, spec: BERTSpec) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleList([nn.LayerNorm(spec.width), kind(spec.width)])
-            for _ in range(spec.layers)
-            for kind in (Attention, FeedForward)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            norm, block = layer.children()
-            x = x + block(norm(x))
-        return x
+    inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU())
+    return nn.Sequential(OrderedDict(net=nn.Sequential(inner, nn.Identity(), nn.Linear(4 * width, width))))
 
 
 class BERTTextEncoder(nn.Module):
@@ -100,13 +78,20 @@ class BERTTextEncoder(nn.Module):
         self.spec = spec
         self.token_emb = nn.Embedding(spec.vocab_size, spec.width)
         self.pos_emb = PositionEmbedding(spec)
-        self.attn_layers = AttentionLayers(spec)
+        layers = (
+            nn.ModuleList([nn.LayerNorm(spec.width), kind(spec.width)])
+            for _ in range(spec.layers)
+            for kind in (Attention, feed_forward)
+        )
+        self.attn_layers = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.norm = nn.LayerNorm(spec.width)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Token ids (B,T), T <= length, padding included -> context (B,T,D) in the weights' dtype."""
         x = self.token_emb(token_ids) + self.pos_emb(token_ids.shape[1])
-        return self.norm(self.attn_layers(x))
+        for norm, block in cast(Any, self.attn_layers["layers"]):  # attention and feed-forward in turn
+            x = x + block(norm(x))
+        return self.norm(x)
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

@@ -6,23 +6,22 @@ Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.core import clip as core
-from ldm_lite.core.clip import EncoderLayer, QuickGELU
+from ldm_lite.core.clip import QuickGELU
 from ldm_lite.core.layers import Shapes
-from ldm_lite.models.ops import Fitted
+from ldm_lite.models.ops import Fitted, gelu_tanh
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "quick_gelu": QuickGELU,
     "gelu": nn.GELU,
-    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
 }
 
 
@@ -48,53 +47,16 @@ class CLIPTextSpec(core.CLIPSpec, Fitted):
         return self.vocab_size - 1
 
 
-class Encoder(nn.Module):
-    """The layers of a text or image encoder, with the sizes of its spec."""
-
-    def __init__(self, spec: Any, activation: str, causal: bool = False, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(EncoderLayer(spec.width, spec.mlp_width, spec.heads) for _ in range(spec.layers))
-        layer: Any
-        for layer in self.layers:
-            layer.self_attn.causal = causal
-            layer.mlp.activation = ACTIVATIONS[activation]()
-            layer.layer_norm1.eps = layer.layer_norm2.eps = eps
-
-
-def embed(table: nn.Embedding, ids: Tensor, learned: Tensor | None) -> Tensor:
-    """Token ids (B,T) -> vectors (B,T,D), from the table, or for ids beyond it from learned (V,D).
-
-    learned holds the vectors of textual inversion, Gal et al. 2022.
-    """
-    if learned is None:
-        return table(ids)
-    known = table.num_embeddings
-    x: Tensor = table(ids.clamp(max=known - 1))
-    return torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
-
-
-class Embeddings(core.Embeddings):
-    """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
-
-    def forward(self, token_ids: Tensor, learned: Tensor | None = None) -> Tensor:
-        x = embed(self.token_embedding, token_ids, learned)
-        return x + self.position_embedding.weight[: token_ids.shape[1]]
-
-
 class SkippingEncoder(nn.Module):
     """Token ids -> one vector per token (the context), of the last layer or an earlier one, and one for the text.
 
-    A subclass has a spec with layers, skip, norm and end_id, and the methods embed, parts and project.
+    A subclass has a spec with layers, skip, norm and end_id, and the methods parts and project.
     """
 
     spec: Any
 
-    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        """Token ids (B,T) -> token plus position embedding (B,T,D)."""
-        raise NotImplementedError
-
-    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
-        """Return the layers, and the norm after the last."""
+    def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
+        """Return what embeds token ids (B,T), the layers, and the norm after the last."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
@@ -108,53 +70,62 @@ class SkippingEncoder(nn.Module):
         so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
         clip_skip exceeds the number of layers.
         """
-        x, _ = self._run(token_ids, clip_skip, learned)
-        return self.parts()[1](x) if self.spec.norm else x
+        return self.context_and_pooled(token_ids, clip_skip, learned, pool=False)[0]
 
     def context_and_pooled(
-        self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None, pool: bool = True
+    ) -> tuple[Tensor, Any]:
         """Token ids (B,T) -> forward's context (B,T,D), and the last layer, normalised, at the end token (B,D).
 
-        Raises ValueError as forward does.  Source: pooler_output of transformers' CLIPTextModel;
-        FrozenOpenCLIPEmbedder2 of generative-models.
+        Without `pool`, None takes its place.  Raises ValueError as forward does.  Source: pooler_output of
+        transformers' CLIPTextModel; FrozenOpenCLIPEmbedder2 of generative-models.
         """
-        x, rest = self._run(token_ids, clip_skip, learned)
-        norm = self.parts()[1]
-        last = x
-        for layer in rest:
-            last = layer(last)
-        last = norm(last)
-        end = (token_ids == self.spec.end_id).int().argmax(dim=1)  # (B,), 0 where there is none
-        pooled = self.project(last[torch.arange(len(last), device=last.device), end])
-        return norm(x) if self.spec.norm else x, pooled
-
-    def _run(self, token_ids: Tensor, clip_skip: int, learned: Tensor | None) -> tuple[Tensor, Sequence[nn.Module]]:
-        """Return the output (B,T,D) of the layer that makes the context, and the layers after it."""
-        most = self.spec.layers - self.spec.skip
+        (embed, layers, norm), most = self.parts(), self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:
             raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
-        layers, x = list(self.parts()[0]), self.embed(token_ids, learned)
-        for layer in layers[: most + 1 - clip_skip]:
+        x, read = embed(token_ids, learned), most + 1 - clip_skip
+        for layer in layers[:read]:
             x = layer(x)
-        return x, layers[most + 1 - clip_skip :]
+        context = norm(x) if self.spec.norm else x
+        if not pool:
+            return context, None
+        for layer in layers[read:]:
+            x = layer(x)
+        end = (token_ids == self.spec.end_id).int().argmax(dim=1)  # (B,), 0 where there is none
+        return context, self.project(norm(x)[torch.arange(len(x), device=x.device), end])
 
 
-class CLIPTextEncoder(SkippingEncoder):
+def embedded(table: nn.Embedding, positions: Tensor, ids: Tensor, learned: Tensor | None) -> Tensor:
+    """Token ids (B,T) -> vectors of the table, or for ids beyond it of learned (V,D), plus positions (B,T,D).
+
+    learned holds the vectors of textual inversion, Gal et al. 2022.
+    """
+    known = table.num_embeddings
+    x: Tensor = table(ids if learned is None else ids.clamp(max=known - 1))
+    if learned is not None:
+        x = torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
+    return x + positions[: ids.shape[1]]
+
+
+class Embeddings(core.Embeddings):
+    """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
+
+    def forward(self, token_ids: Tensor, learned: Tensor | None = None) -> Tensor:
+        return embedded(self.token_embedding, self.position_embedding.weight, token_ids, learned)
+
+
+class CLIPTextEncoder(SkippingEncoder, core.CLIPTextEncoder):
     """The text encoder of OpenAI's CLIP, with Hugging Face's key names."""
 
     def __init__(self, spec: CLIPTextSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.embeddings = Embeddings(spec)
-        self.encoder = Encoder(spec, spec.activation, causal=True)
-        self.final_layer_norm = nn.LayerNorm(spec.width)
+        layer: Any
+        for layer in self.encoder["layers"]:  # type: ignore[attr-defined]
+            layer.mlp.activation = ACTIVATIONS[spec.activation]()
 
-    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        return self.embeddings(token_ids, learned)
-
-    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
-        return self.encoder.layers, self.final_layer_norm
+    def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
+        return self.embeddings, self.encoder["layers"], self.final_layer_norm
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import Encoder
+from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.ops import multiple
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of pixels in [0,1], for CLIP
@@ -51,18 +53,32 @@ class CLIPVisionSpec:
 
 
 class Embeddings(nn.Module):
-    """Pixels (B,3,S,S) -> the class token, then the patches, with position embeddings (B,N,D)."""
+    """Pixels (B,3,S,S) -> the patches, row-major, after a class token if there is one, with positions (B,N,D)."""
 
-    def __init__(self, spec: CLIPVisionSpec) -> None:
+    def __init__(self, spec: Any, class_token: bool) -> None:
         super().__init__()
-        self.class_embedding = nn.Parameter(torch.randn(spec.width))
-        self.patch_embedding = nn.Conv2d(3, spec.width, spec.patch, stride=spec.patch, bias=False)
-        self.position_embedding = nn.Embedding((spec.size // spec.patch) ** 2 + 1, spec.width)
+        self.class_embedding = nn.Parameter(torch.randn(spec.width)) if class_token else None
+        self.patch_embedding = nn.Conv2d(3, spec.width, spec.patch, stride=spec.patch, bias=not class_token)
+        self.position_embedding = nn.Embedding((spec.size // spec.patch) ** 2 + class_token, spec.width)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)  # (B, N-1, D)
-        first = self.class_embedding.expand(len(patches), 1, -1)
-        return torch.cat([first, patches], dim=1) + self.position_embedding.weight
+        x: Tensor = self.patch_embedding(pixels).flatten(2).transpose(1, 2)  # (B, N, D)
+        if self.class_embedding is not None:
+            x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
+        return x + self.position_embedding.weight
+
+
+class Encoder(nn.Module):
+    """The layers of an image encoder, with the sizes of its spec: those of the text encoder, not causal."""
+
+    def __init__(self, spec: Any, activation: str, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(spec.width, spec.mlp_width, spec.heads) for _ in range(spec.layers))
+        layer: Any
+        for layer in self.layers:
+            layer.self_attn.causal = False
+            layer.mlp.activation = ACTIVATIONS[activation]()
+            layer.layer_norm1.eps = layer.layer_norm2.eps = eps
 
 
 class CLIPVisionEncoder(nn.Module):
@@ -71,7 +87,7 @@ class CLIPVisionEncoder(nn.Module):
     def __init__(self, spec: CLIPVisionSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = Embeddings(spec)
+        self.embeddings = Embeddings(spec, class_token=True)
         self.pre_layrnorm = nn.LayerNorm(spec.width)  # sic
         self.encoder = Encoder(spec, spec.activation)
         self.post_layernorm = nn.LayerNorm(spec.width)  # of the pooled output

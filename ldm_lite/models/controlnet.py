@@ -8,12 +8,12 @@ Source: Zhang et al. 2023, sec. 3; cldm.py of the original repository.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.layers import Shapes, channels_last, size
+from ldm_lite.core.layers import Shapes, size
 from ldm_lite.models.unet import UNet, UNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
@@ -51,14 +51,10 @@ class ControlNet(UNet):
         x (B,in_channels,h,w), t (B,), context (B,T,D), y (B,vector_dim); hint is the output of embed_hint (B or 1).
         """
         emb = self.embed(t, y)
-        x = channels_last(x.to(emb.dtype))
-        text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
-        residuals = []
-        for i, (block, zero_conv) in enumerate(zip(self.input_blocks, self.zero_convs, strict=True)):
-            x = block(x, emb, text)
-            x = x + hint if i == 0 else x
-            residuals.append(zero_conv(x))
-        return *residuals, self.middle_block_out(self.middle_block(x, emb, text))
+        context = cast(Tensor, context if context is None else context.to(emb.dtype))
+        outputs = self.down(x, emb, context, [hint, *[None] * len(self.input_blocks)])
+        convs = [*self.zero_convs, self.middle_block_out]
+        return tuple(conv(output) for conv, output in zip(convs, outputs, strict=True))
 
 
 def infer_spec(shapes: Shapes) -> UNetSpec:
@@ -116,9 +112,9 @@ def _residuals(
     first = 0 if control.share == 1 else x.shape[0] - x.shape[0] // control.share
     if "concat" in inputs and net.spec.in_channels > x.shape[1]:
         x = torch.cat([x, inputs["concat"].to(x.dtype)], dim=1)
-    text = inputs["context"][first:] if "context" in inputs else None
+    context = inputs["context"][first:] if "context" in inputs else None
     vector = inputs["y"][first:, : net.spec.vector_dim] if "y" in inputs and net.spec.vector_dim is not None else None
-    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], text, control.hint, vector)
+    results: tuple[Tensor, ...] = net(x[first:, : net.spec.in_channels], t[first:], context, control.hint, vector)
     results = tuple(scale * result for scale, result in zip(control.scales, results, strict=True))
     if control.pool:
         results = tuple(result.mean(dim=(2, 3), keepdim=True) for result in results)

@@ -12,23 +12,32 @@ Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotat
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import LastLayer, RMSNorm, axial_rotation, finite_half, modulate, multiple, rotate
+from ldm_lite.models.ops import (
+    LastLayer,
+    RMSNorm,
+    TransformerSpec,
+    axial_rotation,
+    finite_half,
+    gelu_tanh,
+    mlp,
+    modulate,
+    multiple,
+    rotate,
+)
 
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
 SINUSOIDS = 256
 
 
 @dataclass(frozen=True)
-class FluxSpec:
+class FluxSpec(TransformerSpec):
     """Sizes in which FLUX.1 transformers differ."""
 
     in_channels: int  # latents and condition: 16, with an image (depth, canny) 32, with an image and a mask (fill) 96
@@ -41,10 +50,6 @@ class FluxSpec:
     depth: int  # double blocks
     single_depth: int
     guidance: bool  # reads the guidance scale: all but schnell
-
-    patch: ClassVar[int] = 2  # latent positions per token, along each side
-    num_classes: ClassVar[None] = None  # what only UNets have
-    guidance_dim: ClassVar[None] = None
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> FluxSpec:
@@ -100,34 +105,19 @@ class SelfAttention(nn.Module):
         return *self.norm(q, k), v
 
 
-class Modulated(NamedTuple):
-    """How the conditioning changes one branch of a block: modulate(x, shift, scale), then gate, (B,1,D) each."""
-
-    shift: Tensor
-    scale: Tensor
-    gate: Tensor
-
-
 class Modulation(nn.Module):
-    """The conditioning (B,D), after its SiLU -> what it does to each of a block's branches."""
+    """The conditioning (B,D), after its SiLU -> shift, scale and gate (B,1,D) of each of a block's branches."""
 
     def __init__(self, width: int, branches: int) -> None:
         super().__init__()
         self.branches = branches
         self.lin = nn.Linear(width, 3 * branches * width)
 
-    def forward(self, vec: Tensor) -> list[Modulated]:
-        chunks = self.lin(vec)[:, None, :].chunk(3 * self.branches, dim=2)  # (B, 1, D) each
-        return [Modulated(*chunks[i : i + 3]) for i in range(0, len(chunks), 3)]
+    def forward(self, vec: Tensor) -> tuple[Tensor, ...]:
+        return self.lin(vec)[:, None, :].chunk(3 * self.branches, dim=2)
 
 
-def _embedder(in_channels: int, width: int) -> nn.Sequential:
-    in_layer, out_layer = nn.Linear(in_channels, width), nn.Linear(width, width)
-    return nn.Sequential(OrderedDict(in_layer=in_layer, activation=nn.SiLU(), out_layer=out_layer))
-
-
-def _mlp(width: int, mlp_width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, mlp_width), nn.GELU(approximate="tanh"), nn.Linear(mlp_width, width))
+EMBEDDER = ("in_layer", "activation", "out_layer")  # names of the layers of an MLP
 
 
 class DoubleStreamBlock(nn.Module):
@@ -139,28 +129,27 @@ class DoubleStreamBlock(nn.Module):
         self.attention: AttentionFn = sdpa
         self.img_mod = Modulation(spec.width, branches=2)
         self.img_attn = SelfAttention(spec.width, spec.heads)
-        self.img_mlp = _mlp(spec.width, spec.mlp_width)
+        self.img_mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh)
         self.txt_mod = Modulation(spec.width, branches=2)
         self.txt_attn = SelfAttention(spec.width, spec.heads)
-        self.txt_mlp = _mlp(spec.width, spec.mlp_width)
+        self.txt_mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh)
 
     def forward(self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Text (B,T,D), image (B,N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> text and image."""
-        text_attn, text_mlp = self.txt_mod(vec)
-        image_attn, image_mlp = self.img_mod(vec)
+        text_mods, image_mods = self.txt_mod(vec), self.img_mod(vec)  # of attention, then of the MLP
 
         # attention over text and image
-        text = self.txt_attn(modulate(context, text_attn.shift, text_attn.scale))
-        image = self.img_attn(modulate(x, image_attn.shift, image_attn.scale))
+        text = self.txt_attn(modulate(context, *text_mods[:2]))
+        image = self.img_attn(modulate(x, *image_mods[:2]))
         q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
         out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))  # (B, T+N, D)
         from_text, from_image = torch.split(out, [context.shape[1], x.shape[1]], dim=1)
 
         # projections and MLPs
-        context = context + text_attn.gate * self.txt_attn.proj(from_text)
-        context = context + text_mlp.gate * self.txt_mlp(modulate(context, text_mlp.shift, text_mlp.scale))
-        x = x + image_attn.gate * self.img_attn.proj(from_image)
-        x = x + image_mlp.gate * self.img_mlp(modulate(x, image_mlp.shift, image_mlp.scale))
+        context = context + text_mods[2] * self.txt_attn.proj(from_text)
+        context = context + text_mods[5] * self.txt_mlp(modulate(context, *text_mods[3:5]))
+        x = x + image_mods[2] * self.img_attn.proj(from_image)
+        x = x + image_mods[5] * self.img_mlp(modulate(x, *image_mods[3:5]))
         return finite_half(context), finite_half(x)
 
 
@@ -179,14 +168,14 @@ class SingleStreamBlock(nn.Module):
 
     def forward(self, x: Tensor, vec: Tensor, rotation: Tensor) -> Tensor:
         """Text and image x (B,T+N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> (B,T+N,D)."""
-        (mod,) = self.modulation(vec)
+        shift, scale, gate = self.modulation(vec)
         widths = [self.spec.width] * 3 + [self.spec.mlp_width]
-        q, k, v, mlp = torch.split(self.linear1(modulate(x, mod.shift, mod.scale)), widths, dim=2)
+        q, k, v, hidden = torch.split(self.linear1(modulate(x, shift, scale)), widths, dim=2)
         q, k, v = (split_heads(part, self.spec.heads) for part in (q, k, v))  # (B, H, T+N, D/H)
         q, k = self.norm(q, k)
         out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))
-        out = self.linear2(torch.cat([out, F.gelu(mlp, approximate="tanh")], dim=2))
-        return finite_half(x + mod.gate * out)
+        out = self.linear2(torch.cat([out, F.gelu(hidden, approximate="tanh")], dim=2))
+        return finite_half(x + gate * out)
 
 
 class Flux(nn.Module):
@@ -196,10 +185,10 @@ class Flux(nn.Module):
         super().__init__()
         self.spec = spec
         self.img_in = nn.Linear(4 * spec.in_channels, spec.width)
-        self.time_in = _embedder(SINUSOIDS, spec.width)
-        self.vector_in = _embedder(spec.vector_dim, spec.width)
+        self.time_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER)
+        self.vector_in = mlp(spec.vector_dim, spec.width, spec.width, names=EMBEDDER)
         if spec.guidance:
-            self.guidance_in = _embedder(SINUSOIDS, spec.width)
+            self.guidance_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER)
         self.txt_in = nn.Linear(spec.context_dim, spec.width)
         self.double_blocks = nn.ModuleList(DoubleStreamBlock(spec) for _ in range(spec.depth))
         self.single_blocks = nn.ModuleList(SingleStreamBlock(spec) for _ in range(spec.single_depth))

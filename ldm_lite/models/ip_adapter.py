@@ -10,7 +10,8 @@ Source: Ye et al. 2023; tencent-ailab/IP-Adapter ip_adapter.py, resampler.py and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.core.unet import Attention, BasicTransformerBlock, SpatialTransformer
+from ldm_lite.core.unet import Attention, BasicTransformerBlock
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
-from ldm_lite.models.ops import multiple
+from ldm_lite.models.ops import mlp, multiple
 from ldm_lite.models.unet import UNet
 
 HEAD = 64  # channels of a resampler's head
@@ -78,20 +79,10 @@ class LinearProjection(nn.Module):
         return self.norm(self.proj(pooled).unflatten(1, (-1, *self.norm.normalized_shape)))  # (B, T, C)
 
 
-class MLPProjection(nn.Module):
+def mlp_projection(spec: IPAdapterSpec) -> nn.Module:
     """Hidden states of CLIP (B,N,E) -> as many tokens (B,N,C)."""
-
-    def __init__(self, spec: IPAdapterSpec) -> None:
-        super().__init__()
-        self.proj = nn.Sequential(
-            nn.Linear(spec.image_width, spec.image_width),
-            nn.GELU(),
-            nn.Linear(spec.image_width, spec.context_dim),
-            nn.LayerNorm(spec.context_dim),
-        )
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.proj(states)
+    layers = mlp(spec.image_width, spec.image_width, spec.context_dim, nn.GELU)
+    return nn.Sequential(OrderedDict(proj=nn.Sequential(*layers, nn.LayerNorm(spec.context_dim))))
 
 
 class PerceiverAttention(nn.Module):
@@ -109,7 +100,7 @@ class PerceiverAttention(nn.Module):
     def forward(self, states: Tensor, queries: Tensor) -> Tensor:
         queries = self.norm2(queries)
         k, v = self.to_kv(torch.cat([self.norm1(states), queries], dim=1)).chunk(2, dim=-1)  # (B, N+T, H*64)
-        q, k, v = (split_heads(each, self.heads) for each in (self.to_q(queries), k, v))
+        q, k, v = (split_heads(part, self.heads) for part in (self.to_q(queries), k, v))
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
 
 
@@ -121,20 +112,10 @@ class Resampler(nn.Module):
         width = spec.width
         self.latents = nn.Parameter(torch.randn(1, spec.num_tokens, width) * width**-0.5)
         self.proj_in = nn.Linear(spec.image_width, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    PerceiverAttention(width, spec.heads),
-                    nn.Sequential(
-                        nn.LayerNorm(width),
-                        nn.Linear(width, spec.mlp_width, bias=False),
-                        nn.GELU(),
-                        nn.Linear(spec.mlp_width, width, bias=False),
-                    ),
-                ]
-            )
-            for _ in range(spec.depth)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(spec.depth):
+            feed_forward = nn.Sequential(nn.LayerNorm(width), *mlp(width, spec.mlp_width, width, nn.GELU, bias=False))
+            self.layers.append(nn.ModuleList([PerceiverAttention(width, spec.heads), feed_forward]))
         self.proj_out = nn.Linear(width, spec.context_dim)
         self.norm_out = nn.LayerNorm(spec.context_dim)
 
@@ -147,7 +128,11 @@ class Resampler(nn.Module):
         return self.norm_out(self.proj_out(x))
 
 
-PROJECTIONS = {"linear": LinearProjection, "mlp": MLPProjection, "resampler": Resampler}
+PROJECTIONS: dict[str, Callable[[IPAdapterSpec], nn.Module]] = {
+    "linear": LinearProjection,
+    "mlp": mlp_projection,
+    "resampler": Resampler,
+}
 
 
 class KeysAndValues(nn.Module):
@@ -170,7 +155,8 @@ class IPAdapter(nn.Module):
         self.spec = spec
         self.image_proj = PROJECTIONS[spec.kind](spec)
         # Numbers are of diffusers' attention processors: two a block, of which the second is of cross-attention.
-        layers = [block.attn2 for transformer in _transformers(unet) for block in _blocks(transformer)]
+        parts = (unet.input_blocks, unet.output_blocks, unet.middle_block)  # in the order of diffusers' modules
+        layers = [layer for part in parts for layer in cross_attentions(part)]
         self._order = [layers.index(layer) for layer in cross_attentions(unet)]
         widths = [layer.to_q.out_features for layer in layers]
         self.ip_adapter = nn.ModuleDict(
@@ -191,16 +177,6 @@ class IPAdapter(nn.Module):
         """Tokens (B,T,C) -> their keys and values for every cross-attention of the UNet."""
         keys_values = [layer(tokens) for layer in self.ip_adapter.values()]
         return tuple(keys_values[place] for place in self._order)
-
-
-def _transformers(unet: UNet) -> Sequence[SpatialTransformer]:
-    """Return a UNet's transformers in the order of diffusers' modules: down, up, middle."""
-    parts = (unet.input_blocks, unet.output_blocks, unet.middle_block)
-    return [layer for part in parts for layer in part.modules() if isinstance(layer, SpatialTransformer)]
-
-
-def _blocks(transformer: SpatialTransformer) -> list[BasicTransformerBlock]:
-    return [cast(BasicTransformerBlock, block) for block in transformer.transformer_blocks]
 
 
 def cross_attentions(unet: nn.Module) -> list[Attention]:

@@ -16,14 +16,24 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import Embedder, LastLayer, RMSNorm, finite_half, modulate, modulation, multiple
+from ldm_lite.models.ops import (
+    LastLayer,
+    RMSNorm,
+    TransformerSpec,
+    embedder,
+    finite_half,
+    gelu_tanh,
+    mlp,
+    modulate,
+    modulation,
+    multiple,
+)
 
 HEAD_DIM = 64
 SINUSOIDS = 256
@@ -31,7 +41,7 @@ QKV = tuple[Tensor, Tensor, Tensor]  # (B,H,N,D/H) each
 
 
 @dataclass(frozen=True)
-class MMDiTSpec:
+class MMDiTSpec(TransformerSpec):
     """Sizes and options in which the transformers of Stable Diffusion 3 differ."""
 
     in_channels: int
@@ -44,10 +54,6 @@ class MMDiTSpec:
     side: int  # of the table of positions, in tokens
     qk_norm: bool  # not in Stable Diffusion 3 medium
     dual_depth: int  # first blocks with a second attention: 13 in 3.5 medium
-
-    patch: ClassVar[int] = 2  # latent positions per token, along each side
-    num_classes: ClassVar[None] = None  # what only UNets have
-    guidance_dim: ClassVar[None] = None
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> MMDiTSpec:
@@ -102,11 +108,6 @@ class ImageAttention(SelfAttention):
         return self.proj(merge_heads(self.attention(*self.queries_keys_values(x))))
 
 
-def _mlp(width: int, mlp_width: int) -> nn.Sequential:
-    fc1, fc2 = nn.Linear(width, mlp_width), nn.Linear(mlp_width, width)
-    return nn.Sequential(OrderedDict(fc1=fc1, activation=nn.GELU(approximate="tanh"), fc2=fc2))
-
-
 class DismantledBlock(nn.Module):
     """One stream's half of a block, in two parts around the joint attention."""
 
@@ -118,7 +119,8 @@ class DismantledBlock(nn.Module):
         if dual:
             self.attn2 = ImageAttention(spec)
         if not is_last:
-            self.mlp = _mlp(spec.width, spec.mlp_width)
+            names = ("fc1", "activation", "fc2")
+            self.mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh, names)
         self.adaLN_modulation = modulation(spec.width, self.chunks)
 
     def modulations(self, vec: Tensor) -> tuple[Tensor, ...]:
@@ -160,17 +162,6 @@ class JointBlock(nn.Module):
         return context, self.x_block.after(x, from_image, image_mods)
 
 
-class PatchEmbed(nn.Module):
-    """Latents (B,C,h,w) -> tokens (B,N,D): each of 2x2 positions."""
-
-    def __init__(self, in_channels: int, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_channels, width, 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)  # (B, N, D)
-
-
 class MMDiT(nn.Module):
     """The denoising network of Stable Diffusion 3: noised latents at time 1000 s -> the velocity eps - x0."""
 
@@ -179,9 +170,9 @@ class MMDiT(nn.Module):
     def __init__(self, spec: MMDiTSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.x_embedder = PatchEmbed(spec.in_channels, spec.width)
-        self.t_embedder = Embedder(SINUSOIDS, spec.width, spec.width)
-        self.y_embedder = Embedder(spec.vector_dim, spec.width, spec.width)
+        self.x_embedder = nn.Sequential(OrderedDict(proj=nn.Conv2d(spec.in_channels, spec.width, 2, stride=2)))
+        self.t_embedder = embedder(SINUSOIDS, spec.width, spec.width)
+        self.y_embedder = embedder(spec.vector_dim, spec.width, spec.width)
         self.context_embedder = nn.Linear(spec.context_dim, spec.width)
         self.register_buffer("pos_embed", torch.zeros(1, spec.side**2, spec.width))
         self.joint_blocks = nn.ModuleList(JointBlock(spec, i) for i in range(spec.depth))
@@ -199,7 +190,7 @@ class MMDiT(nn.Module):
         assert y is not None, "Stable Diffusion 3 reads the pooled text"
         x = x.to(y.dtype)
         h, w = x.shape[2] // 2, x.shape[3] // 2
-        x = self.x_embedder(x) + self.positions(h, w)  # (B, N, D)
+        x = self.x_embedder(x).flatten(2).transpose(1, 2) + self.positions(h, w)  # (B, N, D)
         vec = F.silu(self.t_embedder(sinusoids(t, SINUSOIDS).to(y.dtype)) + self.y_embedder(y))  # (B, D)
         context = self.context_embedder(context)  # (B, T, D)
         for i, block in enumerate(self.joint_blocks):

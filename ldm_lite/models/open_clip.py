@@ -7,17 +7,17 @@ Source: Cherti et al. 2023; FrozenOpenCLIPEmbedder of stablediffusion, FrozenOpe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.clip import SkippingEncoder, embed
-from ldm_lite.models.ops import Fitted
+from ldm_lite.models.clip import SkippingEncoder, embedded
+from ldm_lite.models.ops import Fitted, mlp
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,18 @@ class Attention(nn.Module):
 class ResidualAttentionBlock(nn.Module):
     """Self-attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, width: int, mlp_width: int, heads: int, activation: nn.Module, causal: bool) -> None:
+    def __init__(
+        self, width: int, mlp_width: int, heads: int, activation: Callable[[], nn.Module], causal: bool
+    ) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            OrderedDict(c_fc=nn.Linear(width, mlp_width), activation=activation, c_proj=nn.Linear(mlp_width, width))
-        )
+        self.mlp = mlp(width, mlp_width, width, activation, ("c_fc", "activation", "c_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
-
-
-class Transformer(nn.Module):
-    """The stack of blocks."""
-
-    def __init__(self, spec: OpenCLIPTextSpec) -> None:
-        super().__init__()
-        numbers = (spec.width, spec.mlp_width, spec.heads)
-        self.resblocks = nn.ModuleList(
-            ResidualAttentionBlock(*numbers, activation=nn.GELU(), causal=True) for _ in range(spec.layers)
-        )
 
 
 class OpenCLIPTextEncoder(SkippingEncoder):
@@ -112,17 +101,21 @@ class OpenCLIPTextEncoder(SkippingEncoder):
         super().__init__()
         self.spec = spec
         self.positional_embedding = nn.Parameter(torch.randn(spec.length, spec.width) * 0.01)
-        self.transformer = Transformer(spec)
+        layers = (
+            ResidualAttentionBlock(spec.width, spec.mlp_width, spec.heads, activation=nn.GELU, causal=True)
+            for _ in range(spec.layers)
+        )
+        self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(layers)})
         self.token_embedding = nn.Embedding(spec.vocab_size, spec.width)
         self.ln_final = nn.LayerNorm(spec.width)
         projection = nn.Parameter(torch.randn(spec.width, spec.width) * spec.width**-0.5) if spec.projection else None
         self.register_parameter("text_projection", projection)
 
-    def embed(self, token_ids: Tensor, learned: Tensor | None) -> Tensor:
-        return embed(self.token_embedding, token_ids, learned) + self.positional_embedding[: token_ids.shape[1]]
+    def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
+        def embed(token_ids: Tensor, learned: Tensor | None) -> Tensor:
+            return embedded(self.token_embedding, self.positional_embedding, token_ids, learned)
 
-    def parts(self) -> tuple[nn.ModuleList, nn.Module]:
-        return self.transformer.resblocks, self.ln_final
+        return embed, self.transformer["resblocks"], self.ln_final
 
     def project(self, x: Tensor) -> Tensor:
         assert self.text_projection is not None, "this encoder has no text_projection"

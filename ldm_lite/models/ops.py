@@ -3,7 +3,10 @@
 Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of all heads.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes
+
+gelu_tanh = partial(nn.GELU, approximate="tanh")
 
 
 class Fitted:
@@ -26,6 +31,14 @@ class Fitted:
     def fitted(self, shapes: Shapes) -> Any:
         """The same, where what weights do not tell is this spec's."""
         return replace(self.from_shapes(shapes), **{name: getattr(self, name) for name in self.untold})
+
+
+class TransformerSpec:
+    """A base of specs of diffusion transformers: what is asked of every denoising network's."""
+
+    patch: ClassVar[int] = 2  # latent positions per token, along each side
+    num_classes: ClassVar[None] = None  # what only UNets have
+    guidance_dim: ClassVar[None] = None
 
 
 def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
@@ -70,15 +83,37 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
-class Embedder(nn.Module):
-    """Linear, SiLU, linear: of a timestep's sinusoids, or of the pooled text."""
+def mlp(
+    in_channels: int,
+    hidden: int,
+    out_channels: int,
+    activation: Callable[[], nn.Module] = nn.SiLU,
+    names: Sequence[str] = ("0", "1", "2"),
+    bias: bool = True,
+) -> nn.Sequential:
+    """Linear, activation, linear, by the names that files give them: of timesteps' sinusoids, pooled texts, tokens."""
+    layers = nn.Linear(in_channels, hidden, bias), activation(), nn.Linear(hidden, out_channels, bias)
+    return nn.Sequential(OrderedDict(zip(names, layers, strict=True)))
 
-    def __init__(self, in_channels: int, hidden: int, out_channels: int) -> None:
+
+def embedder(in_channels: int, hidden: int, out_channels: int) -> nn.Sequential:
+    """The same under a further name, as Stable Diffusion 3 and Z-Image have it."""
+    return nn.Sequential(OrderedDict(mlp=mlp(in_channels, hidden, out_channels)))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), whose layers have other names in files.  Shazeer 2020."""
+
+    def __init__(self, width: int, hidden: int, gate: str, up: str, down: str) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.SiLU(), nn.Linear(hidden, out_channels))
+        self.names = gate, up, down
+        for name in (gate, up):
+            self.add_module(name, nn.Linear(width, hidden, bias=False))
+        self.add_module(down, nn.Linear(hidden, width, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x)
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return finite_half(down(finite_half(F.silu(gate(x)) * up(x))))
 
 
 def modulation(width: int, chunks: int) -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import Fitted, RMSNorm, axial_rotation, finite_half, multiple
+from ldm_lite.models.ops import Fitted, GatedMLP, RMSNorm, axial_rotation, multiple
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
 
@@ -80,26 +80,13 @@ class SelfAttention(nn.Module):
         return self.o_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
-class MLP(nn.Module):
-    """down(silu(gate x) * up x).  Shazeer 2020."""
-
-    def __init__(self, spec: Qwen3Spec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.width, spec.mlp_width, bias=False)
-        self.up_proj = nn.Linear(spec.width, spec.mlp_width, bias=False)
-        self.down_proj = nn.Linear(spec.mlp_width, spec.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return finite_half(self.down_proj(finite_half(F.silu(self.gate_proj(x)) * self.up_proj(x))))
-
-
 class Layer(nn.Module):
     """Attention and MLP with residual connections (B,T,D), which stay in float32."""
 
     def __init__(self, spec: Qwen3Spec) -> None:
         super().__init__()
         self.self_attn = SelfAttention(spec)
-        self.mlp = MLP(spec)
+        self.mlp = GatedMLP(spec.width, spec.mlp_width, "gate_proj", "up_proj", "down_proj")
         self.input_layernorm = RMSNorm(spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width)
 

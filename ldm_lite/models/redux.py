@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip import Encoder
+from ldm_lite.models.clip_vision import Embeddings, Encoder
 from ldm_lite.models.ops import multiple
 
 EPS = 1e-6  # of the norms
@@ -45,25 +45,13 @@ class SiglipSpec:
         )
 
 
-class Embeddings(nn.Module):
-    """Pixels (B,3,S,S) -> the patches with position embeddings (B,N,D), row-major."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.patch_embedding = nn.Conv2d(3, spec.width, spec.patch, stride=spec.patch)
-        self.position_embedding = nn.Embedding((spec.size // spec.patch) ** 2, spec.width)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.patch_embedding(pixels).flatten(2).transpose(1, 2) + self.position_embedding.weight
-
-
 class SiglipVisionEncoder(nn.Module):
     """An image -> one vector per patch; the pooling head of the files is not used."""
 
     def __init__(self, spec: SiglipSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = Embeddings(spec)
+        self.embeddings = Embeddings(spec, class_token=False)
         self.encoder = Encoder(spec, "gelu_tanh", eps=EPS)
         self.post_layernorm = nn.LayerNorm(spec.width, EPS)
 

@@ -45,7 +45,7 @@ class StyleAdapter(nn.Module):
         self.style_embedding = nn.Parameter(torch.randn(1, spec.num_tokens, spec.width) * spec.width**-0.5)
         self.transformer_layes = nn.Sequential(  # sic
             *(
-                ResidualAttentionBlock(spec.width, 4 * spec.width, spec.heads, activation=QuickGELU(), causal=False)
+                ResidualAttentionBlock(spec.width, 4 * spec.width, spec.heads, activation=QuickGELU, causal=False)
                 for _ in range(spec.layers)
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,18 +89,21 @@ class SelfAttention(nn.Module):
         self.o = nn.Linear(inner, spec.width, bias=False)
         self.relative_attention_bias = nn.Embedding(spec.buckets, spec.heads) if has_bias else None
 
-    def position_bias(self, length: int) -> Tensor:
-        """Return the relative position bias of all layers' scores (1,H,T,T) float32; only the first layer has one."""
-        assert self.relative_attention_bias is not None
-        buckets = relative_buckets(length, self.spec.buckets, self.spec.max_distance)
-        bias: Tensor = self.relative_attention_bias(buckets.to(self.relative_attention_bias.weight.device))  # (T, T, H)
-        return bias.float().permute(2, 0, 1)[None]
+    def forward(self, x: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x (B,T,D) and the bias of the scores, None for the first layer -> (B,T,D) and that bias.
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """x (B,T,D), bias (1 or B,H,T,T) of the scores -> (B,T,D)."""
+        The first layer makes it for all, (1 or B,H,T,T) float32: of the relative positions, and of the mask (B,T).
+        """
+        if bias is None:
+            assert self.relative_attention_bias is not None
+            buckets = relative_buckets(x.shape[1], self.spec.buckets, self.spec.max_distance)
+            bias = self.relative_attention_bias(buckets.to(self.relative_attention_bias.weight.device)).float()
+            bias = bias.permute(2, 0, 1)[None]  # (1, H, T, T)
+            if mask is not None:
+                bias = bias.masked_fill(~mask[:, None, None, :], -torch.inf)  # (B, H, T, T)
         q, k, v = (split_heads(proj(x), self.spec.heads).float() for proj in (self.q, self.k, self.v))  # (B, H, T, C)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
-        return self.o(merge_heads(out.to(x.dtype)))
+        return self.o(merge_heads(out.to(x.dtype))), bias
 
 
 class DenseReluDense(nn.Module):
@@ -122,46 +125,21 @@ class DenseReluDense(nn.Module):
         return self.wo(gate * value)
 
 
-class AttentionLayer(nn.Module):
-    """Norm, then self-attention; returns the bias of the scores too, which the first layer computes for all."""
-
-    def __init__(self, spec: T5Spec, has_bias: bool) -> None:
-        super().__init__()
-        self.SelfAttention = SelfAttention(spec, has_bias)
-        self.layer_norm = RoundedRMSNorm(spec.width)
-
-    def forward(self, x: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if bias is None:
-            bias = self.SelfAttention.position_bias(x.shape[1])  # (1, H, T, T)
-            if mask is not None:
-                bias = bias.masked_fill(~mask[:, None, None, :], -torch.inf)  # (B, H, T, T)
-        return self.SelfAttention(self.layer_norm(x), bias), bias
-
-
-class FeedForwardLayer(nn.Module):
-    """Norm, then feed-forward."""
-
-    def __init__(self, spec: T5Spec) -> None:
-        super().__init__()
-        self.DenseReluDense = DenseReluDense(spec)
-        self.layer_norm = RoundedRMSNorm(spec.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.DenseReluDense(self.layer_norm(x))
-
-
 class Block(nn.Module):
     """Attention and feed-forward with residual connections (B,T,D), which stay in float32."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
-        self.layer = nn.ModuleList([AttentionLayer(spec, has_bias), FeedForwardLayer(spec)])
+        attention = {"SelfAttention": SelfAttention(spec, has_bias), "layer_norm": RoundedRMSNorm(spec.width)}
+        feed_forward = {"DenseReluDense": DenseReluDense(spec), "layer_norm": RoundedRMSNorm(spec.width)}
+        self.layer = nn.ModuleList([nn.ModuleDict(attention), nn.ModuleDict(feed_forward)])
 
     def forward(self, x: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        attention, feed_forward = self.layer
-        out, bias = attention(x, bias, mask)
+        """x (B,T,D); bias and mask as in SelfAttention."""
+        attention, feed_forward = cast(Any, self.layer)
+        out, bias = attention["SelfAttention"](attention["layer_norm"](x), bias, mask)
         x = x + out
-        return x + feed_forward(x), bias
+        return x + feed_forward["DenseReluDense"](feed_forward["layer_norm"](x)), bias
 
 
 class Encoder(nn.Module):

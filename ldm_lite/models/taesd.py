@@ -63,30 +63,22 @@ class Block(nn.Module):
         return F.relu(self.conv(x) + x)
 
 
-def _encoder(embed_dim: int) -> nn.Sequential:
-    layers: list[nn.Module] = [_conv(3, 64), Block()]
-    for _ in range(3):
-        layers += [_conv(64, 64, stride=2, bias=False), Block(), Block(), Block()]
-    return nn.Sequential(*layers, _conv(64, embed_dim))
-
-
-def _decoder(embed_dim: int) -> nn.Sequential:
-    layers: list[nn.Module] = [Clamp(), _conv(embed_dim, 64), nn.ReLU()]
-    for _ in range(3):
-        layers += [Block(), Block(), Block(), nn.Upsample(scale_factor=2), _conv(64, 64, bias=False)]
-    return nn.Sequential(*layers, Block(), _conv(64, 3))
-
-
 class TAESD(nn.Module):
     """Pixels <-> latents in the UNet's scale, deterministic, 1.2 million parameters each way."""
 
     def __init__(self, spec: TAESDSpec) -> None:
         super().__init__()
         self.spec = spec
+        down = [part for _ in range(3) for part in (_conv(64, 64, stride=2, bias=False), Block(), Block(), Block())]
+        up = [
+            part
+            for _ in range(3)
+            for part in (Block(), Block(), Block(), nn.Upsample(scale_factor=2), _conv(64, 64, bias=False))
+        ]
         if spec.encoder:
-            self.encoder = _encoder(spec.embed_dim)
+            self.encoder = nn.Sequential(_conv(3, 64), Block(), *down, _conv(64, spec.embed_dim))
         if spec.decoder:
-            self.decoder = _decoder(spec.embed_dim)
+            self.decoder = nn.Sequential(Clamp(), _conv(spec.embed_dim, 64), nn.ReLU(), *up, Block(), _conv(64, 3))
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,H/8,W/8) in the UNet's scale, and their deviation, 0.

@@ -1,7 +1,7 @@
 """The UNets of latent diffusion: every one of CompVis and Stability, from a frozen spec.
 
 They are the core's UNet and, where the spec says so, layers of another kind: Stable Diffusion 2 and XL project by
-linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have attention without text.
+linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have those of adm.py.
 Attribute names are the checkpoint's keys, so an original file loads strictly with no renaming.
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.
@@ -15,29 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core import unet as core
-from ldm_lite.core.layers import (
-    MOST_BLOCKS,
-    AttentionFn,
-    Shapes,
-    Upsample,
-    channels_last,
-    count,
-    merge_heads,
-    sdpa,
-    sinusoids,
-    size,
-)
+from ldm_lite.core.layers import MOST_BLOCKS, Shapes, Upsample, channels_last, count, sinusoids, size
 from ldm_lite.core.unet import Attention, BasicTransformerBlock, Downsample, SpatialTransformer
-from ldm_lite.models.ops import multiple
+from ldm_lite.models.adm import AttentionBlock, ResBlock, resample_by_residuals
+from ldm_lite.models.ops import mlp, multiple
 
-__all__ = ["Attention", "BasicTransformerBlock", "Downsample", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
+__all__ = ["AttentionBlock", "Downsample", "ResBlock", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
 
 
 @dataclass(frozen=True)
@@ -92,13 +82,12 @@ class UNetSpec:
             size(shapes, f"{name}.weight", 2) if f"{name}.weight" in shapes else None
             for name in ("label_emb", "label_emb.0.0", "cond_proj")
         )
-        depths, middle_depth = (
-            tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts),
-            _depth(shapes, "middle_block"),
-        )
+        depths = tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts)
         sides = 2 if num_out else 1  # a network as deep throughout as where it was read must not be far larger
         if contexts and sum(map(mul, depths, num_res_blocks)) * sides > 2 * len(contexts) + MOST_BLOCKS:
             raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
+        attn1 = (f"input_blocks.{i}.1.transformer_blocks.0.attn1" for i in firsts)
+        projections = [[shapes.get(f"{layer}.{name}.weight", ()) for name in ("to_q", "to_k")] for layer in attn1]
         return UNetSpec(
             in_channels=in_channels,
             out_channels=size(shapes, "out.2.weight", 4)[0],
@@ -106,12 +95,12 @@ class UNetSpec:
             channel_mult=tuple(multiple(width, mc, "the width of a level") for width in widths),
             num_res_blocks=num_res_blocks,
             transformer_depth=depths,
-            middle_depth=middle_depth,
+            middle_depth=_depth(shapes, "middle_block"),
             num_heads=None,
             head_dim=None,
             context_dim=contexts[0] if contexts else None,
             linear_proj=len(shapes.get("middle_block.1.proj_in.weight", ())) == 2,
-            cross_only=tuple(_cross_only(shapes, f"input_blocks.{i}") for i in firsts),
+            cross_only=tuple(q[1:] != k[1:] for q, k in projections),
             vector_dim=label_mlp[1] if label_mlp else None,
             guidance_dim=guidance[1] if guidance else None,
             num_classes=label[0] if label else None,
@@ -133,39 +122,7 @@ def _depth(shapes: Shapes, block: str) -> int:
     return blocks or int(f"{block}.1.qkv.weight" in shapes)
 
 
-def _cross_only(shapes: Shapes, block: str) -> bool:
-    attn1 = f"{block}.1.transformer_blocks.0.attn1"
-    if f"{attn1}.to_q.weight" not in shapes:
-        return False
-    to_q, to_k = (size(shapes, f"{attn1}.{name}.weight", 2) for name in ("to_q", "to_k"))
-    return to_q[1] != to_k[1]
-
-
 # ---- transformers ---------------------------------------------------------------------------------------------------
-
-
-class AttentionBlock(nn.Module):
-    """Self-attention over all positions with a residual connection (B,C,h,w) -> (B,C,h,w), for unconditional families.
-
-    The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., the original's "legacy" order.
-    """
-
-    def __init__(self, channels: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = channels // num_heads
-        self.attention: AttentionFn = sdpa
-        self.norm = nn.GroupNorm(32, channels)
-        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
-        self.proj_out = nn.Conv1d(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # As linears over tokens (B, N, C): attention kernels need the channels of a head next to each other.
-        tokens = self.norm(x).flatten(2).transpose(1, 2)  # (B, N, C)
-        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # (B, N, 3C)
-        q, k, v = qkv.view(*qkv.shape[:2], self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # (B, H, N, D) each
-        out = F.linear(merge_heads(self.attention(q, k, v)), self.proj_out.weight[:, :, 0], self.proj_out.bias)
-        return x + out.transpose(1, 2).view_as(x)
 
 
 class CrossOnlyBlock(BasicTransformerBlock):
@@ -205,54 +162,6 @@ def attend(transformer: SpatialTransformer, normed: Tensor, context: Tensor) -> 
     return transformer.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
 
 
-# ---- residual blocks ------------------------------------------------------------------------------------------------
-
-
-class ResBlock(core.ResBlock):
-    """A residual block whose timestep may scale and shift in place of being added, and which may resample.
-
-    resample "down" halves the size, "up" resizes to `size`.
-    """
-
-    def __init__(
-        self, in_channels: int, out_channels: int, emb_channels: int, scale_shift: bool, resample: str | None = None
-    ) -> None:
-        super().__init__(in_channels, out_channels, emb_channels)
-        self.scale_shift, self.resample = scale_shift, resample
-        self.emb_layers[1] = nn.Linear(emb_channels, out_channels * (1 + scale_shift))
-
-    def forward(self, x: Tensor, emb: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        # norm, activation, first convolution
-        h = self.in_layers[1](self.in_layers[0](x))
-        if self.resample == "down":
-            h, x = F.avg_pool2d(h, 2), F.avg_pool2d(x, 2)
-        elif self.resample == "up":
-            h, x = F.interpolate(h, size=size, mode="nearest"), F.interpolate(x, size=size, mode="nearest")
-        h = self.in_layers[2](h)
-
-        # the timestep, second convolution
-        added = self.emb_layers(emb)[:, :, None, None]  # (B, C or 2C, 1, 1)
-        if self.scale_shift:
-            scale, shift = added.chunk(2, dim=1)
-            h = self.out_layers[0](h) * (1 + scale) + shift
-            h = self.out_layers[3](self.out_layers[1](h))
-        else:
-            h = self.out_layers(h + added)
-        return self.skip_connection(x) + h
-
-
-class Block(core.Block):
-    """The core's Block, whose residual blocks may resample."""
-
-    def forward(self, x: Tensor, emb: Tensor, context: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        for layer in self:
-            if isinstance(layer, ResBlock):
-                x = layer(x, emb, size)
-            else:
-                x = core.Block.forward([layer], x, emb, context, size)  # type: ignore[arg-type]
-        return x
-
-
 # ---- the network ----------------------------------------------------------------------------------------------------
 
 
@@ -272,22 +181,12 @@ class UNet(core.UNet):
         if spec.num_classes is not None:
             self.label_emb = nn.Embedding(spec.num_classes, 4 * width)
         elif spec.vector_dim is not None:
-            vector = nn.Linear(spec.vector_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width)
-            self.label_emb = nn.Sequential(nn.Sequential(*vector))
+            self.label_emb = nn.Sequential(mlp(spec.vector_dim, 4 * width, 4 * width))
         if spec.resblock_updown:
-            halves: tuple[Any, Any] = self.input_blocks, self.output_blocks
-            for blocks in halves:
-                for i, block in enumerate(blocks):
-                    blocks[i] = Block(map(self._resampling, block))
-
-    def _resampling(self, layer: nn.Module) -> nn.Module:
-        """A residual block in place of a convolution that resamples."""
-        kind = {Downsample: "down", Upsample: "up"}.get(type(layer))
-        if kind is None:
-            return layer
-        conv: Any = layer.op if kind == "down" else layer.conv
-        channels = conv.out_channels
-        return ResBlock(channels, channels, 4 * self.spec.model_channels, self.spec.scale_shift, kind)
+            emb = 4 * width
+            resample_by_residuals(
+                self, lambda channels, kind: ResBlock(channels, channels, emb, spec.scale_shift, kind)
+            )
 
     def residual(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
@@ -344,20 +243,24 @@ class UNet(core.UNet):
         emb = self.embed(t, y)  # (B, E)
         x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
         # Networks without text ignore the context.
-        text: Tensor = context if context is None else context.to(emb.dtype)  # type: ignore[assignment]
+        context = cast(Tensor, context if context is None else context.to(emb.dtype))
         if features is None:
-            return self.run(x.to(emb.dtype), emb, text, residuals)
-        x, skips = channels_last(x.to(emb.dtype)), []
-        for block, feature in zip(self.input_blocks, features, strict=False):
-            x = plus(block(x, emb, text), feature)
-            skips.append(x)
-        x = plus(self.middle_block(x, emb, text), features[-1])
+            return self.run(x.to(emb.dtype), emb, context, residuals)
+        *skips, x = self.down(x, emb, context, features)
         if residuals is not None:
             *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, text, skips[-1].shape[2:] if skips else None)
+            x = block(x, emb, context, skips[-1].shape[2:] if skips else None)
         return self.out(x)
+
+    def down(self, x: Tensor, emb: Tensor, context: Tensor, features: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the outputs of the input blocks and of the middle, to each of which a feature is added if there is."""
+        x, outputs = channels_last(x.to(emb.dtype)), []
+        for block, feature in zip([*self.input_blocks, self.middle_block], features, strict=True):
+            x = plus(block(x, emb, context), feature)
+            outputs.append(x)
+        return outputs
 
 
 def plus(x: Tensor, feature: Tensor | None) -> Tensor:

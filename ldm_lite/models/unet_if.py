@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads, size, split_heads
-from ldm_lite.core.layers import sdpa as attention
-from ldm_lite.core.layers import sinusoids as timestep_embedding
-from ldm_lite.models.ops import multiple
-from ldm_lite.models.unet import ResBlock, UNetSpec
+from ldm_lite.core import unet as core
+from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.models.adm import AttentionBlock, ResBlock, resample_by_residuals
+from ldm_lite.models.ops import mlp, multiple
+from ldm_lite.models.unet import UNetSpec
 
 
 @dataclass(frozen=True)
@@ -66,35 +66,21 @@ class PixelResBlock(ResBlock):
         return super().forward(x, emb, size) * self.gain
 
 
-class TextAttention(nn.Module):
-    """Attention of positions to the text and to each other, with a residual connection (B,C,h,w) -> (B,C,h,w).
+class TextAttention(AttentionBlock):
+    """Attention of positions to the text (B,E,L) and to each other, with a residual connection (B,C,h,w) -> (B,C,h,w).
 
-    The rows of qkv are ordered [head 0: q k v][head 1: q k v]..., those of encoder_kv [head 0: k v]...
+    The rows of encoder_kv are ordered [head 0: k v][head 1: k v]...
     """
 
     def __init__(self, channels: int, spec: IFSpec) -> None:
-        super().__init__()
-        self.num_heads = spec.heads(channels)
-        self.head_dim = channels // self.num_heads
-        self.attention: AttentionFn = attention
-        self.norm = nn.GroupNorm(32, channels)
-        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        super().__init__(channels, spec.heads(channels))
         self.encoder_kv = nn.Conv1d(spec.emb_channels, 2 * channels, 1)
         self.norm_encoder = nn.GroupNorm(32, spec.emb_channels)
-        self.proj_out = nn.Conv1d(channels, channels, 1)
 
-    def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        image = self._heads(self.qkv, self.norm(x).flatten(2))  # (B, H, N, 3D)
-        words = self._heads(self.encoder_kv, self.norm_encoder(text))  # (B, H, L, 2D)
-        q, k, v = image.chunk(3, dim=-1)
-        text_k, text_v = words.chunk(2, dim=-1)
-        out = self.attention(q, torch.cat([text_k, k], dim=2), torch.cat([text_v, v], dim=2))
-        out = F.linear(merge_heads(out), self.proj_out.weight[:, :, 0], self.proj_out.bias)  # (B, N, C)
-        return x + out.transpose(1, 2).view_as(x)
-
-    def _heads(self, layer: nn.Conv1d, x: Tensor) -> Tensor:
-        """Apply a 1x1 convolution to (B,C,N), as a linear over tokens: (B,H,N,C'/H)."""
-        return split_heads(F.linear(x.transpose(1, 2), layer.weight[:, :, 0], layer.bias), self.num_heads)
+    def attended(self, k: Tensor, v: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values of the text's tokens, then those of the positions, (B,H,L+N,D) each."""
+        text_k, text_v = self.per_head(self.encoder_kv, self.norm_encoder(context)).chunk(2, dim=-1)
+        return torch.cat([text_k, k], dim=2), torch.cat([text_v, v], dim=2)
 
 
 class AttentionPooling(nn.Module):
@@ -104,7 +90,7 @@ class AttentionPooling(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
-        self.attention: AttentionFn = attention
+        self.attention: AttentionFn = sdpa
         self.positional_embedding = nn.Parameter(torch.empty(1, dim))
         self.k_proj = nn.Linear(dim, dim)
         self.q_proj = nn.Linear(dim, dim)
@@ -118,74 +104,35 @@ class AttentionPooling(nn.Module):
         return merge_heads(self.attention(q, k, v))[:, 0]  # (B, D)
 
 
-class Block(nn.ModuleList):
-    """The layers at one index of input_blocks, middle_block or output_blocks, each called with the inputs it needs."""
-
-    def forward(self, x: Tensor, emb: Tensor, text: Tensor, size: tuple[int, int] | None) -> Tensor:
-        for layer in self:
-            if isinstance(layer, PixelResBlock):
-                x = layer(x, emb, size)
-            elif isinstance(layer, TextAttention):
-                x = layer(x, text)
-            else:
-                x = layer(x)
-        return x
-
-
-class UNetIF(nn.Module):
+class UNetIF(core.UNet):
     """The denoising network of DeepFloyd IF: noised pixels, a timestep and T5's tokens -> eps and its variance."""
 
     def __init__(self, spec: IFSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)  # type: ignore[arg-type]
+        self.spec: IFSpec = spec  # type: ignore[assignment]
         width, emb, text_dim = spec.model_channels, spec.emb_channels, spec.context_dim
         assert text_dim is not None
-
-        def mlp() -> nn.Sequential:
-            return nn.Sequential(nn.Linear(width, emb), nn.GELU(), nn.Linear(emb, emb))
-
-        def layers(in_channels: int, out_channels: int, attends: int) -> list[nn.Module]:
-            after: list[nn.Module] = [TextAttention(out_channels, spec)] if attends else []
-            return [PixelResBlock(in_channels, out_channels, spec), *after]
-
-        self.time_embed = mlp()
-
-        # down: the first convolution, then per level its residual blocks and one that halves the size
-        self.input_blocks = nn.ModuleList([Block([nn.Conv2d(spec.in_channels, width, 3, padding=1)])])
-        channels, skips, last = width, [width], len(spec.channel_mult) - 1
-        for level, mult in enumerate(spec.channel_mult):
-            for _ in range(spec.num_res_blocks[level]):
-                self.input_blocks.append(Block(layers(channels, mult * width, spec.transformer_depth[level])))
-                channels = mult * width
-                skips.append(channels)
-            if level != last:
-                self.input_blocks.append(Block([PixelResBlock(channels, channels, spec, "down")]))
-                skips.append(channels)
-
-        middle = layers(channels, channels, spec.middle_depth)
-        self.middle_block = Block([*middle, PixelResBlock(channels, channels, spec)])
-
-        # up: one more residual block per level; each also reads the skip of its counterpart
-        self.output_blocks = nn.ModuleList()
-        for level, mult in reversed(list(enumerate(spec.channel_mult))):
-            for i in range(spec.num_res_blocks[level] + 1):
-                block = layers(channels + skips.pop(), mult * width, spec.transformer_depth[level])
-                channels = mult * width
-                if level and i == spec.num_res_blocks[level]:
-                    block.append(PixelResBlock(channels, channels, spec, "up"))
-                self.output_blocks.append(Block(block))
-
-        out = nn.Conv2d(channels, spec.out_channels, 3, padding=1)
-        self.out = nn.Sequential(nn.GroupNorm(32, channels), nn.GELU(), out)
+        resample_by_residuals(self, lambda channels, kind: PixelResBlock(channels, channels, spec, kind))
+        self.time_embed = mlp(width, emb, emb, nn.GELU)
+        self.out[1] = nn.GELU()
         pooling = AttentionPooling(text_dim, spec.pool_heads)
         self.encoder_pooling = nn.Sequential(
             nn.LayerNorm(text_dim), pooling, nn.Linear(text_dim, emb), nn.LayerNorm(emb)
         )
         self.encoder_proj = nn.Linear(text_dim, emb)
         if spec.super_resolution:
-            self.aug_proj = mlp()
+            self.aug_proj = mlp(width, emb, emb, nn.GELU)
 
-    def forward(
+    def residual(self, in_channels: int, channels: int) -> nn.Module:
+        """A residual block."""
+        return PixelResBlock(in_channels, channels, self.spec)
+
+    def attend(self, channels: int, level: int | None) -> list[nn.Module]:
+        """The attention after a residual block of a level, or of the middle (None); nothing if it has none."""
+        depth = self.spec.middle_depth if level is None else self.spec.transformer_depth[level]
+        return [TextAttention(channels, self.spec)] if depth else []
+
+    def forward(  # type: ignore[override]
         self, x: Tensor, t: Tensor, context: Tensor, y: Tensor | None = None, concat: Tensor | None = None
     ) -> Tensor:
         """Pixels x (B,3,h,w) at timesteps t (B,) in [0,1000) -> (B,out_channels,h,w), eps then variance.
@@ -199,24 +146,20 @@ class UNetIF(nn.Module):
         x = x if concat is None else torch.cat([x, concat.to(dtype)], dim=1)
         # timestep, pooled text and noise level, after the GELU that starts every residual block
         width = self.spec.model_channels
-        emb = self.time_embed(timestep_embedding(t, width).to(x.dtype)) + self.encoder_pooling(context)
+        emb = self.time_embed(sinusoids(t, width).to(dtype)) + self.encoder_pooling(context)
         if self.spec.super_resolution:
             assert y is not None, "stage II needs y, the noise level of the smaller image"
-            emb = emb + self.aug_proj(timestep_embedding(y, width).to(x.dtype))
+            emb = emb + self.aug_proj(sinusoids(y, width).to(dtype))
         emb = F.gelu(emb)  # (B, E)
-        text = self.encoder_proj(context).transpose(1, 2)  # (B, E, L)
+        context = self.encoder_proj(context).transpose(1, 2)  # (B, E, L)
 
-        # down, keeping the skips
+        # as core.UNet.run, but the layout of x stays
         skips = []
         for block in self.input_blocks:
-            x = block(x, emb, text, None)
+            x = block(x, emb, context)
             skips.append(x)
-
-        x = self.middle_block(x, emb, text, None)
-
-        # up, to the size of the next skip
+        x = self.middle_block(x, emb, context)
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
-            size = skips[-1].shape[2:] if skips else None
-            x = block(x, emb, text, size)
+            x = block(x, emb, context, skips[-1].shape[2:] if skips else None)
         return self.out(x)

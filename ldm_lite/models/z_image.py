@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.ops import Embedder, RMSNorm, axial_rotation, finite_half, multiple, rotate
+from ldm_lite.models.ops import (
+    GatedMLP,
+    RMSNorm,
+    TransformerSpec,
+    axial_rotation,
+    embedder,
+    finite_half,
+    multiple,
+    rotate,
+)
 
 MULTIPLE = 32  # of tokens, to which image and text are padded
 THETA = 256.0  # the slowest rotation turns by 1/THETA a position
@@ -33,7 +42,7 @@ EPS = 1e-5  # of the norms
 
 
 @dataclass(frozen=True)
-class ZImageSpec:
+class ZImageSpec(TransformerSpec):
     """Sizes of a Z-Image transformer; those that are released are one."""
 
     in_channels: int
@@ -47,10 +56,7 @@ class ZImageSpec:
     depth: int
     refiner_depth: int  # blocks of the image alone, and as many of the text alone
 
-    patch: ClassVar[int] = 2  # latent positions per token, along each side
     vector_dim: ClassVar[int] = 1  # y is the text's number of tokens
-    num_classes: ClassVar[None] = None  # what only UNets have
-    guidance_dim: ClassVar[None] = None
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> ZImageSpec:
@@ -100,26 +106,13 @@ class Attention(nn.Module):
         return finite_half(self.out(merge_heads(out)))
 
 
-class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x).  Shazeer 2020."""
-
-    def __init__(self, width: int, mlp_width: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(width, mlp_width, bias=False)
-        self.w2 = nn.Linear(mlp_width, width, bias=False)
-        self.w3 = nn.Linear(width, mlp_width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return finite_half(self.w2(finite_half(F.silu(self.w1(x)) * self.w3(x))))
-
-
 class Block(nn.Module):
     """Attention and MLP between norms, and in all but the text's refiners scaled and gated by the time."""
 
     def __init__(self, spec: ZImageSpec, is_modulated: bool = True) -> None:
         super().__init__()
         self.attention = Attention(spec)
-        self.feed_forward = FeedForward(spec.width, spec.mlp_width)
+        self.feed_forward = GatedMLP(spec.width, spec.mlp_width, gate="w1", up="w3", down="w2")
         self.attention_norm1 = RMSNorm(spec.width, EPS)
         self.ffn_norm1 = RMSNorm(spec.width, EPS)
         self.attention_norm2 = RMSNorm(spec.width, EPS)
@@ -161,7 +154,7 @@ class ZImage(nn.Module):
         self.x_embedder = nn.Linear(4 * spec.in_channels, spec.width)
         self.noise_refiner = nn.ModuleList(Block(spec) for _ in range(spec.refiner_depth))
         self.context_refiner = nn.ModuleList(Block(spec, is_modulated=False) for _ in range(spec.refiner_depth))
-        self.t_embedder = Embedder(SINUSOIDS, spec.time_width, spec.modulation_dim)
+        self.t_embedder = embedder(SINUSOIDS, spec.time_width, spec.modulation_dim)
         self.cap_embedder = nn.Sequential(RMSNorm(spec.context_dim, EPS), nn.Linear(spec.context_dim, spec.width))
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.depth))
         self.final_layer = FinalLayer(spec)

@@ -1,5 +1,6 @@
 """The text that AUTOMATIC1111's web UI and ldm_lite store in a picture: prompt, negative prompt and settings."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, 
     lines = [prompt]
     if negative_prompt is not None:
         lines.append(f"Negative prompt: {negative_prompt}")
-    lines.append(", ".join(f"{key}: {_quoted(str(value))}" for key, value in settings.items()))
+    texts = {key: str(value) for key, value in settings.items()}
+    for key, text in texts.items():
+        if any(mark in text for mark in ',\n\r"'):
+            texts[key] = json.dumps(text, ensure_ascii=False)
+    lines.append(", ".join(f"{key}: {text}" for key, text in texts.items()))
     return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ',\n\r"') else text
 
 
 class Parameters(NamedTuple):
@@ -49,7 +50,10 @@ def parse_parameters(text: str) -> Parameters:
     settings, at = {}, 0
     while 0 <= at < len(last):
         if (match := _SETTING.match(last, at)) is not None:
-            settings[match[1].strip()], at = _unquoted(match[2].strip()), match.end()
+            key, value, at = match[1].strip(), match[2].strip(), match.end()
+            with contextlib.suppress(ValueError):
+                value = str(json.loads(value)) if value.startswith('"') else value
+            settings[key] = value
         else:
             at = last.find(",", at) + 1 or -1
     if len(settings) < 2:
@@ -62,37 +66,23 @@ def parse_parameters(text: str) -> Parameters:
     return Parameters("\n".join(lines[:start]), negative, settings)
 
 
-def _unquoted(text: str) -> str:
-    if not text.startswith('"'):
-        return text
-    try:
-        return str(json.loads(text))
-    except ValueError:
-        return text
-
-
 def read_parameters(source: Any) -> Parameters:
     """Parse the text of a picture (a path, or PIL), without decoding its pixels.
 
     PNG holds it under "parameters", JPEG and WebP in EXIF's user comment.  Raises ValueError, with the path, if there
     is none; OSError.
     """
+    name = "the picture" if isinstance(source, Image.Image) else str(Path(source))
     if isinstance(source, Image.Image):
-        return _named("the picture", text_of(source))
-    path = Path(source)
-    try:
-        with open_file(path, 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
-            text = text_of(image)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, UnidentifiedImageError) and (isinstance(error, OSError) or "wanted" in str(error)):
-            raise
-        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
-    except (SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path}: is not a PNG, JPEG or WebP that can be read") from error
-    return _named(str(path), text)
-
-
-def _named(name: str, text: str | None) -> Parameters:
+        text = text_of(source)
+    else:
+        try:
+            with open_file(Path(source), 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+                text = text_of(image)
+        except (UnidentifiedImageError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
+            if "wanted" in str(error):
+                raise
+            raise ValueError(f"{name}: is not a PNG, JPEG or WebP that can be read") from error
     if text is None:
         raise ValueError(f"{name}: holds no text of AUTOMATIC1111's web UI or of ldm_lite")
     try:

@@ -7,7 +7,7 @@ outside of brackets.  Equal to `prompt_parser.py` of version 1.10, whose grammar
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,19 +42,7 @@ class Calls:
     before: int | None = None
 
 
-@dataclass(frozen=True)
-class _Change:
-    before: "_Text"
-    after: "_Text"
-    when: str
-
-
-@dataclass(frozen=True)
-class _Turns:
-    options: list["_Text"]
-
-
-_Text = list[str | _Change | _Turns]
+_Text = list[str | Callable[[int], str]]  # pieces, or what gives a piece for a call of the network, counted from 1
 
 
 def split(prompt: str) -> list[Part]:
@@ -74,48 +62,18 @@ def schedule(prompt: str, calls: Calls) -> list[Until]:
     Whole numbers count calls, others shares of all of them.  In a run after another one, whole numbers count on from
     that, and 1.5 is half of this one.  Raises ValueError for brackets deeper than MOST_DEPTH, and for too much text.
     """
-    parsed = _parse(prompt)
+    ends = {calls.total}
+    parsed = _parse(prompt, calls, ends)
     if parsed is None:
         return [Until(calls.total, prompt)]
-    ends = {calls.total}
-    for part in _inner(parsed):
-        if isinstance(part, _Turns):
-            ends.update(range(1, calls.total + 1))
-        elif (when := _call(part.when, calls)) >= 1:
-            ends.add(when)
     if len(ends) * len(prompt) > MOST_TEXT:
         raise ValueError(f"got a prompt of {len(prompt)} characters that changes {len(ends)} times: shorten it")
-    return [Until(end, _at(parsed, end, calls)) for end in sorted(ends)]
+    return [Until(end, _at(parsed, end)) for end in sorted(ends)]
 
 
-def _call(when: str, calls: Calls) -> int:
-    """The call after which a text changes."""
-    share = "." in when
-    value = float(when) - (0 if calls.before is None else 1 if share else calls.before)
-    return int(min(calls.total, max(-1.0, value * calls.total if share else value)))
-
-
-def _at(text: _Text, call: int, calls: Calls) -> str:
+def _at(text: _Text, call: int) -> str:
     """The text of a call, counted from 1."""
-    made = []
-    for part in text:
-        if isinstance(part, str):
-            made.append(part)
-        elif isinstance(part, _Turns):
-            made.append(_at(part.options[(call - 1) % len(part.options)], call, calls))
-        else:
-            made.append(_at(part.before if call <= _call(part.when, calls) else part.after, call, calls))
-    return "".join(made)
-
-
-def _inner(text: _Text) -> Iterator[_Change | _Turns]:
-    """Every change and alternation of a text, also those inside others."""
-    for part in text:
-        if isinstance(part, str):
-            continue
-        yield part
-        for each in part.options if isinstance(part, _Turns) else (part.before, part.after):
-            yield from _inner(each)
+    return "".join(part if isinstance(part, str) else part(call) for part in text)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -134,8 +92,8 @@ class _Open(NamedTuple):
         return [self.bracket, *self.fields[0], *(part for mark, field in marked for part in (mark, *field))]
 
 
-def _parse(prompt: str) -> _Text | None:
-    """Parse a prompt, or return None if all of it is ordinary text."""
+def _parse(prompt: str, calls: Calls, ends: set[int]) -> _Text | None:
+    """Parse a prompt, or return None if all of it is ordinary text; the last calls of its texts are added to ends."""
     done: _Text = []
     opened: list[_Open] = []
     end = 0
@@ -151,7 +109,7 @@ def _parse(prompt: str) -> _Text | None:
             opened[-1].marks.append(mark)
             opened[-1].fields.append([])
         elif opened and mark in ("]", ")"):
-            closed = _closed(opened[-1], mark)
+            closed = _closed(opened[-1], mark, calls, ends)
             if closed is not None:
                 opened.pop()
             elif (closed := _unclosed(opened)) is not None:  # brackets around an ordinary one are ordinary ones too
@@ -170,10 +128,14 @@ def _parse(prompt: str) -> _Text | None:
 
 def _unclosed(opened: list[_Open]) -> _Text | None:
     """Open brackets as ordinary text, or None if there is a | among them, which makes all of the prompt ordinary."""
-    return None if any("|" in each.marks for each in opened) else [part for each in opened for part in each.literal()]
+    return (
+        None
+        if any("|" in bracket.marks for bracket in opened)
+        else [part for bracket in opened for part in bracket.literal()]
+    )
 
 
-def _closed(bracket: _Open, mark: str) -> _Text | None:
+def _closed(bracket: _Open, mark: str, calls: Calls, ends: set[int]) -> _Text | None:
     """What a bracket means that `mark` closes; None if it is ordinary text."""
     fields, marks = bracket.fields, "".join(bracket.marks)
     if bracket.bracket + mark not in ("[]", "()"):
@@ -181,9 +143,17 @@ def _closed(bracket: _Open, mark: str) -> _Text | None:
     if marks == "" or (mark == ")" and marks == ":"):
         return [*bracket.literal(), mark]
     if mark == "]" and set(marks) == {"|"}:
-        return [_Turns(fields)]
+        ends.update(range(1, calls.total + 1))
+        return [lambda call: _at(fields[(call - 1) % len(fields)], call)]
     last = fields[-1]
     if mark == ")" or marks not in (":", "::") or len(last) != 1 or not isinstance(last[0], str):
         return None
     when = _WHEN.fullmatch(last[0])
-    return None if when is None else [_Change(fields[0] if marks == "::" else [], fields[-2], when[1])]
+    if when is None:
+        return None
+    before, after, is_fraction = fields[0] if marks == "::" else [], fields[-2], "." in when[1]
+    value = float(when[1]) - (0 if calls.before is None else 1 if is_fraction else calls.before)
+    change = int(min(calls.total, max(-1.0, value * calls.total if is_fraction else value)))  # the last call of before
+    if change >= 1:
+        ends.add(change)
+    return [lambda call: _at(before if call <= change else after, call)]

@@ -26,18 +26,15 @@ from torch import Tensor
 
 from ldm_lite.cli.files import read_bytes
 from ldm_lite.cli.options import MOST_CHARACTERS
+from ldm_lite.core.tokenizer import END, START, clip_bpe
 from ldm_lite.text.clean import fix_text, unescape
 
-SOT = 49406  # start of text
-EOT = 49407  # end of text: CLIP's pooled output is taken at the first of these
-
-_MERGES = Path(__file__).parents[1] / "core" / "clip_merges.txt.gz"
 _BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
-_SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
 _QWEN3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+QWEN3_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
@@ -97,11 +94,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return only a text's tokens: no start, end, truncation or padding.  Raises ValueError as a call does."""
-        return [token for unit in self.units(text) for token in unit]
-
-    def units(self, text: str) -> list[tuple[int, ...]]:
-        """Like encode, but with the tokens of an embedding grouped.  Raises ValueError as a call does."""
-        return [unit for unit, _ in self._units(text)]
+        return [token for tokens, _ in self.units(text) for token in tokens]
 
     def dropped(self, text: str) -> str:
         """Return the end of the text that does not fit into `length` tokens; '' if all of it fits.
@@ -109,17 +102,17 @@ class TextTokenizer:
         It starts at the first character that lost a token, which may lie inside a word: in a script without spaces or
         in a row of emoji, a whole word would be most of the text.  Raises ValueError as a call does.
         """
-        starts = [start for unit, start in self._units(text) for _ in unit]
+        starts = [start for tokens, start in self.units(text) for _ in tokens]
         if len(starts) <= self.room:
             return ""
         first = starts[self.room]
         # Python strips some control characters that are tokens; the result must not be empty if tokens were dropped.
         return text[first:].strip() or text[first:]
 
-    def _units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
-        """Return the units of a text and the position at which each begins, without start, end, truncation or padding.
+    def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
+        """Return the units of a text, a token each or the tokens of an embedding, and where in the text each begins.
 
-        encode_batch is not used: it starts threads, after which older `tokenizers` warn when a DataLoader forks.
+        No start, end, truncation or padding.  Raises ValueError as a call does.
         """
         if not isinstance(text, str):
             raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")
@@ -132,51 +125,53 @@ class TextTokenizer:
                 "wanted valid Unicode: remove it"
             ) from None
         units: list[tuple[tuple[int, ...], int]] = []
-        at = 0
-        for first, end, tokens in [*_names(self.added, text), (len(text), len(text), ())]:
-            encoding = self._backend().encode(text[at:first], add_special_tokens=False)
-            units += [((token,), at + start) for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)]
-            units += [(tokens, first)] * bool(tokens)
-            at = end
+        for first, end, name in self._pieces(text):
+            if name:
+                units.append((name, first))
+                continue
+            # encode_batch is not used: it starts threads, after which older `tokenizers` warn when a DataLoader forks
+            encoding = self._backend().encode(text[first:end], add_special_tokens=False)
+            units += [
+                ((token,), first + start) for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)
+            ]
         return units
 
+    def _pieces(self, text: str) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Yield (begin, end, tokens) of each piece of a text, without tokens unless it is the name of an embedding.
 
-def _names(added: tuple[tuple[str, tuple[int, ...]], ...], text: str) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield (begin, end, tokens) of each name in a text: the longest match, and never inside another word."""
-    if not added:
-        return
-    longest = sorted(added, key=lambda pair: -len(pair[0]))
-    edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
-    pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
-    for match in re.finditer(pattern, text, re.IGNORECASE):
-        assert match.lastindex is not None
-        yield *match.span(), longest[match.lastindex - 1][1]
+        The longest name counts, and none inside another word.
+        """
+        at = 0
+        if self.added:
+            longest = sorted(self.added, key=lambda pair: -len(pair[0]))
+            edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
+            pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
+            for match in re.finditer(pattern, text, re.IGNORECASE):
+                assert match.lastindex is not None
+                yield at, match.start(), ()
+                at = match.end()
+                yield match.start(), at, longest[match.lastindex - 1][1]
+        yield at, len(text), ()
 
 
 @dataclass(frozen=True)
 class CLIPTokenizer(TextTokenizer):
     """CLIP's tokenizer, padded with 49407: transformers' with ftfy, as Stable Diffusion 1 installs it."""
 
-    pad_id: int = EOT
+    pad_id: int = END
 
-    before = (SOT,)
-    after = (EOT,)
-
-    @staticmethod
-    def _fix(text: str) -> str:
-        return fix_text(text)
+    before = (START,)
+    after = (END,)  # CLIP's pooled output is taken at the first of these
+    _backend = staticmethod(clip_bpe)
+    _fix = staticmethod(fix_text)
 
     def clean(self, text: str) -> str:
         """Return a prompt as ftfy fixes it, except for the names of embeddings."""
-        parts, at = [], 0
-        for first, end, _ in [*_names(self.added, text), (len(text), len(text), ())]:
-            parts += [self._fix(text[at:first]), text[first:end]]
-            at = end
-        fixed = "".join(parts)
+        if text.isascii() and text.isprintable() and "&" not in text:
+            return text
+        pieces = self._pieces(text)
+        fixed = "".join(text[first:end] if name else self._fix(text[first:end]) for first, end, name in pieces)
         return fixed.lower() if "\u03a3" in fixed else fixed  # only Python knows the final sigma
-
-    def _backend(self) -> Tokenizer:
-        return _clip()
 
 
 @dataclass(frozen=True)
@@ -185,9 +180,7 @@ class OpenCLIPTokenizer(CLIPTokenizer):
 
     pad_id: int = 0
 
-    @staticmethod
-    def _fix(text: str) -> str:
-        return unescape(text)
+    _fix = staticmethod(unescape)
 
 
 @dataclass(frozen=True)
@@ -238,41 +231,13 @@ class Qwen3Tokenizer(TextTokenizer):
         """1 + the largest id."""
         return 1 + max(self._backend().get_vocab().values())
 
-    def _units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
-        whole = super()._units(f"{SAID}{text}{ANSWERED}") if isinstance(text, str) else super()._units(text)
-        return [(unit, min(max(start - len(SAID), 0), len(text))) for unit, start in whole]
+    def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
+        """Return the tokens of a text in its template, and where in the text each begins."""
+        whole = super().units(f"{SAID}{text}{ANSWERED}" if isinstance(text, str) else text)
+        return [(tokens, min(max(start - len(SAID), 0), len(text))) for tokens, start in whole]
 
-
-SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-QWEN3_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 
 # ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------
-
-
-@cache
-def _clip() -> Tokenizer:
-    """Build CLIP's normalisation, word splitting and BPE, in 0.1 s."""
-    _, *lines = gzip.decompress(_MERGES.read_bytes()).decode("utf-8").splitlines()  # the first line names the licence
-    # Sorted by code point, which is OpenAI's order: unprintable bytes are mapped to 256 and above.
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, *(f"{byte}</w>" for byte in alphabet), *(line.replace(" ", "") for line in lines), *_SPECIAL]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    assert len(vocab) == EOT + 1, "clip_merges.txt.gz is not what scripts/make_vocab.py writes"
-
-    merges = [(left, right) for left, right in map(str.split, lines)]
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, end_of_word_suffix="</w>"))
-    tokenizer.add_special_tokens(_SPECIAL)  # found in the text as written, before it is normalised
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            # Inverted: the matches are kept, and the white space between them is removed.
-            pre_tokenizers.Split(Regex(_WORDS), behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    return tokenizer
 
 
 @cache

@@ -21,9 +21,9 @@ from ldm_lite.cli.files import read_text
 MOST_PROMPTS = 10_000  # of one template
 MOST_DEPTH = 20  # braces and wildcards inside each other
 MOST_BYTES = 2**24  # of a file of wildcards
-_COUNT = re.compile(r"\s*(\d{0,4})(?:(-)(\d{0,4}))?\s*")
+_HEAD = re.compile(r"(?!\$)\s*(\d{0,4})(?:(-)(\d{0,4}))?\s*\$\$(?:((?:\\.|[^\\{}|$]|\$(?!\$))*)\$\$)?")
 _WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*::")
-_PIECES = re.compile(r"\\[{}|\\_$]|\$\$|[{}|]|__((?:(?!__)[\w*/.-])+)__|[^\\{}|_$]+|.", re.DOTALL)
+_PIECE = re.compile(r"\\[{}|\\_$]|[{}|]|__((?:(?!__)[\w*/.-])+)__|[^\\{}|_]+|.", re.DOTALL)
 
 
 class Wildcard(NamedTuple):
@@ -50,87 +50,68 @@ Template = tuple[str | Wildcard | Variants, ...]
 
 def parse(text: str) -> Template:
     """Parse a template.  Raises ValueError, one line, for braces that do not match and counts that fit no variants."""
-    pieces = [(match[0], match[1]) for match in _PIECES.finditer(text)]
-    found, end = _sequence(pieces, 0, 0)
-    if end < len(pieces):
+    template, end = _sequence(text, 0, 0)
+    if end < len(text):
         raise ValueError(f"{_shown(text)}: has a closing brace without its opening one (a literal one is \\}})")
-    return found
+    return template
 
 
 def _shown(text: str) -> str:
     return f"the template {text[:60]!r}"
 
 
-def _sequence(pieces: Sequence[tuple[str, str | None]], at: int, depth: int) -> tuple[Template, int]:
+def _sequence(text: str, at: int, depth: int) -> tuple[Template, int]:
     """Parse up to the end of an option, and return where that is."""
     parts: list[str | Wildcard | Variants] = []
-    while at < len(pieces):
-        piece, name = pieces[at]
-        if depth and piece in ("|", "}"):
-            break
-        if piece == "}":
-            break
-        at += 1
+    while at < len(text) and not (text[at] == "}" or (depth and text[at] == "|")):
+        match = _PIECE.match(text, at)
+        assert match is not None
+        piece, at = match[0], match.end()
         if piece == "{":
-            part, at = _variants(pieces, at, depth + 1)
-            parts.append(part)
-        elif name is not None:
-            parts.append(Wildcard(name))
+            variants, at = _variants(text, at, depth + 1)
+            parts.append(variants)
+        elif match[1] is not None:
+            parts.append(Wildcard(match[1]))
         else:
             parts.append(piece[1:] if piece[0] == "\\" and len(piece) == 2 else piece)
     return tuple(parts), at
 
 
-def _variants(pieces: Sequence[tuple[str, str | None]], at: int, depth: int) -> tuple[Variants, int]:
+def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
+    """Parse what follows an opening brace, and return where its closing one ends."""
     if depth > MOST_DEPTH:
         raise ValueError(f"a template has braces {depth} deep, wanted at most {MOST_DEPTH}")
-    options, head, first = [], [], at
+    options, head = [], _HEAD.match(text, start)
+    at = start if head is None else head.end()
     while True:
-        option, at = _sequence(pieces, at, depth)
-        options.append(option)
-        if at == len(pieces):
-            text = "".join(piece for piece, _ in pieces[first - 1 :])
-            raise ValueError(f"{_shown(text)}: has an opening brace without its closing one (a literal one is \\{{)")
+        weight = _WEIGHT.match(text, at)
+        option, at = _sequence(text, at if weight is None else weight.end(), depth)
+        if weight is not None and option and not isinstance(option[0], str):
+            option = ("", *option)  # a wildcard with a weight is one option: its lines are none of their own
+        options.append((1.0 if weight is None else float(weight[1]), option))
+        if at == len(text):
+            opened = _shown(text[start - 1 :])
+            raise ValueError(f"{opened}: has an opening brace without its closing one (a literal one is \\{{)")
         at += 1
-        if pieces[at - 1][0] == "}":
+        if text[at - 1] == "}":
             break
-    whole = options[0]
-    if "$$" in whole and isinstance(whole[0], str) and _COUNT.fullmatch(str(whole[0])):
-        head = ["".join(map(str, each)) for each in _split(whole, "$$")[:-1]][:2]
-        options[0] = _split(whole, "$$")[-1]
-    least, most = _bounds(head[0], len(options), options) if head else (1, 1)
-    return Variants(tuple(map(_weighted, options)), least, most, head[1] if len(head) > 1 else ","), at
-
-
-def _split(parts: Template, mark: str) -> list[Template]:
-    """Split at the first two marks."""
-    places = [i for i, part in enumerate(parts) if part == mark][:2]
-    edges = zip([-1, *places], [*places, len(parts)], strict=True)
-    return [parts[begin + 1 : end] for begin, end in edges]
-
-
-def _bounds(text: str, count: int, options: Sequence[Template]) -> tuple[int, int]:
-    match = _COUNT.fullmatch(text)
-    assert match is not None
-    first, dash, last = match.groups()
-    all_of_them = MOST_PROMPTS if _is_wildcard(options) else count
+    if head is None:
+        return Variants(tuple(options), 1, 1, ","), at
+    first, dash, last, between = head.groups()
+    count = MOST_PROMPTS if _wildcard(options) else len(options)
     least = int(first) if first else 1
-    most = (int(last) if last else all_of_them) if dash else least
+    most = (int(last) if last else count) if dash else least
     if least > most:
-        raise ValueError(
-            f"a template takes {text.strip()} variants, wanted a number, or from a smaller to a larger one"
-        )
-    return min(least, all_of_them), min(most, all_of_them)
+        wanted = "wanted a number, or from a smaller to a larger one"
+        raise ValueError(f"a template takes {first}-{last} variants, {wanted}")
+    between = "," if between is None else re.sub(r"\\(.)", r"\1", between)
+    return Variants(tuple(options), min(least, count), min(most, count), between), at
 
 
-def _is_wildcard(options: Sequence[Template]) -> bool:
-    return len(options) == 1 and len(options[0]) == 1 and isinstance(options[0][0], Wildcard)
-
-
-def _weighted(option: Template) -> tuple[float, Template]:
-    if option and isinstance(option[0], str) and (match := _WEIGHT.match(option[0])):
-        return float(match[1]), (option[0][match.end() :], *option[1:])
-    return 1.0, option
+def _wildcard(options: Sequence[tuple[float, Template]]) -> Wildcard | None:
+    """Return the wildcard that is all there is to choose from, whose lines are the options then."""
+    only = options[0][1]
+    return only[0] if len(options) == 1 and len(only) == 1 and isinstance(only[0], Wildcard) else None
 
 
 # ---- making prompts -------------------------------------------------------------------------------------------------
@@ -152,16 +133,16 @@ class Prompts:
 
     def all(self, text: str) -> list[str]:
         """Return every prompt of a template.  Raises ValueError, one line, for more than MOST_PROMPTS; OSError."""
-        found = list(itertools.islice(self._every(parse(text), 0), MOST_PROMPTS + 1))
-        if len(found) > MOST_PROMPTS:
+        prompts = list(itertools.islice(self._every(parse(text), 0), MOST_PROMPTS + 1))
+        if len(prompts) > MOST_PROMPTS:
             raise ValueError(f"{_shown(text)}: makes more than {MOST_PROMPTS} prompts: draw some, `dynamic=random`")
-        return found
+        return prompts
 
     def _draw(self, template: Template, source: random.Random, depth: int) -> str:
-        made = []
+        texts = []
         for part in template:
             if isinstance(part, str):
-                made.append(part)
+                texts.append(part)
                 continue
             options, least, most, between = self._options(part, depth)
             left, taken = list(options), []
@@ -169,8 +150,8 @@ class Prompts:
                 weights = [weight for weight, _ in left] if any(weight for weight, _ in left) else None
                 [place] = source.choices(range(len(left)), weights)
                 taken.append(left.pop(place)[1])
-            made.append(between.join(self._draw(each, source, depth + 1) for each in taken))
-        return "".join(made)
+            texts.append(between.join(self._draw(option, source, depth + 1) for option in taken))
+        return "".join(texts)
 
     def _every(self, template: Template, depth: int) -> Iterator[str]:
         parts = [
@@ -183,7 +164,7 @@ class Prompts:
         options, least, most, between = self._options(part, depth)
         for number in range(least, most + 1):
             for taken in itertools.permutations([option for _, option in options], number):
-                for texts in itertools.product(*(list(self._every(each, depth + 1)) for each in taken)):
+                for texts in itertools.product(*(list(self._every(option, depth + 1)) for option in taken)):
                     yield between.join(texts)
 
     def _options(self, part: Wildcard | Variants, depth: int) -> tuple[Sequence[tuple[float, Template]], int, int, str]:
@@ -192,9 +173,8 @@ class Prompts:
         if isinstance(part, Wildcard):
             return [(1.0, line) for line in self.lines(part.name)], 1, 1, ""
         options: Sequence[tuple[float, Template]] = part.options
-        inner = options[0][1]
-        if len(options) == 1 and len(inner) == 1 and isinstance(inner[0], Wildcard):
-            options = [(1.0, line) for line in self.lines(inner[0].name)]
+        if wildcard := _wildcard(options):
+            options = [(1.0, line) for line in self.lines(wildcard.name)]
         return options, min(part.least, len(options)), min(part.most, len(options)), part.between
 
     def lines(self, name: str) -> list[Template]:
@@ -204,12 +184,12 @@ class Prompts:
                 raise ValueError(f"got the wildcard __{name}__ but no folder: give one with `wildcards=DIR`")
             if ".." in Path(name).parts or Path(name).is_absolute():
                 raise ValueError(f"got the wildcard __{name}__, wanted a name inside {self.folder}")
-            found: list[Template] = []
+            templates: list[Template] = []
             for path in sorted(self.folder.glob(f"{name}.txt")):
                 for line in read_text(path, MOST_BYTES).splitlines():
                     if text := line.partition("#")[0].strip():
-                        found.append(parse(text))
-            if not found:
+                        templates.append(parse(text))
+            if not templates:
                 raise ValueError(f"{self.folder}: holds no line for the wildcard __{name}__, wanted {name}.txt")
-            self._lines[name] = found
+            self._lines[name] = templates
         return self._lines[name]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
-from ldm_lite.text.prompt import chunks
+from ldm_lite.conditioning.prompts import chunks
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "families.npz")
@@ -276,15 +276,15 @@ def test_what_is_dropped_of_a_text_with_names() -> None:
 
 
 def test_names_have_weights_and_are_not_torn_apart() -> None:
-    one = chunks(NAMED, "a (easy:1.5) cat", "a1111")
+    one = chunks(NAMED, ["a (easy:1.5) cat"], "a1111")
     assert one.ids[0, 1:5].tolist() == [320, FIRST, FIRST + 1, 2368]
     assert one.weights[0, 1:5].tolist() == [1, 1.5, 1.5, 1]
-    two = chunks(NAMED, "a " * 74 + "easy", "a1111")
+    two = chunks(NAMED, ["a " * 74 + "easy"], "a1111")
     assert two.ids.shape == (2, 77)
     assert (two.ids[0, 75], two.ids[0, 76]) == (49407, 49407)
     assert two.ids[1, 1:4].tolist() == [FIRST, FIRST + 1, 49407]
     long = replace(NAMED, added=(("long", tuple(range(FIRST, FIRST + 75))),))
-    assert chunks(long, "a, b long", "a1111").ids[1, 1:76].tolist() == list(range(FIRST, FIRST + 75))
+    assert chunks(long, ["a, b long"], "a1111").ids[1, 1:76].tolist() == list(range(FIRST, FIRST + 75))
 
 
 def test_other_tokenizers_have_names_too() -> None:

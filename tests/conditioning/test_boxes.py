@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import toy
 
-from ldm_lite.conditioning.boxes import Box, read, tokens
+from ldm_lite.conditioning.inputs import Box
+from ldm_lite.conditioning.inputs import box_tokens as tokens
+from ldm_lite.conditioning.inputs import read_boxes as read
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "zoo.npz")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ldm_lite import Pipeline
+from ldm_lite.conditioning.prompts import chunks
 from ldm_lite.text import clean
-from ldm_lite.text.prompt import chunks
 from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "clean.json").read_text(encoding="utf-8"))["cases"]
@@ -58,7 +58,7 @@ def test_typographic_prompts_are_plain_ones(bundled: Pipeline) -> None:
     curly, straight = "don\u2019t \u201cstop\u201d &hearts;", 'don\'t "stop" \u2665'
     for syntax in ("plain", "a1111"):
         for tokenizer in (CLIPTokenizer(), OpenCLIPTokenizer()):
-            assert torch.equal(chunks(tokenizer, curly, syntax).ids, chunks(tokenizer, straight, syntax).ids)
+            assert torch.equal(chunks(tokenizer, [curly], syntax).ids, chunks(tokenizer, [straight], syntax).ids)
     contexts = [bundled.encode_prompt(text).context for text in (curly, straight)]
     assert torch.equal(*contexts)
 

@@ -11,7 +11,7 @@ import torch
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.conditioning import boxes, inputs
+from ldm_lite.conditioning import inputs
 from ldm_lite.img2img import main as img2img
 from ldm_lite.text.caption import clean
 from ldm_lite.text.tokenizer import BERTTokenizer
@@ -114,12 +114,12 @@ def test_other_texts_and_numbers_are_regular_files(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe.npy", tmp_path / "pipe.pt"):
         os.mkfifo(path)
         with pytest.raises(ValueError, match="is a pipe"):
-            boxes.read(path)
+            inputs.read_boxes(path)
         with pytest.raises(ValueError, match="is a pipe"):
             inputs.read_image_embedding(path)
     (tmp_path / "deep.json").write_text("[" * 10**6)
     with pytest.raises(ValueError, match="is not a list of boxes"):
-        boxes.read(tmp_path / "deep.json")
+        inputs.read_boxes(tmp_path / "deep.json")
     (tmp_path / "a.png").touch()
     os.mkfifo(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="is a pipe"):

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ldm_lite import Pipeline
-from ldm_lite.text.tokenizer import _BERT_VOCAB, _MERGES, BERTTokenizer, T5Tokenizer
+from ldm_lite.core import tokenizer as core
+from ldm_lite.text.tokenizer import _BERT_VOCAB, BERTTokenizer, T5Tokenizer
 
 SOT, EOT = 49406, 49407
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "tokenizer.json").read_text(encoding="utf-8"))
@@ -38,7 +39,12 @@ def tokens_of(row: torch.Tensor) -> list[int]:
 
 
 def test_merges_are_those_of_clip() -> None:
-    _, *merges = gzip.decompress(_MERGES.read_bytes()).decode("utf-8").rstrip("\n").split("\n")
+    _, *merges = (
+        gzip.decompress(Path(core.__file__).with_name("clip_merges.txt.gz").read_bytes())
+        .decode("utf-8")
+        .rstrip("\n")
+        .split("\n")
+    )
     assert hashlib.sha256("\n".join(merges).encode("utf-8")).hexdigest() == GOLDEN["merges_sha256"]
 
 

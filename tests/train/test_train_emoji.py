@@ -16,7 +16,8 @@ import ldm_lite
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.text.tokenizer import EOT, SOT
+from ldm_lite.core.tokenizer import END as EOT
+from ldm_lite.core.tokenizer import START as SOT
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
 
