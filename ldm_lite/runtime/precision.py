@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from ldm_lite.runtime.cpu import bfloat16
+from ldm_lite.runtime import bfloat16
 
 log = logging.getLogger("ldm_lite")
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import Upsample, channels_last
 from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock
-from ldm_lite.runtime.patching import patch, patch_of, runs_as_written
+from ldm_lite.runtime.patching import patch, patch_of
 from ldm_lite.runtime.seamless import is_seamless
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
@@ -36,7 +36,7 @@ def tile(vae: Any, rest: torch.device | str | None = None) -> None:
     TAESD, seamless ones, and forks with an encoder or decoder class of their own, stay as they are.
     """
     if _is_kl(vae):
-        strips = _Strips(rest)
+        strips = Strips(rest)
         patch(vae.encoder, strips.encode)
         patch(vae.decoder, strips.decode)
 
@@ -48,26 +48,22 @@ def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
     """
     if not _is_kl(vae):
         return vae
-    result: Any = _shallow(vae)
-    result.encoder, result.decoder = _shallow(result.encoder), _shallow(result.decoder)
+    result: Any = copy.copy(vae)
+    result._modules = dict(vae._modules)
+    result.encoder, result.decoder = copy.copy(result.encoder), copy.copy(result.decoder)
     tile(result, rest)
     return result
 
 
 def tiled_on_cpu(vae: Network) -> Network:
-    """Return a strip-by-strip version if the autoencoder is on a CPU in float32: half the memory, a tenth more time.
-
-    An autoencoder with replaced or hooked parts is returned unchanged, since the hooks rely on its calls.
-    """
-    weight = next(vae.parameters())
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return tiled(vae) if on_cpu and runs_as_written(vae) else vae
+    """Return the autoencoder itself: one on a CPU that was set up by `prepare` takes strips by itself."""
+    return vae
 
 
 def is_tiled(vae: nn.Module) -> bool:
-    """Whether an autoencoder computes strip by strip."""
+    """Whether an autoencoder computes strip by strip, whatever an image's size."""
     decoder = getattr(vae, "decoder", None)
-    return decoder is not None and isinstance(getattr(patch_of(decoder), "__self__", None), _Strips)
+    return decoder is not None and isinstance(getattr(patch_of(decoder), "__self__", None), Strips)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -77,14 +73,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _is_kl(vae: nn.Module) -> bool:
-    own = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
-    return own and not is_seamless(vae)  # whose first strip would need rows of the last
-
-
-def _shallow(network: Network) -> Network:
-    result = copy.copy(network)
-    result._modules = dict(network._modules)
-    return result
+    known = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
+    return known and not is_seamless(vae)  # whose first strip would need rows of the last
 
 
 def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
@@ -95,10 +85,10 @@ def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
         yield from (layer for name, layer in level.named_children() if name not in ("block", "attn"))
 
 
-class _Strips:
+class Strips:
     """The layers of an autoencoder, each strip by strip."""
 
-    def __init__(self, rest: torch.device | str | None) -> None:
+    def __init__(self, rest: torch.device | str | None = None) -> None:
         self.rest = rest
 
     def encode(self, encoder: Encoder, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
-from ldm_lite.runtime.cpu import convolutions, group_norm, products
+from ldm_lite.runtime import cpu
 from ldm_lite.runtime.timing import fastest
 
 MAX_ERROR = 2e-2  # relative, of the blocks; a whole step of Stable Diffusion has 1.6e-2
@@ -56,8 +56,7 @@ class _Blocks:
             else:  # of norms, and biases
                 weight.fill_(name.endswith("weight"))
         if dtype == torch.float32:
-            for kernels in (group_norm, products, convolutions):
-                kernels.use(self.network)
+            cpu.use(self.network)
         self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.x = normal(2, WIDTH, SIDE, SIDE).contiguous(memory_format=torch.channels_last)
         self.emb, self.context = normal(2, 2 * WIDTH), normal(2, 77, CONTEXT)
