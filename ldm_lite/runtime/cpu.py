@@ -31,6 +31,8 @@ from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.runtime.patching import kernel, patch, runs_as_written
 from ldm_lite.runtime.timing import fastest
 
+_is_last = functools.partial(Tensor.is_contiguous, memory_format=torch.channels_last)
+
 
 def use(network: nn.Module, may_move: bool = False) -> None:
     """Give the layers of a network on a CPU, in float32, these kernels.
@@ -38,17 +40,17 @@ def use(network: nn.Module, may_move: bool = False) -> None:
     may_move tells that nobody else moves weights: those of 3x3 convolutions are laid out at first use, in memory of
     their own.
     """
+    layer: Any
     for layer in network.modules():
-        kind: Any = type(layer)
+        kind = type(layer)
         if kind is nn.GroupNorm:
             patch(layer, _group_norm)
-        elif kind is nn.Linear and layer.weight.numel() >= MIN_PRODUCT // 2**14:  # type: ignore[operator]
+        elif kind is nn.Linear and layer.weight.numel() >= MIN_PRODUCT // 2**14:
             patch(layer, _linear)
-        elif kind is Conv1x1 and layer.weight.numel() >= MIN_PRODUCT // 2**14:  # type: ignore[operator]
+        elif kind is Conv1x1 and layer.weight.numel() >= MIN_PRODUCT // 2**14:
             patch(layer, _conv1x1)
         elif (
-            isinstance(layer, nn.Conv2d)
-            and kind is nn.Conv2d
+            kind is nn.Conv2d
             and (layer.kernel_size, layer.stride, layer.padding) == ((3, 3), (1, 1), (1, 1))
             and (layer.groups, layer.dilation, layer.padding_mode) == (1, (1, 1), "zeros")
             and min(layer.weight.shape[:2]) >= MIN_CHANNELS
@@ -59,6 +61,12 @@ def use(network: nn.Module, may_move: bool = False) -> None:
             patch(layer, _in_strips)
 
 
+def _suits(x: Tensor) -> bool:
+    """Whether this is inference in float32 on a CPU, not compiled."""
+    inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return inference and x.dtype == torch.float32 and x.device.type == "cpu"
+
+
 # ---- group normalisation --------------------------------------------------------------------------------------------
 
 LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain kernel's error is 1e-6 at most
@@ -67,11 +75,9 @@ NORM_STRIP = 128 * 128  # positions of a strip at most: its error is 2e-7
 
 @kernel
 def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not _suits(x) or x.ndim != 4 or x[0, 0].numel() <= LARGE_MAP or not _is_last(x):
         return nn.GroupNorm.forward(norm, x)
-    large = x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x[0, 0].numel() > LARGE_MAP
-    last = large and x.is_contiguous(memory_format=torch.channels_last)
-    return normalise(x, norm) if last else nn.GroupNorm.forward(norm, x)
+    return normalise(x, norm)
 
 
 def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
@@ -108,30 +114,20 @@ _ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not publi
 
 @kernel
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    if is_timed(x, layer.weight):
-        return multiply(x, layer.weight, layer.bias)
-    return nn.Linear.forward(layer, x)
+    return product(x, layer.weight, layer.bias)
 
 
 @kernel
 def _conv1x1(layer: Conv1x1, x: Tensor) -> Tensor:
     pixels = channels_last(x).permute(0, 2, 3, 1)
-    if is_timed(pixels, layer.weight):
-        return multiply(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
-    return Conv1x1.forward(layer, x)
+    return product(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
 
 
-def is_timed(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is large enough for a choice of its library, for inference in float32 on a CPU."""
-    inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
-    large = x.numel() * len(weight) >= MIN_PRODUCT
-    return inference and on_cpu and large and x.is_contiguous() and weight.is_contiguous()
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library: (...,K).  See is_timed."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K)."""
     out, channels = weight.shape
+    if not _suits(x) or x.numel() * out < MIN_PRODUCT or not (x.is_contiguous() and weight.is_contiguous()):
+        return F.linear(x, weight, bias)
     rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
     some = x.view(-1, channels)[:rows]
     ways: dict[str, Callable[[], Tensor]] = {
@@ -194,14 +190,14 @@ def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
             # later, it would change the last bits of what came before.  Not when it is loaded: that takes as long as
             # loading.
             before = weight.data
-            if about.get("readers", 0) == 0 and not weight.requires_grad and not _is_laid_out(before):
+            if about.get("readers", 0) == 0 and not weight.requires_grad and not _is_last(before):
                 weight.data = channels_last(before)
                 MappedPages().release(before)
             about["readers"] = about.get("readers", 0) + 1
     try:
         if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
             return WAYS[way(x, weight)](x, weight, bias)
-        if weight.numel() >= LARGE and positions < MANY and _is_laid_out(weight):
+        if weight.numel() >= LARGE and positions < MANY and _is_last(weight):
             return _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         if positions >= MANY and min(weight.shape[:2]) >= MIN_TRAINED:
             return _Filtered.apply(x, weight, bias, 4)  # type: ignore[no-untyped-call]
@@ -218,7 +214,7 @@ def way(x: Tensor, weight: Tensor) -> str:
     if positions >= MANY:
         return "tiles of 4"
     small = "tiles of 2" if positions >= SOME else "plain"
-    if not _is_laid_out(weight):
+    if not _is_last(weight):
         return small
     first = "product" if weight.numel() >= LARGE else small
     if positions < SOME:
@@ -228,12 +224,8 @@ def way(x: Tensor, weight: Tensor) -> str:
     return fastest(what, "fp32", ways, x.device)
 
 
-def _is_laid_out(weight: Tensor) -> bool:
-    return weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() < weight.numel() and not _is_laid_out(weight):  # channels last, it would reorder its weights
+    if x.numel() < weight.numel() and not _is_last(weight):  # channels last, it would reorder its weights
         x = x.contiguous()
     return F.conv2d(x, weight, bias, padding=1)
 
@@ -245,9 +237,7 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     longer than the sums; the product reads them as they lie, channels last.
     """
     b, _, h, w = x.shape
-    rows, matrix = _neighbourhoods(x), _as_rows(weight)
-    out = multiply(rows, matrix, bias) if is_timed(rows, matrix) else F.linear(rows, matrix, bias)
-    return out.view(b, h, w, -1).permute(0, 3, 1, 2)
+    return product(_neighbourhoods(x), _as_rows(weight), bias).view(b, h, w, -1).permute(0, 3, 1, 2)
 
 
 def _as_rows(weight: Tensor) -> Tensor:
@@ -417,11 +407,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (blocked if fastest(what, "fp32", ways, q.device) == "blocked" else sdpa)(q, k, v)
 
 
-def _suits(q: Tensor) -> bool:
-    inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return inference and q.dtype == torch.float32 and q.device.type == "cpu"
-
-
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D), with an error like PyTorch's.
 
@@ -475,8 +460,6 @@ def _in_strips(coder: Any, x: Tensor) -> Tensor:
     decodes = type(coder) is Decoder
     finest = 4 ** (len(coder.up) - 1) * coder.conv_out.in_channels if decodes else coder.conv_in.out_channels
     whole = x[:, 0].numel() * finest <= tiling.STRIP
-    inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
-    if whole or not inference or not on_cpu or not runs_as_written(coder):
+    if whole or not _suits(x) or not runs_as_written(coder):
         return type(coder).forward(coder, x)
     return tiling.Strips().decode(coder, x) if decodes else tiling.Strips().encode(coder, x)

@@ -15,14 +15,14 @@ class MappedPages:
     first release.  On Linux only: other systems take such memory back when they need it.
     """
 
-    def __init__(self) -> None:
-        self._mappings: list[tuple[int, int]] = []  # addresses (begin, end)
+    _mappings: list[tuple[int, int]] | None = None  # addresses (begin, end)
 
     def release(self, tensor: Tensor) -> None:
         """Give back the whole pages of a tensor if it lies in a mapped file; else do nothing."""
         if sys.platform != "linux":
             return
-        if not self._mappings:
+        if self._mappings is None:
+            self._mappings = []
             with open("/proc/self/maps") as file:
                 for line in file:
                     addresses, permissions, _, _, inode = line.split(maxsplit=5)[:5]
