@@ -212,9 +212,3 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias)
-
-
-def num_parameters(network: nn.Module) -> int:
-    """Return the number of a network's parameters, those in blocks included."""
-    in_blocks = (layer.shape.numel() for layer in network.modules() if isinstance(layer, BlockLinear))
-    return sum(in_blocks) + sum(parameter.numel() for parameter in network.parameters())

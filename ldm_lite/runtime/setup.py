@@ -97,6 +97,12 @@ def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
     return torch.device("cpu") if options.offload or options.storage else device
 
 
+def num_parameters(network: nn.Module) -> int:
+    """Return the number of a network's parameters, those in blocks included."""
+    in_blocks = (layer.shape.numel() for layer in network.modules() if isinstance(layer, BlockLinear))
+    return sum(in_blocks) + sum(parameter.numel() for parameter in network.parameters())
+
+
 def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
     """Parse the option `kernels`: names with commas between, "all", or "plain" for none of them.
 

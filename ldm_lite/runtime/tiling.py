@@ -55,11 +55,6 @@ def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
     return result
 
 
-def tiled_on_cpu(vae: Network) -> Network:
-    """Return the autoencoder itself: one on a CPU that was set up by `prepare` takes strips by itself."""
-    return vae
-
-
 def is_tiled(vae: nn.Module) -> bool:
     """Whether an autoencoder computes strip by strip, whatever an image's size."""
     decoder = getattr(vae, "decoder", None)
