@@ -125,9 +125,9 @@ def _with_image(
     """Compute once per job what a style adapter, an IP-Adapter or Redux makes of its image, times its weight."""
     if isinstance(network, Redux):  # whose image is stretched to a square
         assert isinstance(vision, SiglipVisionEncoder)
-        wanted, got, side = network.spec.width, vision.spec.width, vision.spec.size
-        if got != wanted:
-            raise ValueError(f"{control.source}: needs an image encoder {wanted} wide, got one of {got}")
+        width, side = network.spec.width, vision.spec.size
+        if vision.spec.width != width:
+            raise ValueError(f"{control.source}: needs an image encoder {width} wide, got one of {vision.spec.width}")
         pixels = unit_pixels(control.rgb().resize((side, side), Image.Resampling.BICUBIC))
         return control.weight * network(vision(pixels.to(network.redux_up.weight)))
     if not isinstance(network, StyleAdapter | IPAdapter):

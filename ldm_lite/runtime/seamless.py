@@ -32,7 +32,7 @@ def seamless(network: Network, axes: str) -> Network:
             unpatch(getattr(result, name))
     for conv in convolutions:
         patch(conv, _FORWARDS[axes])
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def is_seamless(network: nn.Module) -> bool:

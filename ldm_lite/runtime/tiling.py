@@ -106,7 +106,7 @@ class Strips:
         x = decoder.mid(decoder.conv_in(channels_last(z)))
         for layer in _layers(reversed(decoder.up)):
             x = self.layer(layer, x, device)
-        activate = _Activation(decoder.norm_out, x, device)
+        activate = _activation(decoder.norm_out, x, device)
         return self.run(lambda rows: decoder.conv_out(activate(rows)), x, decoder.conv_out.out_channels).to(device)
 
     def layer(self, layer: Any, x: Tensor, device: torch.device) -> Tensor:
@@ -121,9 +121,9 @@ class Strips:
 
     def resnet(self, block: ResnetBlock, x: Tensor, device: torch.device) -> Tensor:
         """Compute ResnetBlock.forward; in inference the result overwrites the map between the convolutions."""
-        first = _Activation(block.norm1, x, device)
+        first = _activation(block.norm1, x, device)
         h = self.run(lambda rows: block.conv1(first(rows)), x, block.conv1.out_channels)
-        second = _Activation(block.norm2, h, device)
+        second = _activation(block.norm2, h, device)
 
         def both(rows: slice) -> Tensor:
             return block.nin_shortcut(x[:, :, rows].to(device)) + block.conv2(second(rows))
@@ -166,19 +166,13 @@ class Strips:
         return result
 
 
-class _Activation:
-    """silu(norm(x)) of some rows of a map x (B,C,H,W), with the statistics of all of it."""
-
-    def __init__(self, norm: Any, x: Tensor, device: torch.device) -> None:
-        mean, variance = _statistics(x, norm.num_groups, device)
-        scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
-        shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
-        self._scale, self._shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))
-        self._x, self._device = x, device
-
-    def __call__(self, rows: slice) -> Tensor:
-        """The rows, on the device."""
-        return F.silu(torch.addcmul(self._shift, self._x[:, :, rows].to(self._device), self._scale), inplace=True)
+def _activation(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], Tensor]:
+    """Return a function of rows of a map x (B,C,H,W): silu(norm(x)) of these, on the device, by statistics of all."""
+    mean, variance = _statistics(x, norm.num_groups, device)
+    scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
+    shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
+    scale, shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))
+    return lambda rows: F.silu(torch.addcmul(shift, x[:, :, rows].to(device), scale), inplace=True)
 
 
 def _strips(shape: Sequence[int], before: int = 0, after: int = 0, over: int = 1) -> list[tuple[slice, slice]]:
@@ -212,7 +206,7 @@ def _statistics(x: Tensor, groups: int, device: torch.device) -> tuple[Tensor, T
         means.append(mean.view(len(x), groups, -1))
         variances.append((part - mean[:, None]).square_().mean(dim=1).view(len(x), groups, -1))
     share = torch.tensor(parts, dtype=torch.float32, device=device).view(-1, 1, 1, 1)
-    each = torch.stack(means)  # (S, B, G, C/G)
-    mean = (share * each).sum(dim=0).mean(dim=-1, keepdim=True)
-    variance = share * (torch.stack(variances) + (each - mean).square())
+    of_strips = torch.stack(means)  # (S, B, G, C/G)
+    mean = (share * of_strips).sum(dim=0).mean(dim=-1, keepdim=True)
+    variance = share * (torch.stack(variances) + (of_strips - mean).square())
     return mean, variance.sum(dim=0).mean(dim=-1, keepdim=True)
