@@ -5,10 +5,13 @@ eight times as many products (AMX).  Which is faster depends on the CPU.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ldm_lite.core.layers import channels_last
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.runtime import cpu
 from ldm_lite.runtime.timing import fastest
@@ -25,11 +28,10 @@ def pays() -> bool:
 
     It is timed once a machine, which takes some seconds; the log gives the error.
     """
-    kinds = torch.float32, torch.bfloat16
-    blocks = {dtype: _Blocks(dtype) for dtype in kinds}
-    results = [blocks[dtype]().float() for dtype in kinds]
-    error = float((results[1] - results[0]).norm() / results[0].norm())
-    ways = {"fp32": blocks[torch.float32], "bf16": blocks[torch.bfloat16]}
+    exact, half = _blocks(torch.float32), _blocks(torch.bfloat16)
+    wanted = exact()
+    error = float((half().float() - wanted).norm() / wanted.norm())
+    ways = {"fp32": exact, "bf16": half}
     faster = fastest("blocks of a UNet", f"{WIDTH} channels", ways, torch.device("cpu")) == "bf16"
     chosen = "bf16" if faster and error <= MAX_ERROR else "fp32"
     reason = "faster" if chosen == "bf16" else "not faster" if not faster else f"more than {MAX_ERROR:.0e}"
@@ -37,30 +39,24 @@ def pays() -> bool:
     return chosen == "bf16"
 
 
-class _Blocks:
-    """A residual and a transformer block on an input, with the weights of a seed."""
+def _blocks(dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return a residual and a transformer block with an input, and the weights of a seed."""
+    generator = torch.Generator().manual_seed(0)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        with torch.device("meta"):
-            residual = ResBlock(WIDTH, WIDTH, 2 * WIDTH)
-            transformer = SpatialTransformer(WIDTH, CONTEXT, HEADS, 1)
-        self.network = nn.ModuleList([residual, transformer]).to_empty(device="cpu").to(dtype).requires_grad_(False)
-        for name, weight in self.network.named_parameters():
-            if weight.ndim > 1:
-                weight.copy_(normal(*weight.shape) * weight[0].numel() ** -0.5)
-            else:  # of norms, and biases
-                weight.fill_(name.endswith("weight"))
-        if dtype == torch.float32:
-            cpu.use(self.network)
-        self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.x = normal(2, WIDTH, SIDE, SIDE).contiguous(memory_format=torch.channels_last)
-        self.emb, self.context = normal(2, 2 * WIDTH), normal(2, 77, CONTEXT)
-
-    def __call__(self) -> Tensor:
-        residual, transformer = self.network
-        return transformer(residual(self.x, self.emb), self.context)
+    with torch.device("meta"):
+        residual, transformer = ResBlock(WIDTH, WIDTH, 2 * WIDTH), SpatialTransformer(WIDTH, CONTEXT, HEADS, 1)
+    network: Any = nn.ModuleList([residual, transformer]).to_empty(device="cpu").to(dtype).requires_grad_(False)
+    for name, weight in network.named_parameters():
+        if weight.ndim > 1:
+            weight.copy_(normal(*weight.shape) * weight[0].numel() ** -0.5)
+        else:  # of norms, and biases
+            weight.fill_(name.endswith("weight"))
+    if dtype == torch.float32:
+        cpu.use(network)
+    network.to(memory_format=torch.channels_last)
+    x = channels_last(normal(2, WIDTH, SIDE, SIDE))
+    emb, context = normal(2, 2 * WIDTH), normal(2, 77, CONTEXT)
+    return lambda: transformer(residual(x, emb), context)
