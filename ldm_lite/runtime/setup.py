@@ -63,8 +63,9 @@ def prepare(
                 log.info("%s keeps attention sdpa: %s", role.replace("_", " "), error)
         ours = _use_kernels(network, device, kernels, may_move=not moves)
         if ours and options.attention is None:
-            for layer in attention.layers(network).values():
-                layer.attention = cpu.attention
+            for layer in network.modules():
+                if "attention" in vars(layer):
+                    vars(layer)["attention"] = cpu.attention
         if role == "vae" and options.vae_tiling:
             tile(network)
     unet, step = networks.get("unet"), denoise_step
