@@ -24,7 +24,7 @@ from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.learned_variance import learning_variance
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled, tiled_on_cpu
+from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 from ldm_lite.zoo.family import Autoencoder
 
 log = logging.getLogger("ldm_lite")
@@ -151,7 +151,7 @@ def distribution(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
     if pixels.shape[1] != 3 or pixels.shape[2] % factor or pixels.shape[3] % factor:
         raise ValueError(f"got pixels {tuple(pixels.shape)}, wanted (B, 3, H, W) with H and W multiples of {factor}")
     with model.phase("vae"):
-        vae, dtype = tiled_on_cpu(model.vae), next(model.vae.parameters()).dtype
+        vae, dtype = model.vae, next(model.vae.parameters()).dtype
         mean, deviation = vae.encode(pixels.to(model.device, dtype))
         if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
             log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
@@ -177,7 +177,7 @@ def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
         advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"
         raise ValueError(f"the latents are not finite: {broken_weights(model.networks) or advice}")
     with model.phase("vae"):
-        vae = tiled_on_cpu(model.vae)
+        vae = model.vae
         for z in latents.to(model.device) / model.family.scale_factor + model.family.shift_factor:
             dtype = next(vae.parameters()).dtype
             vae, pixels = _decode(vae, z[None].to(dtype))

@@ -17,13 +17,17 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFilter, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torch.nn import functional as F
 
 from ldm_lite.cli.files import open_file
 from ldm_lite.cli.options import MOST_PX
+from ldm_lite.core import image as core
+from ldm_lite.core.image import mask_latent, pad, stretch, to_pil, to_pixels
+
+__all__ = ["mask_latent", "pad", "to_pil", "to_pixels"]  # of the core, beside what is defined here
 
 log = logging.getLogger("ldm_lite")
 
@@ -209,11 +213,7 @@ def to_image(value: Any) -> Image.Image:
                 f"got a tensor of {value.dtype} from {pixels.min()} to {pixels.max()} as an image, wanted [-1,1]"
             )
         return to_pil(pixels.detach().cpu())
-    return Image.fromarray(_to_bytes(value[:, :, 0] if value.ndim == 3 and value.shape[2] == 1 else value))
-
-
-def _to_bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
-    """An array of pixels in 8 bits.  Raises ValueError for one that is no image."""
+    value = value[:, :, 0] if value.ndim == 3 and value.shape[2] == 1 else value
     if value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,), (4,)) or not value.size:
         raise ValueError(f"got an array of shape {value.shape} as an image, wanted (H,W), (H,W,3) or (H,W,4)")
     _check_size((value.shape[1], value.shape[0]))
@@ -228,7 +228,7 @@ def _to_bytes(value: NDArray[Any]) -> NDArray[np.uint8]:
     result = np.empty(value.shape, dtype=np.uint8)
     for row, into in zip(value, result, strict=True):  # by row: eight times less memory
         into[:] = (row.astype(np.float64) * scale).round().clip(0, 255)
-    return result
+    return Image.fromarray(result)
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -243,15 +243,13 @@ def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
     """
     if how not in RESIZES:
         raise ValueError(f"got resize {how!r}, wanted {', '.join(RESIZES)}")
-    if how == "stretch":
-        return _scale(image, size)
-    ratios = [wanted / got for wanted, got in zip(size, image.size, strict=True)]
-    ratio = min(ratios) if how == "fit" else max(ratios)
-    width, height = (max(1, round(side * ratio)) for side in image.size)
-    if how == "fit":
-        return _scale(image, (width, height))
-    left, top = (width - size[0]) // 2, (height - size[1]) // 2
-    return _scale(image, (width, height)).crop((left, top, left + size[0], top + size[1]))
+    width, height = size
+    if how != "stretch":
+        ratios = [wanted / side for wanted, side in zip(size, image.size, strict=True)]
+        ratio = min(ratios) if how == "fit" else max(ratios)
+        width, height = (max(1, round(side * ratio)) for side in image.size)
+    _check_size((width, height))
+    return core.resize(image, size) if how == "crop" else stretch(image, (width, height))
 
 
 def clip_crop(image: Image.Image, size: int) -> Image.Image:
@@ -265,17 +263,6 @@ def clip_crop(image: Image.Image, size: int) -> Image.Image:
     scaled = image.resize(scaled_size, Image.Resampling.BICUBIC)
     left, top = (scaled.width - size) // 2, (scaled.height - size) // 2
     return scaled.crop((left, top, left + size, top + size))
-
-
-def _scale(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    if image.size == size:
-        return image
-    _check_size(size)
-    if image.mode != "L":
-        return image.resize(size, Image.Resampling.LANCZOS)
-    # In floating point, the mean over a new pixel's area is above zero if any of it was masked.
-    means = np.asarray(image.convert("F").resize(size, Image.Resampling.BOX))
-    return Image.fromarray(np.where(means > 0, 255, 0).astype(np.uint8))
 
 
 def extend(image: Image.Image, sides: Mapping[str, int]) -> tuple[Image.Image, Image.Image]:
@@ -292,18 +279,7 @@ def extend(image: Image.Image, sides: Mapping[str, int]) -> tuple[Image.Image, I
     return Image.fromarray(edges), mask
 
 
-def pad(pixels: Tensor, factor: int) -> Tensor:
-    """Pad pixels (C,H,W) on the right and bottom to multiples of `factor` by repeating the edge."""
-    _, height, width = pixels.shape
-    return F.pad(pixels[None], (0, -width % factor, 0, -height % factor), mode="replicate")[0]
-
-
 # ---- tensors --------------------------------------------------------------------------------------------------------
-
-
-def to_pixels(image: Image.Image) -> Tensor:
-    """Convert an image to pixels (3,H,W) float32 in [-1,1].  `to_array` inverts this bit for bit."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 def mask_weights(mask: Image.Image, feather: float = 0.0) -> Tensor:
@@ -311,12 +287,7 @@ def mask_weights(mask: Image.Image, feather: float = 0.0) -> Tensor:
     if feather > 0:
         blurred = mask.filter(ImageFilter.GaussianBlur(feather / 2))
         mask = Image.fromarray(np.maximum(np.asarray(mask), np.asarray(blurred)))
-    return torch.from_numpy(np.array(mask))[None].float() / 255
-
-
-def mask_latent(weights: Tensor, factor: int) -> Tensor:
-    """Downsample weights (1,H,W), H and W multiples of `factor`, to (1,1,h,w): 1 if any pixel of the cell is 1."""
-    return F.max_pool2d((weights[None] == 1).float(), factor)
+    return core.mask_weights(mask)
 
 
 def depth_latent(image: Image.Image, size: tuple[int, int]) -> Tensor:
@@ -335,16 +306,10 @@ def to_array(pixels: Tensor, truncate: bool = False) -> NDArray[np.uint8]:
 
     `truncate` drops the fraction instead, as the original scripts do, in the same float32 operations.
     """
-    if truncate:
-        scaled = ((pixels.float() + 1) / 2).clamp(0, 1) * 255
-    else:
-        scaled = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
+    if not truncate:
+        return np.array(to_pil(pixels))
+    scaled = ((pixels.float() + 1) / 2).clamp(0, 1) * 255
     return scaled.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-
-
-def to_pil(pixels: Tensor) -> Image.Image:
-    """Convert pixels (3,H,W) in [-1,1], on the CPU, to an RGB image."""
-    return Image.fromarray(to_array(pixels))
 
 
 def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:

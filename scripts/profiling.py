@@ -34,10 +34,10 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime import attention as attention_backends
-from ldm_lite.runtime import timing
-from ldm_lite.runtime.cpu import attention as cpu_attention
-from ldm_lite.runtime.cpu import convolutions as cpu_convolutions
-from ldm_lite.runtime.setup import keep_freed_memory, prepare
+from ldm_lite.runtime import cpu, timing
+from ldm_lite.runtime.memory import keep_freed_memory
+from ldm_lite.runtime.patching import unpatch
+from ldm_lite.runtime.setup import prepare
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.family import build
@@ -120,6 +120,7 @@ def strips(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     whole = AutoencoderKL(SD1.vae).eval().to(dtype)
     prepare({"vae": whole}, RuntimeOptions(), torch.device("cpu"))
+    unpatch(whole.decoder)  # which takes strips by itself
     in_strips = tiled(whole)
     z = torch.randn(1, 4, args.size // 8, args.size // 8, dtype=dtype)
     with torch.inference_mode():
@@ -162,7 +163,7 @@ def convolutions(args: argparse.Namespace) -> None:
     load_weights(vae, weights, "vae", torch.device("cpu"), torch.float32)
     latents = torch.randn(1, 4, 32, 32)
     # The decoder first, and in this order: keep_freed_memory cannot be undone.
-    setups = {"PyTorch's": None, "memory kept": keep_freed_memory, "and ours": lambda: cpu_convolutions.use(vae)}
+    setups = {"PyTorch's": None, "memory kept": keep_freed_memory, "and ours": lambda: cpu.use(vae)}
     for name, setup in setups.items():
         if setup is not None:
             setup()
@@ -174,8 +175,8 @@ def convolutions(args: argparse.Namespace) -> None:
         x = torch.randn(batch, channels, side, side).to(memory_format=torch.channels_last)
         weight, bias = torch.randn(num_out, channels, 3, 3) / (9 * channels) ** 0.5, torch.randn(num_out)
         last = weight.to(memory_format=torch.channels_last)
-        way = cpu_convolutions.way(x, last)
-        ours = functools.partial(cpu_convolutions.WAYS[way], x, last, bias)
+        way = cpu.way(x, last)
+        ours = functools.partial(cpu.WAYS[way], x, last, bias)
         if x.numel() < weight.numel():
             x = x.contiguous()  # else the plain one would take longer still
         works: dict[str, Callable[[], Tensor]] = {
@@ -231,7 +232,7 @@ def attention(args: argparse.Namespace) -> None:
         return out
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (cpu_attention.blocked if k.shape[2] >= 4096 else F.scaled_dot_product_attention)(q, k, v)
+        return (cpu.blocked if k.shape[2] >= 4096 else F.scaled_dot_product_attention)(q, k, v)
 
     works = {"PyTorch's": lambda: run(F.scaled_dot_product_attention), "ours": lambda: run(ours)}
     print(timing.machine())

@@ -35,11 +35,10 @@ from ldm_lite.core.denoise import denoise_step
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.diffusion.schedule import Array, Schedule
 from ldm_lite.models.pixels import Pixels, PixelSpec
-from ldm_lite.runtime.blocks import num_parameters
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
-from ldm_lite.runtime.setup import load_device, prepare
+from ldm_lite.runtime.setup import load_device, num_parameters, prepare
 from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.families import DENOISERS, check_complete, check_metadata, detect_family, with_prediction, with_vae
 from ldm_lite.zoo.family import Autoencoder, Family, text_roles

@@ -177,7 +177,7 @@ class RuntimeOptions(CheckedOptions):
     )
     storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
     vae_tiling: bool = option(
-        False, "encode and decode strip by strip: less memory, the same image (always on in fp32 on a CPU)"
+        False, "encode and decode strip by strip: less memory, the same image (in fp32 on a CPU always, if large)"
     )
 
 

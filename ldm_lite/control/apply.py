@@ -13,9 +13,8 @@ from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, running
 from ldm_lite.diffusion.guidance import IdentityKey
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet, guess_scales
-from ldm_lite.models.ip_adapter import Images, UNetWithImages, cross_attentions
+from ldm_lite.models.ip_adapter import UNetWithImages, cross_attentions
 from ldm_lite.models.style_adapter import styled
-from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.patching import twin
 
@@ -46,16 +45,33 @@ class ActiveControls:
                 self._styles.append((control, network))
                 continue
             if isinstance(network, ImagePrompt):
-                _check_layers(model, control)
+                names = {layer: name for name, layer in model.unet.named_modules()}
+                for layer in cross_attentions(model.unet):
+                    if "forward" in vars(layer):  # one that does not know of images
+                        raise ValueError(
+                            f"{control}: an IP-Adapter needs the UNet's own attention, and {names[layer]} was replaced"
+                        )
                 self._prompts.append((control, network))
                 continue
             pixels = control.pixels(size).to(model.device, model.dtype)
-            if isinstance(network, ControlNet):
-                nets.append(network)
-                self._nets.append((control, self._input(network, control, pixels)))
-            else:
-                features = _features(network, control, pixels, model.family.unet.num_res_blocks)
-                self._adapters.append((control, features))
+            with torch.no_grad():  # what depends on the image alone is computed once
+                if isinstance(network, ControlNet):
+                    nets.append(network)
+                    num = len(network.zero_convs) + 1
+                    guess = guess_scales(num) if control.guess else [1.0] * num
+                    scales = torch.tensor([control.weight * scale for scale in guess], device=pixels.device)
+                    hint = ControlInput(network.embed_hint(pixels), scales, share=1, pool=control.pool)
+                    self._nets.append((control, hint))
+                else:
+                    factor, (width, height) = network.spec.factor, size
+                    if width % factor or height % factor:
+                        raise ValueError(
+                            f"got {width}x{height} pixels, but {control.source} wants multiples of {factor}"
+                        )
+                    features = network(pixels[:, :1] if network.spec.in_channels == 1 else pixels)
+                    weighted = tuple(control.weight * feature for feature in features)
+                    placed = network.place(weighted, model.family.unet.num_res_blocks)
+                    self._adapters.append((control, placed))
         self._controlled = ControlledUNet(model.unet, nets) if nets or self._adapters else None
         inner = model.unet if self._controlled is None else self._controlled
         self._with_images = UNetWithImages(twin(inner)) if self._prompts else None
@@ -129,8 +145,15 @@ class ActiveControls:
             return None
         key = acting, signs, rows
         if self._images[0] != key:
+
+            def expanded(negative: Tensor, positive: Tensor) -> Tensor:
+                return torch.cat([(positive if sign else negative).expand(rows, -1, -1) for sign in signs])
+
             adapters = [
-                _rows(prompt, signs, rows, acts)
+                tuple(
+                    (expanded(negative[0], positive[0]), expanded(negative[1], positive[1]) * acts)
+                    for negative, positive in zip(prompt.negative, prompt.positive, strict=True)
+                )
                 for (_, prompt), acts in zip(self._prompts, acting, strict=True)
                 if acts or self._compiled
             ]
@@ -141,45 +164,6 @@ class ActiveControls:
         # Rounded to a thousandth of a step: shares like 0.3 are not exact in binary.
         first, last = (round(share * self._num_steps, 3) for share in (control.start, control.end))
         return first <= step and step + 1 <= last
-
-    @torch.no_grad()
-    def _input(self, network: ControlNet, control: Control, pixels: Tensor) -> ControlInput:
-        """Return a ControlNet's input: its image, embedded once per job, and the weights of its outputs."""
-        num = len(network.zero_convs) + 1
-        guess = guess_scales(num) if control.guess else [1.0] * num
-        scales = torch.tensor([control.weight * scale for scale in guess], device=pixels.device)
-        return ControlInput(network.embed_hint(pixels), scales, share=1, pool=control.pool)
-
-
-def _rows(prompt: ImagePrompt, signs: tuple[bool, ...], rows: int, acts: bool) -> Images:
-    """Return an image's keys and values for the rows of each branch."""
-
-    def expanded(negative: Tensor, positive: Tensor) -> Tensor:
-        return torch.cat([(positive if sign else negative).expand(rows, -1, -1) for sign in signs])
-
-    return tuple(
-        (expanded(negative[0], positive[0]), expanded(negative[1], positive[1]) * acts)
-        for negative, positive in zip(prompt.negative, prompt.positive, strict=True)
-    )
-
-
-def _check_layers(model: Model, control: Control) -> None:
-    """Raises ValueError if a forward of the UNet's cross-attention was replaced by one that does not know of images."""
-    layers = {layer: name for name, layer in model.unet.named_modules()}
-    for layer in cross_attentions(model.unet):
-        if "forward" in vars(layer):
-            name = layers[layer]
-            raise ValueError(f"{control}: an IP-Adapter needs the UNet's own attention, and {name} was replaced")
-
-
-@torch.no_grad()
-def _features(network: T2IAdapter, control: Control, pixels: Tensor, num_res_blocks: tuple[int, ...]) -> Features:
-    """Return an adapter's weighted features for the UNet's input blocks and middle, computed once per job."""
-    factor, (height, width) = network.spec.factor, pixels.shape[2:]
-    if width % factor or height % factor:
-        raise ValueError(f"got {width}x{height} pixels, but {control.source} wants multiples of {factor}")
-    features = network(pixels[:, :1] if network.spec.in_channels == 1 else pixels)
-    return network.place(tuple(control.weight * feature for feature in features), num_res_blocks)
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -4,6 +4,8 @@ Equals OpenCV's Canny with its defaults (3x3 Sobel, L1 norm), which made their t
 Source: Canny 1986; its steps are gradients, thinning to the ridge across the edge, and hysteresis.
 """
 
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -29,14 +31,14 @@ def canny(image: Image.Image, low: float = 100, high: float = 200) -> Image.Imag
     return Image.fromarray((255 * edges).astype(np.uint8)).convert("RGB")
 
 
+def _shifted(padded: Grid, y: int, x: int) -> Grid:
+    """Return the pixels y below and x to the right of each, from a grid with one more on all sides."""
+    return padded[1 + y : len(padded) - 1 + y, 1 + x : padded.shape[1] - 1 + x]
+
+
 def _gradient(pixels: Grid) -> tuple[Grid, Grid]:
     """Return Sobel derivatives (H,W) in x and y of pixels (H,W,3), each from the channel that changes most there."""
-    height, width = pixels.shape[:2]
-    p = np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge")
-
-    def at(y: int, x: int) -> Grid:
-        return p[1 + y : 1 + y + height, 1 + x : 1 + x + width]
-
+    at = functools.partial(_shifted, np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge"))
     dx = at(-1, 1) + 2 * at(0, 1) + at(1, 1) - at(-1, -1) - 2 * at(0, -1) - at(1, -1)
     dy = at(1, -1) + 2 * at(1, 0) + at(1, 1) - at(-1, -1) - 2 * at(-1, 0) - at(-1, 1)
     most = np.argmax(abs(dx) + abs(dy), axis=2)[..., None]
@@ -45,12 +47,7 @@ def _gradient(pixels: Grid) -> tuple[Grid, Grid]:
 
 def _ridge(size: Grid, dx: Grid, dy: Grid) -> NDArray[np.bool_]:
     """Return where the gradient (H,W) exceeds both neighbours across the edge, in one of four directions."""
-    height, width = size.shape
-    p = np.pad(size, 1)
-
-    def at(y: int, x: int) -> Grid:
-        return p[1 + y : 1 + y + height, 1 + x : 1 + x + width]
-
+    at = functools.partial(_shifted, np.pad(size, 1))
     # In fixed point, as OpenCV does it: tan 22.5 degrees, and tan 67.5 = tan 22.5 + 2.
     x, y = abs(dx), abs(dy) << 15
     flat = x * int(np.tan(np.pi / 8) * (1 << 15) + 0.5)
@@ -65,7 +62,7 @@ def _ridge(size: Grid, dx: Grid, dy: Grid) -> NDArray[np.bool_]:
 
 def _grown(strong: NDArray[np.bool_], weak: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return the strong edges (H,W), and the weak ones connected to them, diagonally too."""
-    edges, allowed = (torch.from_numpy(each)[None].float() for each in (strong, weak))
+    edges, allowed = (torch.from_numpy(mask)[None].float() for mask in (strong, weak))
     while True:
         larger = F.max_pool2d(edges, 3, stride=1, padding=1) * allowed
         if torch.equal(larger, edges):

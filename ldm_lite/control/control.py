@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.control.canny import canny
-from ldm_lite.image import open_image, read_image, resize, to_image, to_rgb, upright
+from ldm_lite.image import read_image, resize, to_image, to_rgb, upright
 
 SYNTAX = "FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]"
 NUMBER = r"\d*\.?\d+"
@@ -84,7 +84,8 @@ class Control:
         pixels = unit_pixels(image)
         if self.preprocess != "inpaint":
             return pixels
-        alpha = self._alpha().point(lambda value: 255 * (value < 128))
+        alpha = self._read(lambda image: upright(image).convert("RGBA").getchannel("A"))
+        alpha = alpha.point(lambda value: 255 * (value < 128))
         hole = torch.from_numpy(np.array(resize(alpha, size, "crop")) > 0)
         if not hole.any():
             raise ValueError(f"{self}: the image has no transparent part, which `preprocess=inpaint` repaints")
@@ -92,19 +93,11 @@ class Control:
 
     def rgb(self) -> Image.Image:
         """Return the image, upright and opaque, at its own size."""
-        if isinstance(self.image, (str, os.PathLike)):
-            return open_image(self.image)
-        return to_rgb(to_image(self.image))
+        return self._read(to_rgb)
 
-    def _alpha(self) -> Image.Image:
-        """Return the image's opacity, upright."""
-        if isinstance(self.image, (str, os.PathLike)):
-            return read_image(self.image, _opacity)
-        return _opacity(to_image(self.image))
-
-
-def _opacity(image: Image.Image) -> Image.Image:
-    return upright(image).convert("RGBA").getchannel("A")
+    def _read(self, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+        is_path = isinstance(self.image, (str, os.PathLike))
+        return read_image(self.image, convert) if is_path else convert(to_image(self.image))  # type: ignore[arg-type]
 
 
 def unit_pixels(image: Image.Image) -> Tensor:
@@ -132,13 +125,12 @@ def parse(controls: Sequence[str | Control], preprocess: str | None = None) -> l
 
 
 def _parse(text: str, preprocess: str) -> Control:
-    number, names = NUMBER, text
-    options: dict[str, Any] = {}
+    names, options = text, dict[str, Any]()
     while ":" in names:
         rest, _, last = names.rpartition(":")
-        if re.fullmatch(rf"-?{number}", last):
+        if re.fullmatch(rf"-?{NUMBER}", last):
             options["weight"] = float(last)
-        elif between := re.fullmatch(rf"({number})-({number})", last):
+        elif between := re.fullmatch(rf"({NUMBER})-({NUMBER})", last):
             options["start"], options["end"] = float(between[1]), float(between[2])
         elif last in ("guess", "pool"):
             options[last] = True
@@ -146,10 +138,10 @@ def _parse(text: str, preprocess: str) -> Control:
             break
         names = rest
     name = r"(?:[A-Za-z]:(?=[\\/]))?[^:]+"  # a drive letter is not a file
-    found = re.fullmatch(f"({name}):({name})", names)
-    if found is None:
+    files = re.fullmatch(f"({name}):({name})", names)
+    if files is None:
         raise ValueError(f"got control {text!r}, wanted {SYNTAX}")
-    return Control(found[1], found[2], **options, preprocess=preprocess)
+    return Control(files[1], files[2], **options, preprocess=preprocess)
 
 
 def natural_size(control: Control, resolution: int) -> tuple[int, int]:

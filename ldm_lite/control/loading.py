@@ -1,19 +1,20 @@
 """Load the networks of controls, check that they fit the model's UNet, and set them up like it."""
 
 import logging
+import math
 import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, open_source, split
+from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, open_source, read_weight, split
 from ldm_lite.control.control import Control, unit_pixels
-from ldm_lite.control.low_rank import MARK, differences
+from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.image import clip_crop
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
@@ -63,9 +64,15 @@ def load_controls(
         return []
     if not isinstance(model.unet, UNet | Flux):
         raise ValueError(f"{model.family.title} has no UNet that a control could act on")
-    loaded = [_load(model, control) for control in controls]
-    vision = _load_vision(model, clip_vision, [network for _, network in loaded])
-    return [LoadedControl(control, _with_image(network, vision, control)) for control, network in loaded]
+    for control in controls:
+        if model.unet not in control.networks:
+            control.networks[model.unet] = _read(model, control.source)
+    networks = [control.networks[model.unet] for control in controls]  # each with whether it pools
+    vision = _load_vision(model, clip_vision, [network for network, _ in networks])
+    return [
+        LoadedControl(replace(control, pool=True) if pools else control, _with_image(network, vision, control))
+        for control, (network, pools) in zip(controls, networks, strict=True)
+    ]
 
 
 SEERS = {  # what the networks that read an image encoder need
@@ -115,8 +122,13 @@ def _with_image(
     network: Network, vision: Seer | None, control: Control
 ) -> ControlNet | T2IAdapter | Tensor | ImagePrompt:
     """Compute once per job what a style adapter, an IP-Adapter or Redux makes of its image, times its weight."""
-    if isinstance(network, Redux):
-        return _redux_tokens(network, vision, control)
+    if isinstance(network, Redux):  # whose image is stretched to a square
+        assert isinstance(vision, SiglipVisionEncoder)
+        width, side = network.spec.width, vision.spec.size
+        if vision.spec.width != width:
+            raise ValueError(f"{control.source}: needs an image encoder {width} wide, got one of {vision.spec.width}")
+        pixels = unit_pixels(control.rgb().resize((side, side), Image.Resampling.BICUBIC))
+        return control.weight * network(vision(pixels.to(network.redux_up.weight)))
     if not isinstance(network, StyleAdapter | IPAdapter):
         return network
     assert isinstance(vision, CLIPVisionEncoder)
@@ -133,20 +145,10 @@ def _with_image(
     pixels = unit_pixels(clip_crop(control.rgb(), vision.spec.size)).to(vision.embeddings.class_embedding)
     if isinstance(network, StyleAdapter):
         return control.weight * network(vision(pixels))
-    positive, negative = network.tokens(vision, pixels)
-    return ImagePrompt(*(_scaled(network(tokens), control.weight) for tokens in (positive, negative)))
-
-
-def _redux_tokens(network: Redux, vision: Seer | None, control: Control) -> Tensor:
-    """Return Redux's tokens (1,N,C) of an image, which is stretched to a square, times its weight."""
-    assert isinstance(vision, SiglipVisionEncoder)
-    if vision.spec.width != network.spec.width:
-        raise ValueError(
-            f"{control.source}: needs an image encoder {network.spec.width} wide, got one of {vision.spec.width}"
-        )
-    side = vision.spec.size
-    pixels = unit_pixels(control.rgb().resize((side, side), Image.Resampling.BICUBIC))
-    return control.weight * network(vision(pixels.to(network.redux_up.weight)))
+    # The weight multiplies the values, and so what attention makes of them.
+    return ImagePrompt(
+        *(tuple((k, control.weight * v) for k, v in network(tokens)) for tokens in network.tokens(vision, pixels))
+    )
 
 
 FACES = 512  # width of InsightFace's embeddings, which InstantID reads
@@ -159,19 +161,6 @@ WIDTHS = {  # of image encoders, by whether the pooled output is read
 }
 
 
-def _scaled(images: Images, weight: float) -> Images:
-    """Multiply the values, and so what attention makes of them, by a weight."""
-    return tuple((k, weight * v) for k, v in images)
-
-
-def _load(model: Model, control: Control) -> tuple[Control, Network]:
-    """Load a control's network; return the control, updated from the network's configuration, and the network."""
-    if model.unet not in control.networks:
-        control.networks[model.unet] = _read(model, control.source)
-    network, pools = control.networks[model.unet]
-    return replace(control, pool=True) if pools else control, network
-
-
 def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
     """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
     components = split(open_source(source))
@@ -180,21 +169,29 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
         raise ValueError(f"{source}: holds no ControlNet, T2I-Adapter or IP-Adapter, only {', '.join(components)}")
     found = components[role]
     with errors_of(source), on_meta():
-        network = _build(model, role, found.shapes)
-        if isinstance(model.family.unet, UNetSpec):
-            _check_heads(model.family.unet, found.metadata)
+        network = _build(model, role, found)
     runs_now = isinstance(network, StyleAdapter | IPAdapter | Redux)
     by_block = not runs_now and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
-    differs, whole = "difference" in components.file.shapes, set[str]()
+    differs, whole, base = "difference" in components.file.shapes, set[str](), dict[str, Any]()
+    if differs or MARK in found.shapes:  # the UNet's weights by key, wherever they are stored
+        in_blocks = (layer for layer in model.unet.named_modules() if isinstance(layer[1], BlockLinear))
+        base = {**dict(model.unet.named_parameters()), **{f"{name}.weight": layer for name, layer in in_blocks}}
     if MARK in found.shapes:
         with errors_of(source):
             wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-            found, whole = differences(found, wanted, _base(model))
+            found, whole = differences(found, wanted, base)
         differs = True
     load_weights(network, found, "control", home, model.dtype)
     if differs:
-        _add_base(network, model, whole)
+        for key, value in network.state_dict().items():
+            if key in whole or (weight := base.get(key)) is None:
+                continue
+            if isinstance(weight, BlockLinear):
+                weight = weight.weight.to(value.device)
+            else:
+                weight = weight.data if model.offloader is None else model.offloader.read(weight, value.device)
+            value.copy_(value.float() + weight.float())
         log.info("%s: holds differences, added to the checkpoint's own UNet", found.path.name)
     if isinstance(network, ControlNet):
         prepare_like(network, model.unet, model.device)
@@ -209,12 +206,12 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
 ROLES = ("control", "adapter", "style", "ip_adapter", "redux")  # components that are a control
 
 
-def _build(model: Model, role: str, shapes: Shapes) -> Network:
-    """Build the network of a role for weights of these shapes.
+def _build(model: Model, role: str, file: Tensors) -> Network:
+    """Build the network of a role for the weights of a file.
 
     Raises ValueError if they make no sense, or are for networks of another kind.
     """
-    unet = model.family.unet
+    unet, shapes = model.family.unet, file.shapes
     if role == "redux":
         redux = ReduxSpec.from_shapes(shapes)
         if not isinstance(unet, FluxSpec) or unet.context_dim != redux.context_dim:
@@ -222,26 +219,41 @@ def _build(model: Model, role: str, shapes: Shapes) -> Network:
         return Redux(redux)
     if not isinstance(unet, UNetSpec):
         raise ValueError(f"is for UNets, but {model.family.title} is a transformer, for which there is no control here")
+    network: Network
     if role == "adapter":
-        return T2IAdapter(AdapterSpec.from_shapes(shapes, len(unet.channel_mult)))
-    if role == "style":
+        network = T2IAdapter(AdapterSpec.from_shapes(shapes, len(unet.channel_mult)))
+    elif role == "style":
         style = StyleAdapterSpec.from_shapes(shapes)
         _check_fit(model, {"context": style.context_dim})
-        return StyleAdapter(style)
-    if role == "ip_adapter":
+        network = StyleAdapter(style)
+    elif role == "ip_adapter":
         ip_adapter = IPAdapterSpec.from_shapes(shapes)
         _check_fit(model, {"context": ip_adapter.context_dim})
         assert isinstance(model.unet, UNet)
-        return IPAdapter(ip_adapter, model.unet)
-    if MARK in shapes:
-        return ControlNet(replace(unet, guidance_dim=None))
-    spec = replace(infer_spec(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
-    _check_fit(model, _numbers(spec))
-    if spec.in_channels > unet.in_channels:
-        raise ValueError(f"reads {spec.in_channels} channels, but the UNet of {model.family.title} {unet.in_channels}")
-    network = ControlNet(spec)
-    if beyond := layers(network).keys() - layers(model.unet).keys():
-        raise ValueError(f"has attention where the UNet of {model.family.title} has none: {min(beyond)}")
+        network = IPAdapter(ip_adapter, model.unet)
+    elif MARK in shapes:
+        network = ControlNet(replace(unet, guidance_dim=None))
+    else:
+        spec = replace(infer_spec(shapes), num_heads=unet.num_heads, head_dim=unet.head_dim)
+        _check_fit(model, _numbers(spec))
+        if spec.in_channels > unet.in_channels:
+            raise ValueError(
+                f"reads {spec.in_channels} channels, but the UNet of {model.family.title} {unet.in_channels}"
+            )
+        network = ControlNet(spec)
+        if beyond := layers(network).keys() - layers(model.unet).keys():
+            raise ValueError(f"has attention where the UNet of {model.family.title} has none: {min(beyond)}")
+    # A diffusers folder's configuration may give a control other heads than its UNet has.
+    widths = {
+        unet.model_channels * m for m, depth in zip(unet.channel_mult, unet.transformer_depth, strict=True) if depth
+    }
+    for width in widths:
+        heads = {"unet_num_heads": unet.heads(width), "unet_head_dim": width // unet.heads(width)}
+        if wrong := [key for key in heads.keys() & file.metadata.keys() if int(file.metadata[key]) != heads[key]]:
+            raise ValueError(
+                f"its attention_head_dim gives {wrong[0][5:]} {file.metadata[wrong[0]]}, "
+                f"but its UNet has {heads[wrong[0]]}"
+            )
     return network
 
 
@@ -264,32 +276,41 @@ def _check_fit(model: Model, numbers: Mapping[str, object]) -> None:
             raise ValueError(f"is for UNets {about}")
 
 
-def _check_heads(unet: UNetSpec, about: Mapping[str, str]) -> None:
-    """Raises ValueError if a diffusers folder's configuration gives a control other heads than its UNet has."""
-    for width in {
-        unet.model_channels * m for m, depth in zip(unet.channel_mult, unet.transformer_depth, strict=True) if depth
-    }:
-        own = {"unet_num_heads": unet.heads(width), "unet_head_dim": width // unet.heads(width)}
-        if wrong := [key for key in own.keys() & about.keys() if int(about[key]) != own[key]]:
-            raise ValueError(
-                f"its attention_head_dim gives {wrong[0][5:]} {about[wrong[0]]}, but its UNet has {own[wrong[0]]}"
+# ---- Control-LoRA ---------------------------------------------------------------------------------------------------
+# A ControlNet as differences of low rank from the UNet that it is used with.  A file has X.up and X.down for most of
+# the weights X.weight, which are the UNet's plus up @ down.  Tensors that it has whole replace the UNet's; those that
+# it lacks are the UNet's.  Source: Stability AI's control-lora; ComfyUI comfy/controlnet.py, ControlLora.
+
+MARK = "lora_controlnet"  # a tensor that says nothing but what kind of file it is
+
+
+def differences(file: Tensors, wanted: Shapes, base: Container[str]) -> tuple[Tensors, set[str]]:
+    """Return the weights of a Control-LoRA as differences from a UNet's, and the keys of those that are whole.
+
+    wanted are the shapes of the ControlNet, base the keys that its UNet has too.  Keys that are no part of it stay in
+    the result.  Raises ValueError if a pair of factors is for another UNet.
+    """
+    stored, pairs = file.shapes, dict[str, tuple[str, str]]()
+    added = {key: shape for key, shape in wanted.items() if key in base and key not in stored}
+    for key, shape in added.items():
+        up, down = (key.removesuffix("weight") + part for part in ("up", "down"))
+        if key.endswith(".weight") and up in stored and down in stored:
+            # each as a matrix with the same rows
+            rows, rank, inner, columns = (
+                math.prod(part) for key in (up, down) for part in (stored[key][:1], stored[key][1:])
             )
+            if [rows, columns] != [math.prod(shape[:1]), math.prod(shape[1:])] or rank != inner:
+                raise ValueError(f"is for another UNet: its {up} is {stored[up]}, {down} {stored[down]}, for {shape}")
+            pairs[key] = up, down
+    whole = stored.keys() - {MARK, *(part for pair in pairs.values() for part in pair)}
 
+    def read(key: str) -> Tensor:
+        if key in whole:
+            return file.read(key)
+        if key not in pairs:
+            return torch.zeros(added[key])
+        up, down = (read_weight(file, part).float().flatten(1) for part in pairs[key])
+        return (up @ down).view(added[key])
 
-def _base(model: Model) -> dict[str, nn.Parameter | BlockLinear]:
-    """Return the UNet's weights by key, wherever they are stored."""
-    in_blocks = {f"{name}.weight": each for name, each in model.unet.named_modules() if isinstance(each, BlockLinear)}
-    return {**dict(model.unet.named_parameters()), **in_blocks}
-
-
-def _add_base(network: nn.Module, model: Model, whole: Container[str]) -> None:
-    """Add the UNet's weights to a control that holds differences from them, but to those that are `whole`."""
-    base = _base(model)
-    for key, value in network.state_dict().items():
-        if key in whole or (own := base.get(key)) is None:
-            continue
-        if isinstance(own, BlockLinear):
-            weight = own.weight.to(value.device)
-        else:
-            weight = own.data if model.offloader is None else model.offloader.read(own, value.device)
-        value.copy_(value.float() + weight.float())
+    shapes = {**added, **{key: stored[key] for key in whole}}
+    return Tensors(file.path, shapes, read, file.metadata), set(whole)

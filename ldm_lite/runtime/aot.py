@@ -106,44 +106,43 @@ class _Package:
         if any(value is not None for value in others.values()):
             raise ValueError(f"{self.path.name} is compiled for a UNet without controls: leave out `control`")
         dtype = next(network.parameters()).dtype
-        inputs = [x.to(dtype), t, *(None if part is None else _as(part, dtype) for part in (context, y, concat))]
-        given = tuple(inputs[: 1 + max(i for i, part in enumerate(inputs) if part is not None)])
-        runners = self.runners(network)
-        if _key(given) not in runners:
+        inputs: list[Tensor | None] = [x.to(dtype), t]
+        for part in (context, y, concat):
+            inputs.append(part.to(dtype) if part is not None and part.is_floating_point() else part)
+        while inputs[-1] is None:
+            inputs.pop()
+        key, runners = _key(inputs), self.runners(network)
+        if key not in runners:
             known = "; or ".join(map(_words, runners))
-            raise ValueError(
-                f"{self.path.name} is compiled for {known}; got {_words(_key(given))}: export it for that too"
-            )
-        runner, _ = runners[_key(given)]
+            raise ValueError(f"{self.path.name} is compiled for {known}; got {_words(key)}: export it for that too")
+        runner, _ = runners[key]
         # The compiled code expects the memory layout of the examples.
-        return runner.boxed_run([each.contiguous() for each in given if each is not None])[0]
+        return runner.boxed_run([part.contiguous() for part in inputs if part is not None])[0]
 
     def runners(self, network: nn.Module) -> Runners:
         """Return the runners of a network, loaded at the first call.  Raises ValueError as use does."""
-        if network not in self._runners:
-            self._runners[network] = self._load(network)
-        return self._runners[network]
-
-    def _load(self, network: nn.Module) -> Runners:
+        if network in self._runners:
+            return self._runners[network]
         runners: Runners = {}
-        mine, weights = _about(network, ()), network.state_dict()
+        described, weights = _about(network, ()), network.state_dict()
         for runner in _runners(self.path):
             about = json.loads(runner.get_metadata().get(ABOUT, "null"))
             if about is None:
                 raise ValueError(f"{self.path}: was not written by ldm_lite.export")
             for what in ("device", "dtype"):
-                if about[what] != mine[what]:
+                if about[what] != described[what]:
                     raise ValueError(
-                        f"{self.path}: was exported for {about[what]}, and this is {mine[what]}: export it again"
+                        f"{self.path}: was exported for {about[what]}, and this is {described[what]}: export it again"
                     )
-            if about["network"] != mine["network"]:
+            if about["network"] != described["network"]:
                 raise ValueError(f"{self.path}: was exported from another network than this: export it from this one")
-            own = {name: weights[name] for name in runner.get_constant_fqns()}
-            runner.load_constants(own, False, True, True)  # all active constants, used in place
-            key = tuple(None if each is None else (tuple(each[0]), each[1]) for each in about["inputs"])
-            runners[key] = runner, own
+            constants = {name: weights[name] for name in runner.get_constant_fqns()}
+            runner.load_constants(constants, False, True, True)  # all active constants, used in place
+            key = tuple(None if part is None else (tuple(part[0]), part[1]) for part in about["inputs"])
+            runners[key] = runner, constants
         if not runners:
             raise ValueError(f"{self.path}: is not a package of ldm_lite.export")
+        self._runners[network] = runners
         return runners
 
 
@@ -171,7 +170,7 @@ def _runners(path: Path) -> list[Any]:
 def _about(network: nn.Module, inputs: Inputs) -> dict[str, Any]:
     """Describe what a package and the network that runs it must have in common."""
     weights = network.state_dict()
-    layout = [(name, tuple(each.shape), each.stride(), str(each.dtype)) for name, each in sorted(weights.items())]
+    layout = [(name, tuple(w.shape), w.stride(), str(w.dtype)) for name, w in sorted(weights.items())]
     first = next(iter(weights.values()))
     device = first.device.type
     if device == "cuda":
@@ -186,13 +185,9 @@ def _about(network: nn.Module, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
-
-
-def _key(inputs: Inputs) -> Key:
-    return tuple(None if each is None else (tuple(each.shape), short_name(each.dtype)) for each in inputs)
+def _key(inputs: Sequence[Tensor | None]) -> Key:
+    return tuple(None if part is None else (tuple(part.shape), short_name(part.dtype)) for part in inputs)
 
 
 def _words(key: Key) -> str:
-    return ", ".join("none" if each is None else f"{'x'.join(map(str, each[0]))} {each[1]}" for each in key)
+    return ", ".join("none" if part is None else f"{'x'.join(map(str, part[0]))} {part[1]}" for part in key)

@@ -11,8 +11,7 @@ import contextlib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +19,9 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, sdpa
 from ldm_lite.runtime import timing
-from ldm_lite.runtime.cpu.attention import blocked
+from ldm_lite.runtime.cpu import blocked
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
-
-
-class AttentionLayer(Protocol):
-    """What a layer needs for its attention to be chosen and recorded."""
-
-    attention: AttentionFn
 
 
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,14 +34,9 @@ def probabilities(q: Tensor, k: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
 
 
-@dataclass(frozen=True)
-class Sliced:
+def sliced(q: Tensor, k: Tensor, v: Tensor, num_slices: int = 8) -> Tensor:
     """Vanilla attention in slices of the queries, one after the other, which divides its memory by their number."""
-
-    num_slices: int = 8
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([vanilla(part, k, v) for part in q.tensor_split(self.num_slices, dim=2)], dim=2)
+    return torch.cat([vanilla(part, k, v) for part in q.tensor_split(num_slices, dim=2)], dim=2)
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +68,7 @@ _FUNCTIONS: dict[str, AttentionFn] = {
     "flash": _flash,
     "efficient": _efficient,
     "cudnn": _cudnn,
-    "sliced": Sliced(),
+    "sliced": sliced,
     "blocked": blocked,
 }
 
@@ -112,15 +100,15 @@ class Fastest:
     compiled code has the kernel itself.
     """
 
-    def __init__(self, layer: AttentionLayer) -> None:
+    def __init__(self, layer: Any) -> None:
         self._layer = layer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute the attention of q, k and v with the fastest kernel, or PyTorch's choice while code is traced."""
         if torch.compiler.is_compiling() or _trains(q, k, v):
             return sdpa(q, k, v)
-        self._layer.attention = _FUNCTIONS[fastest(q, k, v)]
-        return self._layer.attention(q, k, v)
+        function = self._layer.attention = _FUNCTIONS[fastest(q, k, v)]
+        return function(q, k, v)
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -130,8 +118,8 @@ def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
     """
     key = (short_name(q.dtype), *q.shape, k.shape[2])
     candidates = CANDIDATES if q.device.type == "cpu" else CANDIDATES[:-1]
-    works = [each for each in candidates if _runs(_FUNCTIONS[each], q.device, q.dtype, q.shape[-1])]
-    ways = {each: functools.partial(_FUNCTIONS[each], q, k, v) for each in works}
+    works = [name for name in candidates if _runs(_FUNCTIONS[name], q.device, q.dtype, q.shape[-1])]
+    ways = {name: functools.partial(_FUNCTIONS[name], q, k, v) for name in works}
     what = f"attention of {q.shape[2]} to {k.shape[2]} tokens, {q.shape[3]} channels a head"
     return timing.fastest(what, key, ways, q.device)
 
@@ -139,40 +127,41 @@ def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
 # ---- in a network ---------------------------------------------------------------------------------------------------
 
 
-def _mha(layer: nn.Module, x: Tensor, context: Tensor) -> Tensor:
+def _mha(layer: Any, x: Tensor, context: Tensor) -> Tensor:
     """Run a cross-attention layer through torch.nn.MultiheadAttention's function, with the layer's own weights."""
-    to_q, to_k, to_v, to_out = (cast(nn.Linear, layer.get_submodule(n)) for n in ("to_q", "to_k", "to_v", "to_out.0"))
     out, _ = F.multi_head_attention_forward(
         x.transpose(0, 1),  # (N, B, C)
         context.transpose(0, 1),  # (T, B, D)
         context.transpose(0, 1),
-        embed_dim_to_check=to_q.in_features,
-        num_heads=cast(int, layer.num_heads),
+        embed_dim_to_check=layer.to_q.in_features,
+        num_heads=layer.num_heads,
         in_proj_weight=None,
         in_proj_bias=None,
         bias_k=None,
         bias_v=None,
         add_zero_attn=False,
         dropout_p=0.0,
-        out_proj_weight=to_out.weight,
-        out_proj_bias=to_out.bias,
+        out_proj_weight=layer.to_out[0].weight,
+        out_proj_bias=layer.to_out[0].bias,
         training=False,
         need_weights=False,
         use_separate_proj_weight=True,
-        q_proj_weight=to_q.weight,
-        k_proj_weight=to_k.weight,
-        v_proj_weight=to_v.weight,
+        q_proj_weight=layer.to_q.weight,
+        k_proj_weight=layer.to_k.weight,
+        v_proj_weight=layer.to_v.weight,
     )
     return out.transpose(0, 1)
 
 
-def layers(network: nn.Module) -> dict[str, AttentionLayer]:
-    """Return the attention layers of a network by their names, which are those of the checkpoint."""
-    modules = network.named_modules()
-    return {name: cast(AttentionLayer, module) for name, module in modules if callable(vars(module).get("attention"))}
+def layers(network: nn.Module) -> dict[str, Any]:
+    """Return the attention layers of a network by their names, which are those of the checkpoint.
+
+    Each has an attribute `attention`, the function that it calls.
+    """
+    return {name: layer for name, layer in network.named_modules() if callable(vars(layer).get("attention"))}
 
 
-def head_dim(layer: AttentionLayer) -> int:
+def head_dim(layer: Any) -> int:
     """Return the number of channels of a layer's heads."""
     known: int | None = getattr(layer, "head_dim", None)
     projection: Any = getattr(layer, "to_q", None) or getattr(layer, "q", None)
@@ -187,7 +176,7 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
     """
     kind, _, number = name.partition(":")
     if kind == "sliced" and number.isdecimal() and int(number) > 0:
-        return Sliced(int(number))
+        return functools.partial(sliced, num_slices=int(number))
     if name not in _FUNCTIONS:
         raise ValueError(f"unknown attention {name!r}: wanted one of {', '.join(names())}, or sliced:4")
     function = _FUNCTIONS[name]
@@ -229,28 +218,20 @@ def use(network: nn.Module, attention: str | AttentionFn, device: torch.device |
         if lacks := [name for name, layer in found.items() if not hasattr(layer, "to_q")]:
             raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: take sdpa")
         for layer in found.values():
-            patch(cast(nn.Module, layer), _mha)
+            patch(layer, _mha)
         return
-    if attention == "fastest":
-        for layer in found.values():
-            _without_mha(layer)
-            layer.attention = Fastest(layer)
-        return
-    first = next(network.parameters())
-    functions = {
-        channels: resolve(attention, device or first.device, first.dtype, channels)
-        if isinstance(attention, str)
-        else attention
-        for channels in set(map(head_dim, found.values()))
-    }
+    functions: dict[int, AttentionFn] = {}  # by the channels of a head; all are tried before a layer changes
+    if isinstance(attention, str) and attention != "fastest":
+        first = next(network.parameters())
+        for channels in set(map(head_dim, found.values())):
+            functions[channels] = resolve(attention, device or first.device, first.dtype, channels)
     for layer in found.values():
-        _without_mha(layer)
-        layer.attention = functions[head_dim(layer)]
-
-
-def _without_mha(layer: AttentionLayer) -> None:
-    if patch_of(cast(nn.Module, layer)) is _mha:
-        unpatch(cast(nn.Module, layer))
+        if patch_of(layer) is _mha:
+            unpatch(layer)
+        if callable(attention):
+            layer.attention = attention
+        else:
+            layer.attention = Fastest(layer) if attention == "fastest" else functions[head_dim(layer)]
 
 
 def follow(network: nn.Module, other: nn.Module) -> None:
@@ -259,8 +240,8 @@ def follow(network: nn.Module, other: nn.Module) -> None:
     for name, layer in layers(network).items():
         theirs = found[name].attention
         layer.attention = Fastest(layer) if isinstance(theirs, Fastest) else theirs
-        if patch_of(cast(nn.Module, found[name])) is _mha:
-            patch(cast(nn.Module, layer), _mha)
+        if patch_of(found[name]) is _mha:
+            patch(layer, _mha)
 
 
 @contextlib.contextmanager
@@ -278,7 +259,7 @@ def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Te
     before = {name: layer.attention for name, layer in chosen.items()}
     with contextlib.ExitStack() as stack:
         for name, layer in chosen.items():
-            stack.enter_context(unpatched(cast(nn.Module, layer)))  # mha makes no maps
+            stack.enter_context(unpatched(layer))  # mha makes no maps
             layer.attention = functools.partial(_recorded, maps[name].append)
         try:
             yield maps

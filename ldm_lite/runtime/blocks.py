@@ -31,42 +31,15 @@ def _nibbles(data: Tensor) -> Tensor:
     return torch.cat([data & 15, data >> 4], dim=1)
 
 
-def _bits(data: Tensor) -> Tensor:
-    """Bytes (N,4) -> their bits (N,32), the lowest first."""
-    shifts = torch.arange(8, device=data.device, dtype=torch.uint8)
-    return ((data[:, :, None] >> shifts) & 1).flatten(1)
+def _parts(data: Tensor, bits: int) -> Tensor:
+    """Bytes (...,K) -> their numbers of so many bits (...,K,8/bits), the lowest first."""
+    shifts = torch.arange(0, 8, bits, device=data.device, dtype=torch.uint8)
+    return (data[..., None] >> shifts) & (2**bits - 1)
 
 
-def _f32(blocks: Tensor) -> Tensor:
-    return blocks.contiguous().view(torch.float32)
-
-
-def _bf16(blocks: Tensor) -> Tensor:
-    return blocks.contiguous().view(torch.bfloat16).float()
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
-
-
-def _q5_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4).float() - 16)
-
-
-def _q5_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4).float() + _half(blocks, 2)
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _iq4(_nibbles(blocks[:, 2:]))
+def _fives(low: Tensor, high: Tensor) -> Tensor:
+    """Numbers (N,32) of five bits, as float32, from bytes (N,16) of low halves and (N,4) of highest bits."""
+    return (_nibbles(low) | _parts(high, 1).flatten(1) << 4).float()
 
 
 def _iq4(numbers: Tensor) -> Tensor:
@@ -75,8 +48,7 @@ def _iq4(numbers: Tensor) -> Tensor:
 
 def _quarters(data: Tensor) -> Tensor:
     """Bytes (N,64) -> two-bit numbers (N,256): of each 32 bytes the lowest bits first."""
-    shifts = torch.tensor([0, 2, 4, 6], device=data.device, dtype=torch.uint8)[:, None]
-    return ((data.view(-1, 2, 1, 32) >> shifts) & 3).flatten(1)  # (N, 2, 4, 32)
+    return _parts(data.view(-1, 2, 32), 2).transpose(2, 3).flatten(1)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -87,11 +59,9 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 def _q3_k(blocks: Tensor) -> Tensor:
     packed = blocks[:, 96:108]
-    shifts = torch.tensor([0, 2, 4, 6], device=blocks.device, dtype=torch.uint8)[:, None]
-    high = ((packed[:, None, 8:] >> shifts) & 3).flatten(1)  # (N, 16)
+    high = _parts(packed[:, 8:], 2).transpose(1, 2).flatten(1)  # (N, 16)
     scales = (_nibbles(packed[:, :8]) | high << 4).float() - 32
-    masks = torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]
-    above = ((blocks[:, None, :32] >> masks) & 1).flatten(1).float()  # (N, 256): 32 values of each bit
+    above = _parts(blocks[:, :32], 1).transpose(1, 2).flatten(1).float()  # (N, 256): 32 values of each bit
     numbers = _quarters(blocks[:, 32:96]).float() + 4 * above - 4
     return ((_half(blocks, 108) * scales)[:, :, None] * numbers.view(-1, 16, 16)).flatten(1)
 
@@ -118,8 +88,7 @@ def _q4_k(blocks: Tensor) -> Tensor:
 def _q5_k(blocks: Tensor) -> Tensor:
     scales, minima = _six_bit(blocks[:, 4:16])
     d, m = _half(blocks, 0)[:, :, None], _half(blocks, 2)[:, :, None]
-    shifts = torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]
-    high = (blocks[:, None, 16:48] >> shifts) & 1  # (N, 8, 32)
+    high = _parts(blocks[:, 16:48], 1).transpose(1, 2)  # (N, 8, 32)
     return (d * scales * (_pairs(blocks[:, 48:].contiguous()) | high << 4).float() - m * minima).flatten(1)
 
 
@@ -132,8 +101,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    shifts = torch.tensor([0, 2, 4, 6], device=blocks.device, dtype=torch.uint8)
-    high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1)  # (N, 8)
+    high = _parts(blocks[:, 2:4], 2).flatten(1)  # (N, 8)
     low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).flatten(1)
     scales = (low | high << 4).float() - 32
     data = blocks[:, 8:].contiguous().view(-1, 8, 16)
@@ -151,21 +119,21 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "F32": Format(0, 1, 4, _f32),
-    "F16": Format(1, 1, 2, lambda blocks: _half(blocks, 0)),
-    "Q4_0": Format(2, 32, 18, _q4_0),
-    "Q4_1": Format(3, 32, 20, _q4_1),
-    "Q5_0": Format(6, 32, 22, _q5_0),
-    "Q5_1": Format(7, 32, 24, _q5_1),
-    "Q8_0": Format(8, 32, 34, _q8_0),
+    "F32": Format(0, 1, 4, lambda b: b.contiguous().view(torch.float32)),
+    "F16": Format(1, 1, 2, lambda b: _half(b, 0)),
+    "Q4_0": Format(2, 32, 18, lambda b: _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8)),
+    "Q4_1": Format(3, 32, 20, lambda b: _half(b, 0) * _nibbles(b[:, 4:]).float() + _half(b, 2)),
+    "Q5_0": Format(6, 32, 22, lambda b: _half(b, 0) * (_fives(b[:, 6:], b[:, 2:6]) - 16)),
+    "Q5_1": Format(7, 32, 24, lambda b: _half(b, 0) * _fives(b[:, 8:], b[:, 4:8]) + _half(b, 2)),
+    "Q8_0": Format(8, 32, 34, lambda b: _half(b, 0) * b[:, 2:].contiguous().view(torch.int8).float()),
     "Q2_K": Format(10, 256, 84, _q2_k),
     "Q3_K": Format(11, 256, 110, _q3_k),
     "Q4_K": Format(12, 256, 144, _q4_k),
     "Q5_K": Format(13, 256, 176, _q5_k),
     "Q6_K": Format(14, 256, 210, _q6_k),
-    "IQ4_NL": Format(20, 32, 18, _iq4_nl),
+    "IQ4_NL": Format(20, 32, 18, lambda b: _half(b, 0) * _iq4(_nibbles(b[:, 2:]))),
     "IQ4_XS": Format(23, 256, 136, _iq4_xs),
-    "BF16": Format(30, 1, 2, _bf16),
+    "BF16": Format(30, 1, 2, lambda b: b.contiguous().view(torch.bfloat16).float()),
 }
 
 
@@ -212,9 +180,3 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias)
-
-
-def num_parameters(network: nn.Module) -> int:
-    """Return the number of a network's parameters, those in blocks included."""
-    in_blocks = (layer.shape.numel() for layer in network.modules() if isinstance(layer, BlockLinear))
-    return sum(in_blocks) + sum(parameter.numel() for parameter in network.parameters())

@@ -64,26 +64,22 @@ class CompiledStep:
     """denoise_step, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
 
     def __init__(self, tier: str, network: nn.Module, backend: str, settings: Mapping[str, Any] | None = None) -> None:
-        self._settings = settings or {}
-        self._joined: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         self._tier = "step" if tier == "auto" else tier
-        self._network, self._backend = network, backend
-        self._wait_s = COLD_START_S if tier == "auto" else 0.0
+        self._network, self._backend, self._settings = network, backend, settings or {}
+        self._wait_s = COLD_START_S if tier == "auto" else 0.0  # from the first call on
         self._first_call: float | None = None
         self._step: Step | None = None  # compiled
         self._regional: WeakSet[nn.Module] = WeakSet()  # networks whose blocks are compiled
-        self._told = False
-        self._failure: str | None = None
+        self._joined: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # layers, by network: joined.py
+        self._told = False  # that a model cannot be compiled
         self._lock = threading.Lock()
-
-    @property
-    def failure(self) -> str | None:
-        """Why compilation failed, so that plain steps run, in one line; None if it did not."""
-        return self._failure
+        self.failure: str | None = None  # why compilation failed, so that plain steps run, in one line
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
         """Compute one row like denoise_step."""
-        if self._failure is not None or not self._is_due():
+        now = time.perf_counter()
+        self._first_call = now if self._first_call is None else self._first_call
+        if self.failure is not None or now - self._first_call < self._wait_s:
             return denoise_step(model, *args)
         if not isinstance(model, nn.Module) and self._tier != "regional":
             if not self._told:
@@ -94,51 +90,45 @@ class CompiledStep:
             with self._lock:  # one thread compiles, the others wait
                 if isinstance(model, nn.Module):
                     self._check_joined(model)
-                step = self._step = self._step or self._first(model, *args)
+                if self._step is None:
+                    self._step = self._compile(model, *args)
                 if self._tier == "regional":
                     self._compile_blocks(model)
+                step = self._step
             return step(model, *args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers raise anything
-            self._undo()
+            self._step = None
+            for network in self._regional:
+                for module in network.modules():
+                    module._compiled_call_impl = None
             out = denoise_step(model, *args)  # if this raises too, the compiler was not the cause
-            self._failure = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
-            log.warning("compilation failed (%s): continuing without", self._failure)
+            self.failure = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
+            log.warning("compilation failed (%s): continuing without", self.failure)
             return out
 
-    def _is_due(self) -> bool:
-        now = time.perf_counter()
-        self._first_call = now if self._first_call is None else self._first_call
-        return now - self._first_call >= self._wait_s
-
-    def _first(self, model: nn.Module, *args: Any) -> Step:
-        """Compile the step, and log the times of plain and compiled calls."""
+    def _compile(self, model: Any, *args: Any) -> Step:
+        """Return the compiled step, and log the times of plain and compiled calls."""
         _set_up(self._backend)
         device = args[0].device
         for _ in range(2):  # the first call lays weights out and warms kernels up
             plain_s = _timed(denoise_step, device, model, *args)
-        step = self._compiled(model)
-        step = _Graphs(step, self._tier == "max") if device.type == "cuda" else step
+        more: dict[str, Any] = {"backend": self._backend}
+        if self._backend == "inductor":
+            more["options"] = _options(self._tier, next(self._network.parameters()).device.type, self._settings)
+        if self._tier == "regional":
+            self._compile_blocks(model)
+            step: Step = denoise_step
+        elif self._tier == "max":
+            step = torch.compile(denoise_step, fullgraph=True, dynamic=False, **more)
+        else:
+            step = _for_all_sizes(torch.compile(_unfolded_step, fullgraph=True, **more))
+        if device.type == "cuda":
+            step = _Graphs(step, measured=self._tier == "max")
         cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
         log.info("%s", _verdict(cold_s, plain_s, compiled_s))
         return step
-
-    def _undo(self) -> None:
-        self._step = None
-        for network in self._regional:
-            for module in network.modules():
-                module._compiled_call_impl = None
-
-    def _check_joined(self, model: nn.Module) -> None:
-        """Compile anew without what joins weights that were replaced since: see joined.py."""
-        if model not in self._joined:
-            self._joined[model] = list(joined.joined_layers(model))
-        for layer in self._joined[model]:
-            if not joined.is_joined(layer):
-                joined.come_apart(layer)
-                self._step = None
-                self._joined.pop(model, None)
 
     def _compile_blocks(self, model: Any) -> None:
         """Compile the blocks of a model and its ControlNets, or those of the UNet if the model is a function."""
@@ -149,27 +139,15 @@ class CompiledStep:
                 if module._compiled_call_impl is None:
                     module.compile(fullgraph=True, dynamic=True, backend=self._backend)
 
-    def _compiled(self, model: Any) -> Step:
-        if self._tier == "regional":
-            self._compile_blocks(model)
-            return denoise_step
-        options = _options(self._tier, next(self._network.parameters()).device.type, self._settings)
-        given: dict[str, Any] = {"options": options} if self._backend == "inductor" else {}
-        if self._tier == "max":
-            return torch.compile(denoise_step, fullgraph=True, dynamic=False, backend=self._backend, **given)
-        return _Folding(torch.compile(_unfolded_step, fullgraph=True, backend=self._backend, **given))
-
-
-class _Folding:
-    """A compiled _unfolded_step, called as denoise_step: it folds the arguments and marks the sizes that change."""
-
-    def __init__(self, function: Step) -> None:
-        self._function = function
-
-    def __call__(self, model: nn.Module, *args: Any) -> Tensor:
-        folded = fold(*args)
-        mark_sizes(*folded)
-        return self._function(model, *folded)
+    def _check_joined(self, model: nn.Module) -> None:
+        """Compile anew without what joins weights that were replaced since: compiled code cannot see addresses."""
+        if model not in self._joined:
+            self._joined[model] = list(joined.joined_layers(model))
+        for layer in self._joined[model]:
+            if not joined.is_joined(layer):
+                joined.come_apart(layer)
+                self._step = None
+                self._joined.pop(model, None)
 
 
 def regions(network: nn.Module) -> Iterator[nn.Module]:
@@ -188,12 +166,40 @@ def regions(network: nn.Module) -> Iterator[nn.Module]:
     return walk(network)
 
 
-def fold(registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> tuple[Any, ...]:
-    """A step's arguments, with maps (...,h,w) as views (...,h/8,8,w/8,8) if h and w are larger multiples of 8.
+def _timed(step: Step, device: torch.device, *args: Any) -> float:
+    start = time.perf_counter()
+    step(*args)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
-    This tells the compiler that h and w can be halved three times.  If they might be odd, it copies each lower-level
-    map before using it as tokens: 66 more kernels in a step of Stable Diffusion on a GPU.
-    """
+
+def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
+    text = f"compiled in {cold_s:.0f} s: a step takes {compiled_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
+    if compiled_s >= plain_s:
+        return f'{text}; it does not pay here: take `compile="off"`'
+    return f"{text}, which pays from {cold_s / (plain_s - compiled_s):,.0f} steps on"
+
+
+# ---- one graph for all sizes ----------------------------------------------------------------------------------------
+# The compiler is told two things: which sizes change, and, where it is so, that h and w are multiples of 8, which can
+# be halved three times.  If they might be odd, it copies each lower-level map before using it as tokens: 66 more
+# kernels in a step of Stable Diffusion on a GPU.  It learns this from maps (...,h,w) seen as (...,h/8,8,w/8,8).
+
+
+def _for_all_sizes(compiled: Step) -> Step:
+    """Return a compiled _unfolded_step, to be called as denoise_step."""
+
+    def step(model: nn.Module, *args: Any) -> Tensor:
+        folded = fold(*args)
+        mark_sizes(*folded)
+        return compiled(model, *folded)
+
+    return step
+
+
+def fold(registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> tuple[Any, ...]:
+    """A step's arguments, with maps (...,h,w) as views (...,h/8,8,w/8,8) if h and w are larger multiples of 8."""
     if any(side % FOLD or side == FOLD for side in registers.shape[-2:]):
         return registers, row, noise, guided, *others
 
@@ -204,23 +210,19 @@ def fold(registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: An
     return folded(registers), row, folded(noise), guided._replace(conditioning=conditioning), *others
 
 
-def _unfolded(x: Tensor) -> Tensor:
-    return x.flatten(-2).flatten(-3, -2)
-
-
 def _unfolded_step(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> Tensor:
     """Run denoise_step on arguments that may be folded."""
+
+    def unfolded(x: Tensor) -> Tensor:
+        return x.flatten(-2).flatten(-3, -2)
+
     if registers.ndim == 7:
-        registers, noise = _unfolded(registers), _unfolded(noise)
+        registers, noise = unfolded(registers), unfolded(noise)
         # Field by field: torch 2.6 compiles no _replace and no slice of them.
         conditioning, weights, positive = guided
-        unfolded = {name: _unfolded(part) if name == "concat" else part for name, part in conditioning.items()}
-        guided = Guided(unfolded, weights, positive)
+        parts = {name: unfolded(part) if name == "concat" else part for name, part in conditioning.items()}
+        guided = Guided(parts, weights, positive)
     return denoise_step(model, registers, row, noise, guided, *others)
-
-
-# Which sizes of a network's input change: those of each of B images, and for a text (B,T,D) the number of its tokens.
-CHANGING: Mapping[str, tuple[int, ...]] = {"context": (0, 1)}
 
 
 def mark_sizes(
@@ -238,8 +240,8 @@ def mark_sizes(
     """
     sides = (-4, -2) if registers.ndim == 7 else (-2, -1)
     marks: list[tuple[Tensor, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
-    for name, part in guided.conditioning.items():
-        marks.append((part, (0, *sides) if name == "concat" else CHANGING.get(name, (0,))))
+    axes_of = {"concat": (0, *sides), "context": (0, 1)}  # of the other conditioning: that of images alone
+    marks += [(part, axes_of.get(name, (0,))) for name, part in guided.conditioning.items()]
     marks.append((guided.weights, (-2, -1)))
     marks += [(tensor, (2, 3)) for tensor in _tensors(arguments) if tensor.ndim == 4]  # (1,C,h,w)
     marks += [(tensor, (0,)) for tensor in _tensors(arguments) if tensor.ndim == 3]  # (B,T,C)
@@ -247,6 +249,9 @@ def mark_sizes(
         for axis in axes:
             if tensor.shape[axis] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
+
+
+# ---- settings of the compiler ---------------------------------------------------------------------------------------
 
 
 def _options(tier: str, device: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -273,21 +278,6 @@ def _set_up(backend: str) -> None:
     shapes.use_duck_shape = False  # otherwise sizes that are equal at first (a square image) must stay equal
 
 
-def _timed(step: Step, device: torch.device, *args: Any) -> float:
-    start = time.perf_counter()
-    step(*args)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
-    text = f"compiled in {cold_s:.0f} s: a step takes {compiled_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
-    if compiled_s >= plain_s:
-        return f'{text}; it does not pay here: take `compile="off"`'
-    return f"{text}, which pays from {cold_s / (plain_s - compiled_s):,.0f} steps on"
-
-
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +301,8 @@ class _Graphs:
         tensors = list(_tensors(args))
         # A graph is fixed to the address of the weights, and to which arguments are None.
         device = tensors[0].device
-        key = (device, next(model.parameters()).data_ptr(), _signature(args))
+        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(args))
+        key = device, next(model.parameters()).data_ptr(), kinds
         with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
             graphs = self._graphs.setdefault(model, OrderedDict())
             if key not in graphs:
@@ -334,8 +325,8 @@ class _Graphs:
             self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream, graph, outside = self._streams[device], torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
-        captured = (each for graphs in self._graphs.values() for each in graphs.values())
-        pool = next((each.graph.pool() for each in captured if each.out.device == device), None)
+        others = (other for graphs in self._graphs.values() for other in graphs.values())
+        pool = next((other.graph.pool() for other in others if other.out.device == device), None)
         stream.wait_stream(outside)
         choice = measured_convolutions() if self._measured else contextlib.nullcontext()
         with choice, torch.cuda.stream(stream):  # around the capture too, which does not restore the stream if it fails
@@ -387,13 +378,25 @@ class _Captured:
         return self.out.clone()  # the next replay overwrites it
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples and mappings, in order."""
-    if isinstance(value, Tensor):
+# The arguments of a step are nested tuples and mappings of tensors and other values.
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield all that is in nested tuples and mappings, in order, with the lengths of the tuples and the names."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from _leaves(item)
+    elif isinstance(value, tuple):
+        yield len(value)
+        for item in value:
+            yield from _leaves(item)
+    else:
         yield value
-    elif isinstance(value, (tuple, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
 
 
 def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -406,12 +409,3 @@ def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
         items = [_map(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
-
-
-def _signature(value: Any) -> Any:
-    """Describe the tensors in nested tuples and mappings by shape and dtype, as a key."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return tuple((name, _signature(item)) for name, item in value.items())
-    return tuple(map(_signature, value)) if isinstance(value, tuple) else value

@@ -114,8 +114,9 @@ class Offloader:
             tensors = [tensor for tensor in _tensors(block) if tensor not in self._groups]
             group = self._group(tensors, storage, stream)
             moved += [value for kept in group.kept.values() for value in kept[:2] if value is not None]
-            block.register_forward_pre_hook(_Before(group, order if self.offload == "sequential" else None))
-            block.register_forward_hook(_After(group), always_call=True)
+            hooks = _Hooks(group, order if self.offload == "sequential" else None)
+            block.register_forward_pre_hook(hooks.before)
+            block.register_forward_hook(hooks.after, always_call=True)
         rest = [tensor for tensor in _tensors(network) if tensor not in self._groups]
         if self.offload is None:
             for tensor in rest:
@@ -126,23 +127,23 @@ class Offloader:
         self._phases[role] = self._group(rest + (moved if self.offload == "model" else []), None, None)
 
     def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
-        group = _Group({tensor: self._at_home(tensor, storage) for tensor in tensors}, self.device, stream)
-        self._groups |= dict.fromkeys(group.kept, group)
-        return group
-
-    def _at_home(self, tensor: Tensor, storage: str | None) -> Quantized:
-        """Return a weight in its stored form, in the memory that holds it between computations."""
+        """Group tensors that move together, each in its stored form and the memory that holds it meanwhile."""
 
         def place(value: Tensor) -> Tensor:
             if self.offload is None:
                 return value.to(self.device)
             return value.pin_memory() if self.device.type == "cuda" else value
 
-        kept = quantize(tensor.data, storage)
-        home = kept._replace(values=place(kept.values), scale=None if kept.scale is None else place(kept.scale))
-        if home.values.data_ptr() != tensor.data_ptr():
-            self._release(tensor.data)
-        return home
+        homes: dict[Tensor, Quantized] = {}
+        for tensor in tensors:
+            kept = quantize(tensor.data, storage)
+            kept = kept._replace(values=place(kept.values), scale=None if kept.scale is None else place(kept.scale))
+            if kept.values.data_ptr() != tensor.data_ptr():
+                self._release(tensor.data)
+            homes[tensor] = kept
+        group = _Group(homes, self.device, stream)
+        self._groups |= dict.fromkeys(group.kept, group)
+        return group
 
 
 class _Group:
@@ -155,7 +156,7 @@ class _Group:
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None  # prefetched values, and the event of their copy
         # The current tensors: quantised values may move too, in a group of their own.
-        self._home = [each.values.data for each in kept.values()]
+        self._home = [home.values.data for home in kept.values()]
         self._leave()
 
     def __enter__(self) -> None:
@@ -215,14 +216,14 @@ class _Group:
 
     def _restore(self) -> tuple[list[Tensor], Any]:
         if self.stream is None:
-            return [dequantize(each, self.device) for each in self.kept.values()], None
+            return [dequantize(home, self.device) for home in self.kept.values()], None
         # Allocated on the computing stream, so that a copy reuses the memory of earlier blocks.  Copies are queued far
         # ahead of the computation: allocated on their own stream they would need the memory of all blocks.
-        values = [torch.empty_like(each.values, dtype=each.dtype, device=self.device) for each in self.kept.values()]
+        values = [torch.empty_like(home.values, dtype=home.dtype, device=self.device) for home in self.kept.values()]
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for value, each in zip(values, self.kept.values(), strict=True):
-                value.copy_(each.values if each.scale is None else dequantize(each, self.device), non_blocking=True)
+            for value, home in zip(values, self.kept.values(), strict=True):
+                value.copy_(home.values if home.scale is None else dequantize(home, self.device), non_blocking=True)
             return values, self.stream.record_event()
 
 
@@ -238,43 +239,33 @@ class _Order:
         if self.last is not None:
             self.next[self.last] = group
         self.last = group
-        found, then = list[_Group](), self.next.get(group)
-        while then is not None and then not in (group, *found) and sum(each.size for each in found) < AHEAD:
-            found.append(then)
+        following, then = list[_Group](), self.next.get(group)
+        while then is not None and then not in (group, *following) and sum(f.size for f in following) < AHEAD:
+            following.append(then)
             then = self.next.get(then)
-        return found
+        return following
 
 
-class _Before:
-    """A block's hook before its forward: brings its weights, and prefetches those of the next block."""
+class _Hooks:
+    """What a block does around its forward: it brings its weights, prefetches those of the next block, and lets go."""
 
-    def __init__(self, group: _Group, order: _Order | None) -> None:
+    def __init__(self, group: _Group | None, order: _Order | None) -> None:
         self.group, self.order = group, order
 
-    def __call__(self, module: nn.Module, args: object) -> None:
-        self.group.__enter__()
-        if self.order is not None:
-            for group in self.order.after(self.group):
-                group.prefetch()
+    def before(self, module: nn.Module, args: object) -> None:
+        """Run before the block's forward."""
+        if self.group is not None:
+            self.group.__enter__()
+            for following in self.order.after(self.group) if self.order is not None else ():
+                following.prefetch()
 
-    def __deepcopy__(self, memo: object) -> Any:
-        return _nothing  # a copy of a network has weights of its own
+    def after(self, module: nn.Module, args: object, output: object) -> None:
+        """Run after it, also if it fails."""
+        if self.group is not None:
+            self.group.__exit__()
 
-
-class _After:
-    """A block's hook after its forward: its weights leave."""
-
-    def __init__(self, group: _Group) -> None:
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        self.group.__exit__()
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return _nothing
-
-
-def _nothing(*args: object) -> None: ...
+    def __deepcopy__(self, memo: object) -> "_Hooks":
+        return _Hooks(None, None)  # a copy of a network has weights of its own
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -286,7 +277,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
 
     A module that holds layers directly is not divided: it may read their weights without calling them.
     """
-    found = []
+    blocks = []
     for child in network.children():
         size = sum(tensor.numel() for tensor in _tensors(child))
         if size == 0:
@@ -295,5 +286,5 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
         layers = any(_tensors(part) and not list(part.children()) for part in child.children())
         own = next(child.parameters(recurse=False), None) is not None
         whole = isinstance(child, WHOLE) or ((layers or own) and not isinstance(child, DIVISIBLE))
-        found += _blocks(child) if not called or (size > BLOCK and not whole) else [child]
-    return found
+        blocks += _blocks(child) if not called or (size > BLOCK and not whole) else [child]
+    return blocks

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from ldm_lite.runtime.cpu import bfloat16
+from ldm_lite.runtime import bfloat16
 
 log = logging.getLogger("ldm_lite")
 
@@ -48,7 +48,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     """
     if name == AUTO and device.type == "cpu" and not emulates_bf16():
         return torch.bfloat16 if bfloat16.pays() else torch.float32
-    if name is None and device.type == "cpu" and _cpu_has("amx_tile"):
+    if name is None and device.type == "cpu" and torch.cpu._is_amx_tile_supported():
         log.info('this CPU multiplies in bfloat16: `dtype="auto"` takes it if it is faster than fp32; it is less exact')
     if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32
@@ -83,11 +83,8 @@ def pick_dtypes(
 
 def emulates_bf16() -> bool:
     """Whether this is an x86 CPU without bfloat16 instructions, where torch emulates them."""
-    return _cpu_has("avx2") and not _cpu_has("amx_tile") and not _cpu_has("avx512_bf16")
-
-
-def _cpu_has(feature: str) -> bool:
-    return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())  # bool() is False, for an older torch
+    cpu = torch.cpu
+    return cpu._is_avx2_supported() and not cpu._is_amx_tile_supported() and not cpu._is_avx512_bf16_supported()
 
 
 def check_matmul_precision(name: str) -> None:

@@ -4,13 +4,14 @@ On both axes this is `padding_mode="circular"` of every convolution, AUTOMATIC11
 keeps its zeros.  A network is copied for it, with the same weights: the given one does not change.
 """
 
-import copy
-from typing import TypeVar
+import functools
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.runtime.patching import Function, patch, patch_of, unpatch
+from ldm_lite.core.layers import shared_copy
+from ldm_lite.runtime.patching import patch, patch_of, unpatch
 
 AXES = ("x", "y", "xy")  # along which images fit together: x is left to right
 
@@ -22,15 +23,14 @@ def seamless(network: Network, axes: str) -> Network:
 
     It computes whole feature maps, not strips.  Raises ValueError for a network without convolutions that are padded.
     """
-    weights = {id(each): each for each in (*network.parameters(), *network.buffers())}
-    result = copy.deepcopy(network, weights)  # without copying the tensors
-    found = [module for module in result.modules() if isinstance(module, nn.Conv2d) and any(module.padding)]
-    if not found:
+    result: Any = shared_copy(network)
+    convolutions = [layer for layer in result.modules() if isinstance(layer, nn.Conv2d) and any(layer.padding)]
+    if not convolutions:
         raise ValueError(f"{type(network).__name__} has no padded convolutions: it makes no seamless images")
     for name in ("encoder", "decoder"):  # which tiling.py may have patched
         if hasattr(result, name):
             unpatch(getattr(result, name))
-    for conv in found:
+    for conv in convolutions:
         patch(conv, _FORWARDS[axes])
     return result
 
@@ -50,8 +50,4 @@ def _convolve(axes: str, conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(x, conv.weight, conv.bias, conv.stride, (down, across), conv.dilation, conv.groups)
 
 
-def _along(axes: str) -> Function:
-    return lambda conv, x: _convolve(axes, conv, x)
-
-
-_FORWARDS = {axes: _along(axes) for axes in AXES}
+_FORWARDS = {axes: functools.partial(_convolve, axes) for axes in AXES}

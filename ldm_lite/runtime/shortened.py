@@ -64,12 +64,14 @@ class ShortenedUNet(nn.Module):
         self.unet: Any = unet
         self.shortcuts, self.plan = shortcuts, plan
         self.now = _Now(0, 0, [], (0,), 0)
+        self._deep: tuple[Tensor, _Now] | None = None  # DeepCache: what the first of the last output blocks read
         self._mode = ""  # of T-GATE: "record", "reuse" or neither
-        self._crossed: dict[int, Tensor] = {}  # results of the cross-attentions (K*B,N,C)
+        self._crossed: dict[int, Tensor] = {}  # results of the cross-attentions (K*B,N,C), in their order
         self._crossed_branches: tuple[int, ...] = ()  # which ones these are of
-        self._deep: tuple[Tensor, _Now] | None = None  # the input of the first output block that always runs
         self._units: dict[nn.Module, nn.Module] = {}  # UNet -> the one that runs in its place
         self._stacks: dict[nn.Module, nn.Module] = {}  # network -> the same with this one in place of its UNet
+
+    # ---- the inputs of a run ----------------------------------------------------------------------------------------
 
     def wrapped(self, source: InputSource) -> InputSource:
         """Return the inputs of a run with this network in place of its UNet; controls stay around it."""
@@ -92,21 +94,90 @@ class ShortenedUNet(nn.Module):
         unet = network
         while type(unet) in (ControlledUNet, UNetWithImages):
             unet = unet.unet
+        with_images = type(network) is UNetWithImages  # whose UNet is a copy
         if unet not in self._units:
-            shared = type(network) is not UNetWithImages  # whose UNet is a copy
-            self._units[unet] = unet if self.shortcuts.gate is None else self._recording(unet, shared)
+            self._units[unet] = (
+                unet if self.shortcuts.gate is None else self._recording(unet, is_shared=not with_images)
+            )
         self.unet = self._units[unet]
         if network is unet:
             return self
         if network not in self._stacks:
-            images = type(network) is UNetWithImages
-            inner = network.unet if images else network
+            inner = network.unet if with_images else network
             controlled = ControlledUNet(self, inner.nets) if type(inner) is ControlledUNet else self
-            self._stacks[network] = UNetWithImages(controlled) if images else controlled
+            self._stacks[network] = UNetWithImages(controlled) if with_images else controlled
         return self._stacks[network]
 
+    # ---- a call -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        context: Tensor | None = None,
+        y: Tensor | None = None,
+        concat: Tensor | None = None,
+        residuals: Sequence[Tensor] | None = None,
+        features: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """Run as UNet.forward."""
+        self._mode = self._gate_mode()
+        unet = self.unet
+        emb = unet.embed(t, y)  # (B, E)
+        text = None if context is None else context.to(emb.dtype)
+        x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
+        x, skips = channels_last(x.to(emb.dtype)), list[Tensor]()
+        kept = 1 + self.shortcuts.branch  # so many of the first input blocks and of the last output blocks always run
+        deep = self._remembered()
+
+        for i, block in enumerate(unet.input_blocks if deep is None else unet.input_blocks[:kept]):
+            x = plus(block(x, emb, text), None if features is None else features[i])
+            skips.append(x if residuals is None else x + residuals[i])
+        if deep is None:
+            x = plus(unet.middle_block(x, emb, text), None if features is None else features[-1])
+            x = x if residuals is None else x + residuals[-1]
+
+        first = len(unet.output_blocks) - kept
+        for i, block in enumerate(unet.output_blocks):
+            if i < first and deep is not None:
+                continue
+            if i == first:
+                x = x if deep is None else deep
+                self._deep = (x, self.now) if deep is None and self.shortcuts.every > 1 else self._deep
+            skip = skips.pop()
+            if self.shortcuts.free is not None:
+                x, skip = self._freed(x, skip, i)
+            x = block(torch.cat([x, skip], dim=1), emb, text, skips[-1].shape[2:] if skips else None)
+        return unet.out(x)
+
+    # ---- DeepCache --------------------------------------------------------------------------------------------------
+
+    def _remembered(self) -> Tensor | None:
+        """Return the deep features of the branches that run now; None if the deep blocks have to run."""
+        if self._deep is None or self.now.number % self.shortcuts.every == 0 or self._mode == "record":
+            return None
+        (features, then), now = self._deep, self.now
+        if then.texts is not now.texts or then.rises != now.rises or not set(now.used) <= set(then.used):
+            return None
+        if now.used == then.used:
+            return features
+        parts = features.view(len(then.used), -1, *features.shape[1:])  # (K, B, C, h, w)
+        return parts[[then.used.index(k) for k in now.used]].flatten(0, 1)
+
+    # ---- T-GATE -----------------------------------------------------------------------------------------------------
+
+    def _gate_mode(self) -> str:
+        """Whether this call records the results of cross-attention, of all blocks, or uses them, or neither."""
+        gate, step = self.shortcuts.gate, self.now.step
+        if gate is None or step < gate - 1:
+            return ""
+        if step >= gate and self._crossed:
+            return "reuse"
+        self._crossed_branches = self.now.used
+        return "record"
+
     def _recording(self, unet: nn.Module, is_shared: bool) -> nn.Module:
-        """Return a UNet, or a copy if others use it, whose cross-attentions record their results: T-GATE."""
+        """Return a UNet, or a copy if others use it, whose cross-attentions record their results, and use them."""
         unet = twin(unet) if is_shared else unet
         for place, layer in enumerate(cross_attentions(unet)):
             inner = patch_of(layer) or type(layer).forward
@@ -122,66 +193,6 @@ class ShortenedUNet(nn.Module):
             patch(layer, forward)
         return unet
 
-    def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        context: Tensor | None = None,
-        y: Tensor | None = None,
-        concat: Tensor | None = None,
-        residuals: Sequence[Tensor] | None = None,
-        features: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:
-        """Run as UNet.forward."""
-        gate = self.shortcuts.gate
-        self._mode = ""
-        if gate is not None and self.now.step >= gate - 1 and context is not None:
-            self._mode = "record" if self._records else "reuse"
-        if self._mode == "record":
-            self._crossed_branches = self.now.used
-        unet = self.unet
-        emb = unet.embed(t, y)  # (B, E)
-        x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
-        text = None if context is None else context.to(emb.dtype)
-        whole, kept = len(unet.input_blocks), 1 + self.shortcuts.branch
-        deep, x, skips = self._kept(), channels_last(x.to(emb.dtype)), []
-        for i, block in enumerate(unet.input_blocks[: whole if deep is None else kept]):
-            x = plus(block(x, emb, text), None if features is None else features[i])
-            skips.append(x if residuals is None else x + residuals[i])
-        if deep is not None:
-            x = deep
-        else:
-            x = plus(unet.middle_block(x, emb, text), None if features is None else features[-1])
-            x = x if residuals is None else x + residuals[-1]
-        for i, block in enumerate(unet.output_blocks):
-            if deep is not None and i < whole - kept:
-                continue
-            if i == whole - kept and self.shortcuts.every > 1 and deep is None:
-                self._deep = x, self.now
-            skip = skips.pop()
-            if self.shortcuts.free is not None:
-                x, skip = self._freed(x, skip, self._levels[i])
-            x = block(torch.cat([x, skip], dim=1), emb, text, skips[-1].shape[2:] if skips else None)
-        return unet.out(x)
-
-    @property
-    def _records(self) -> bool:
-        """Whether this call keeps the results of cross-attention: of all blocks."""
-        gate = self.shortcuts.gate
-        return gate is not None and self.now.step >= gate - 1 and (self.now.step < gate or not self._crossed)
-
-    def _kept(self) -> Tensor | None:
-        """Return the deep features of the branches that run now; None if the deep blocks have to run."""
-        if self._deep is None or self.now.number % self.shortcuts.every == 0 or self._mode == "record":
-            return None
-        (features, then), now = self._deep, self.now
-        if then.texts is not now.texts or then.rises != now.rises or not set(now.used) <= set(then.used):
-            return None
-        if now.used == then.used:
-            return features
-        parts = features.view(len(then.used), -1, *features.shape[1:])  # (K, B, C, h, w)
-        return parts[[then.used.index(k) for k in now.used]].flatten(0, 1)
-
     def _mean(self, results: Tensor) -> Tensor:
         """Return results of cross-attention (K*B,N,C) of the branches then, as the branches that run now use them.
 
@@ -196,25 +207,22 @@ class ShortenedUNet(nn.Module):
         alone = parts[[then.index(branch) for branch in now]]
         return ((alone + parts[:1]) / 2).flatten(0, 1)
 
-    @property
-    def _levels(self) -> list[int]:
-        """The level of each output block, 0 for the lowest resolution."""
-        counts = [count + 1 for count in reversed(self.unet.spec.num_res_blocks)]
-        return [level for level, count in enumerate(counts) for _ in range(count)]
+    # ---- FreeU ------------------------------------------------------------------------------------------------------
 
-    def _freed(self, x: Tensor, skip: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """FreeU, on the two lowest resolutions, as in diffusers: half of the channels times b, low frequencies s."""
-        if self.shortcuts.free is None or level > 1:
+    def _freed(self, x: Tensor, skip: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Change what an output block on one of the two lowest resolutions reads, as in diffusers.
+
+        Half of the channels of x times b; of the skip the lowest frequencies, 0 and -1 of each side, times s.
+        """
+        counts = [count + 1 for count in reversed(self.unet.spec.num_res_blocks)][:2]  # of blocks of these two
+        if self.shortcuts.free is None or block >= sum(counts):
             return x, skip
+        level = int(block >= counts[0])
         b, s = self.shortcuts.free[level], self.shortcuts.free[2 + level]
         half = x.shape[1] // 2
-        return torch.cat([x[:, :half] * b, x[:, half:]], dim=1), _fewer_low(skip, s)
-
-
-def _fewer_low(x: Tensor, scale: float) -> Tensor:
-    """Multiply the lowest frequencies of features (B,C,h,w) by scale: 0 and -1 of each side."""
-    frequencies = torch.fft.fftn(x.float(), dim=(-2, -1))
-    rows, columns = (torch.zeros(side, device=x.device) for side in x.shape[2:])
-    rows[[0, -1]], columns[[0, -1]] = 1, 1
-    mask = 1 + (scale - 1) * rows[:, None] * columns
-    return torch.fft.ifftn(frequencies * mask, dim=(-2, -1)).real.to(x.dtype)
+        frequencies = torch.fft.fftn(skip.float(), dim=(-2, -1))
+        rows, columns = (torch.zeros(side, device=x.device) for side in skip.shape[2:])
+        rows[[0, -1]], columns[[0, -1]] = 1, 1
+        weights = 1 + (s - 1) * rows[:, None] * columns
+        skip = torch.fft.ifftn(frequencies * weights, dim=(-2, -1)).real.to(skip.dtype)
+        return torch.cat([x[:, :half] * b, x[:, half:]], dim=1), skip

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import Upsample, channels_last
 from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock
-from ldm_lite.runtime.patching import patch, patch_of, runs_as_written
+from ldm_lite.runtime.patching import patch, patch_of
 from ldm_lite.runtime.seamless import is_seamless
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
@@ -36,7 +36,7 @@ def tile(vae: Any, rest: torch.device | str | None = None) -> None:
     TAESD, seamless ones, and forks with an encoder or decoder class of their own, stay as they are.
     """
     if _is_kl(vae):
-        strips = _Strips(rest)
+        strips = Strips(rest)
         patch(vae.encoder, strips.encode)
         patch(vae.decoder, strips.decode)
 
@@ -48,26 +48,17 @@ def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
     """
     if not _is_kl(vae):
         return vae
-    result: Any = _shallow(vae)
-    result.encoder, result.decoder = _shallow(result.encoder), _shallow(result.decoder)
+    result: Any = copy.copy(vae)
+    result._modules = dict(vae._modules)
+    result.encoder, result.decoder = copy.copy(result.encoder), copy.copy(result.decoder)
     tile(result, rest)
     return result
 
 
-def tiled_on_cpu(vae: Network) -> Network:
-    """Return a strip-by-strip version if the autoencoder is on a CPU in float32: half the memory, a tenth more time.
-
-    An autoencoder with replaced or hooked parts is returned unchanged, since the hooks rely on its calls.
-    """
-    weight = next(vae.parameters())
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return tiled(vae) if on_cpu and runs_as_written(vae) else vae
-
-
 def is_tiled(vae: nn.Module) -> bool:
-    """Whether an autoencoder computes strip by strip."""
+    """Whether an autoencoder computes strip by strip, whatever an image's size."""
     decoder = getattr(vae, "decoder", None)
-    return decoder is not None and isinstance(getattr(patch_of(decoder), "__self__", None), _Strips)
+    return decoder is not None and isinstance(getattr(patch_of(decoder), "__self__", None), Strips)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -77,14 +68,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _is_kl(vae: nn.Module) -> bool:
-    own = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
-    return own and not is_seamless(vae)  # whose first strip would need rows of the last
-
-
-def _shallow(network: Network) -> Network:
-    result = copy.copy(network)
-    result._modules = dict(network._modules)
-    return result
+    known = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
+    return known and not is_seamless(vae)  # whose first strip would need rows of the last
 
 
 def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
@@ -95,10 +80,10 @@ def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
         yield from (layer for name, layer in level.named_children() if name not in ("block", "attn"))
 
 
-class _Strips:
+class Strips:
     """The layers of an autoencoder, each strip by strip."""
 
-    def __init__(self, rest: torch.device | str | None) -> None:
+    def __init__(self, rest: torch.device | str | None = None) -> None:
         self.rest = rest
 
     def encode(self, encoder: Encoder, x: Tensor) -> Tensor:
@@ -121,7 +106,7 @@ class _Strips:
         x = decoder.mid(decoder.conv_in(channels_last(z)))
         for layer in _layers(reversed(decoder.up)):
             x = self.layer(layer, x, device)
-        activate = _Activation(decoder.norm_out, x, device)
+        activate = _activation(decoder.norm_out, x, device)
         return self.run(lambda rows: decoder.conv_out(activate(rows)), x, decoder.conv_out.out_channels).to(device)
 
     def layer(self, layer: Any, x: Tensor, device: torch.device) -> Tensor:
@@ -136,9 +121,9 @@ class _Strips:
 
     def resnet(self, block: ResnetBlock, x: Tensor, device: torch.device) -> Tensor:
         """Compute ResnetBlock.forward; in inference the result overwrites the map between the convolutions."""
-        first = _Activation(block.norm1, x, device)
+        first = _activation(block.norm1, x, device)
         h = self.run(lambda rows: block.conv1(first(rows)), x, block.conv1.out_channels)
-        second = _Activation(block.norm2, h, device)
+        second = _activation(block.norm2, h, device)
 
         def both(rows: slice) -> Tensor:
             return block.nin_shortcut(x[:, :, rows].to(device)) + block.conv2(second(rows))
@@ -181,19 +166,13 @@ class _Strips:
         return result
 
 
-class _Activation:
-    """silu(norm(x)) of some rows of a map x (B,C,H,W), with the statistics of all of it."""
-
-    def __init__(self, norm: Any, x: Tensor, device: torch.device) -> None:
-        mean, variance = _statistics(x, norm.num_groups, device)
-        scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
-        shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
-        self._scale, self._shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))
-        self._x, self._device = x, device
-
-    def __call__(self, rows: slice) -> Tensor:
-        """The rows, on the device."""
-        return F.silu(torch.addcmul(self._shift, self._x[:, :, rows].to(self._device), self._scale), inplace=True)
+def _activation(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], Tensor]:
+    """Return a function of rows of a map x (B,C,H,W): silu(norm(x)) of these, on the device, by statistics of all."""
+    mean, variance = _statistics(x, norm.num_groups, device)
+    scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
+    shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale
+    scale, shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))
+    return lambda rows: F.silu(torch.addcmul(shift, x[:, :, rows].to(device), scale), inplace=True)
 
 
 def _strips(shape: Sequence[int], before: int = 0, after: int = 0, over: int = 1) -> list[tuple[slice, slice]]:
@@ -227,7 +206,7 @@ def _statistics(x: Tensor, groups: int, device: torch.device) -> tuple[Tensor, T
         means.append(mean.view(len(x), groups, -1))
         variances.append((part - mean[:, None]).square_().mean(dim=1).view(len(x), groups, -1))
     share = torch.tensor(parts, dtype=torch.float32, device=device).view(-1, 1, 1, 1)
-    each = torch.stack(means)  # (S, B, G, C/G)
-    mean = (share * each).sum(dim=0).mean(dim=-1, keepdim=True)
-    variance = share * (torch.stack(variances) + (each - mean).square())
+    of_strips = torch.stack(means)  # (S, B, G, C/G)
+    mean = (share * of_strips).sum(dim=0).mean(dim=-1, keepdim=True)
+    variance = share * (torch.stack(variances) + (of_strips - mean).square())
     return mean, variance.sum(dim=0).mean(dim=-1, keepdim=True)

@@ -36,31 +36,30 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
 
     what names it in the log, key tells sizes and dtype.  A way that raises is left out, unless it is the default.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    full_key = (what, name, key)
-    line = f"{what}, {key}"
-    if full_key not in _CHOICES and device.type == "cpu" and (known := _remembered().get(line, "")) in ways:
+    on_cpu = device.type == "cpu"
+    full_key = what, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, key
+    line = f"{what}, {key}"  # of the file
+    if full_key not in _CHOICES and on_cpu and (known := _read().get(machine(), {}).get(line, "")) in ways:
         _CHOICES[full_key] = known
     if full_key not in _CHOICES:
         seconds, default = dict.fromkeys(ways, math.inf), next(iter(ways))
-        for number in range(3 if device.type == "cpu" else 4):  # in turn; the first round warms up
-            for each, way in list(ways.items()):
+        for number in range(3 if on_cpu else 4):  # in turn; the first round warms up
+            for name, way in list(ways.items()):
                 try:
                     taken = _seconds(way, device)
                 except Exception as error:  # compilers raise anything
-                    if each == default or isinstance(error, torch.OutOfMemoryError):
+                    if name == default or isinstance(error, torch.OutOfMemoryError):
                         raise
-                    log.info("%s: %s does not run here (%s)", what, each, str(error).partition("\n")[0][:150])
-                    ways = {other: ways[other] for other in ways if other != each}
+                    log.info("%s: %s does not run here (%s)", what, name, str(error).partition("\n")[0][:150])
+                    ways = {other: ways[other] for other in ways if other != name}
                     continue
-                seconds[each] = min(seconds[each], taken) if number else math.inf
+                seconds[name] = min(seconds[name], taken) if number else math.inf
         best = min(ways, key=seconds.__getitem__)
-        margin = CPU_MARGIN if device.type == "cpu" else MARGIN
-        chosen = best if seconds[best] < margin * seconds[default] else default
-        if device.type == "cpu":
+        chosen = best if seconds[best] < (CPU_MARGIN if on_cpu else MARGIN) * seconds[default] else default
+        if on_cpu:
             chosen = _remember(line, chosen, ways)
         chosen = _CHOICES.setdefault(full_key, chosen)  # another thread may have timed it meanwhile
-        times = ", ".join(f"{each} {1e6 * seconds[each]:.0f} us" for each in ways)
+        times = ", ".join(f"{name} {1e6 * seconds[name]:.0f} us" for name in ways)
         log.info("%s: %s (%s)", what, chosen, times)
     return _CHOICES[full_key]
 
@@ -107,19 +106,15 @@ def _cpu_model() -> str:
 
 def summary() -> str:
     """Say in one line how many choices for this CPU are kept, and where."""
-    found = _remembered()
-    return f"{len(found)} kernels timed, {choices_file()}" if found else "no kernels timed yet"
-
-
-def _remembered() -> dict[str, str]:
-    """Return the choices of earlier processes on this machine; none if the file is missing or broken."""
-    return _read().get(machine(), {})
+    lines = _read().get(machine(), {})
+    return f"{len(lines)} kernels timed, {choices_file()}" if lines else "no kernels timed yet"
 
 
 def _read() -> dict[str, dict[str, str]]:
+    """Return the file of choices; nothing if it is missing or broken."""
     try:
-        found = json.loads(choices_file().read_text())
-        return {str(each): {str(k): str(v) for k, v in dict(lines).items()} for each, lines in dict(found).items()}
+        machines = json.loads(choices_file().read_text())
+        return {str(name): {str(k): str(v) for k, v in dict(lines).items()} for name, lines in dict(machines).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
@@ -135,11 +130,11 @@ def _remember(line: str, name: str, ways: Collection[str]) -> str:
         with open(path.with_suffix(".lock"), "w") as lock:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _read()
-            chosen = lines[line] if (lines := found.setdefault(machine(), {})).get(line) in ways else name
-            lines[line] = chosen
+            machines = _read()
+            lines = machines.setdefault(machine(), {})
+            chosen = lines[line] = lines[line] if lines.get(line) in ways else name
             fresh = path.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(found, indent=1))
+            fresh.write_text(json.dumps(machines, indent=1))
             fresh.replace(path)
         return chosen
     except OSError as error:

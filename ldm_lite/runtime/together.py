@@ -93,11 +93,10 @@ def _each(inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, count: int)
     """Run a layer on the rows of each image; return all rows in the order of x."""
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
-    made = [inner(layer, x[i::count].contiguous(memory_format=layout)) for i in range(count)]
-    last = made[0].ndim == 4 and made[0].is_contiguous(memory_format=torch.channels_last)
-    shape = (len(x), *made[0].shape[1:])
-    out = made[0].new_empty(shape)
+    outs = [inner(layer, x[i::count].contiguous(memory_format=layout)) for i in range(count)]
+    last = outs[0].ndim == 4 and outs[0].is_contiguous(memory_format=torch.channels_last)
+    out = outs[0].new_empty((len(x), *outs[0].shape[1:]))
     out = out.contiguous(memory_format=torch.channels_last) if last else out
-    for i, rows in enumerate(made):
+    for i, rows in enumerate(outs):
         out[i::count] = rows
     return out

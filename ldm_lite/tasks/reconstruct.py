@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from ldm_lite.image import pad, to_array, to_pil, to_pixels, to_rgb
-from ldm_lite.runtime.tiling import tiled_on_cpu
 from ldm_lite.zoo.family import Autoencoder
 
 
@@ -30,9 +29,8 @@ def reconstruct(vae: Autoencoder, image: Image.Image) -> Reconstruction:
     weight = next(vae.parameters())
     pixels = pad(to_pixels(image), vae.spec.factor).to(weight.device, weight.dtype)
     with torch.no_grad():
-        network = tiled_on_cpu(vae)
-        mean, _ = network.encode(pixels[None])
-        result = network.decode(mean)[0, :, : image.height, : image.width].float().cpu()
+        mean, _ = vae.encode(pixels[None])
+        result = vae.decode(mean)[0, :, : image.height, : image.width].float().cpu()
     if not torch.isfinite(result).all():
         raise ValueError(f"the result is not finite in {weight.dtype}: try `dtype=fp32`")
     error = np.square(to_array(result).astype(np.float64) - np.asarray(image, dtype=np.float64)).mean()

@@ -26,7 +26,8 @@ from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.formats.gguf import open_gguf
 from ldm_lite.runtime import aot
-from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks, num_parameters
+from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks
+from ldm_lite.runtime.setup import num_parameters
 from ldm_lite.zoo.family import build
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "gguf.npz")

@@ -32,8 +32,8 @@ from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime import compile as tiers
+from ldm_lite.runtime import cpu
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
-from ldm_lite.runtime.cpu import convolutions
 
 CPU = torch.device("cpu")
 PLAIN = replace(  # quick to compile
@@ -138,7 +138,7 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
 def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
     """Compiled code checks how weights lie."""
     unet, counter = toy.network(replace(PLAIN, model_channels=128)).requires_grad_(False), CompileCounter()
-    assert convolutions.use(unet, may_move=True)
+    cpu.use(unet, may_move=True)
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
     given = arguments(0, 2, 8, 8)
     step(unet, *given)

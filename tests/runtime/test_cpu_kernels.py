@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.unet import SpatialTransformer
-from ldm_lite.runtime import timing
-from ldm_lite.runtime.cpu import attention, convolutions, products, winograd
+from ldm_lite.runtime import cpu, timing
 from ldm_lite.runtime.patching import patch_of, runs_as_written
 from ldm_lite.runtime.setup import prepare
 
@@ -39,9 +38,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Make every choice this one, without timing, for products of any size."""
 
     def choose(name: str) -> None:
-        for module in (attention, products):
-            monkeypatch.setattr(module, "fastest", lambda what, key, ways, device: name)
-        monkeypatch.setattr(products, "MIN_PRODUCT", 1)
+        monkeypatch.setattr(cpu, "fastest", lambda what, key, ways, device: name)
+        monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
 
     return choose
 
@@ -64,8 +62,8 @@ def test_blocks_are_exact(sizes: tuple[int, ...], bound: float, monkeypatch: pyt
     lengths = q.norm(dim=-1) * centred.norm(dim=-1).amax(dim=-1, keepdim=True) * dim**-0.5
     q, k = q * (bound / lengths.max()), k + 3 * toy.normal(4, heads, 1, dim)  # a mean that all keys share
     plain, wanted = F.scaled_dot_product_attention(q, k, v), _exact(q, k, v)
-    monkeypatch.setattr(attention, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
-    found = attention.blocked(q, k, v)
+    monkeypatch.setattr(cpu, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
+    found = cpu.blocked(q, k, v)
     assert float((found - wanted).abs().max()) <= max(2e-6, 2 * float((plain - wanted).abs().max()))
 
 
@@ -77,8 +75,8 @@ def test_scores_near_the_limit_lose_nothing(length: float, monkeypatch: pytest.M
     k[0, 0, 0, 0], k[0, 0, 1, 0] = 1.0, -1.0
     q = torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0], [0, 1.0, 0, 0]])[None, None] * length * 2  # / sqrt(4)
     v = toy.normal(1, 1, 1, 400, 4)
-    monkeypatch.setattr(attention, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
-    found = attention.blocked(q, k, v)
+    monkeypatch.setattr(cpu, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
+    found = cpu.blocked(q, k, v)
     assert float((found - _exact(q, k, v)).abs().max()) < 1e-5
 
 
@@ -92,7 +90,7 @@ def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
     if wrong == "half":
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     with torch.set_grad_enabled(wrong == "training"):
-        found, wanted = attention.blocked(q, k, v), F.scaled_dot_product_attention(q, k, v)
+        found, wanted = cpu.blocked(q, k, v), F.scaled_dot_product_attention(q, k, v)
     assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
 
 
@@ -100,10 +98,10 @@ def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
 @torch.no_grad()
 def test_attention_takes_the_choice(name: str, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     always(name)
-    monkeypatch.setattr(attention, "MIN_TOKENS", 8)
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 8)
     q, k, v = (toy.normal(i, 2, 2, 20, 8) for i in range(3))
-    kernel: Any = attention.blocked if name == "blocked" else F.scaled_dot_product_attention
-    assert torch.equal(attention.timed(q, k, v), kernel(q, k, v))
+    kernel: Any = cpu.blocked if name == "blocked" else F.scaled_dot_product_attention
+    assert torch.equal(cpu.attention(q, k, v), kernel(q, k, v))
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -117,12 +115,12 @@ def test_products_of_both_libraries(
 ) -> None:
     always("onednn")
     if public:
-        monkeypatch.setattr(products, "_ONEDNN", None)
+        monkeypatch.setattr(cpu, "_ONEDNN", None)
     network = toy.fill(nn.Sequential(nn.Linear(24, 40, bias=bias), nn.Linear(40, 8)))
     x = toy.normal(1, 2, 3, 5, 24)
     wanted = network(x)
-    products.use(network)
-    assert [patch_of(each) for each in network] == [products._linear] * 2
+    cpu.use(network)
+    assert [patch_of(each) for each in network] == [cpu._linear] * 2
     assert runs_as_written(network)
     assert toy.relative_error(network(x), wanted.numpy()) < 1e-6
     strided = x.transpose(1, 2)
@@ -130,7 +128,7 @@ def test_products_of_both_libraries(
     conv = toy.fill(Conv1x1(24, 16))
     image = toy.normal(2, 2, 24, 3, 5)
     wanted = conv(image)
-    products.use(conv)
+    cpu.use(conv)
     assert toy.relative_error(conv(image), wanted.numpy()) < 1e-6
 
 
@@ -141,21 +139,21 @@ def test_winograds_products(name: str, always: Callable[[str], None]) -> None:
     x, weight, bias = toy.normal(1, 2, 9, 13, 11), toy.normal(2, 7, 9, 3, 3), toy.normal(3, 7)
     wanted = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
     for m in (2, 4):
-        assert toy.relative_error(winograd.convolve(x, weight, bias, m), wanted.numpy()) < 1e-5
+        assert toy.relative_error(cpu.filtered(x, weight, bias, m), wanted.numpy()) < 1e-5
 
 
 def test_training_takes_pytorchs_layers(always: Callable[[str], None]) -> None:
     always("onednn")
     layer, x = toy.fill(nn.Linear(8, 8)).requires_grad_(), toy.normal(1, 4, 8)
     wanted = layer(x)
-    products.use(layer)
+    cpu.use(layer)
     assert torch.equal(layer(x), wanted)
     layer(x).sum().backward()
     assert layer.weight.grad is not None
 
 
 def test_plain_takes_no_kernel_of_ours() -> None:
-    kernels = {products._linear, products._conv1x1, convolutions._forward}
+    kernels = {cpu._linear, cpu._conv1x1, cpu._conv3x3}
 
     def ours(option: str | None) -> set[object]:
         network = nn.Sequential(SpatialTransformer(128, 16, 2, 1), nn.Conv2d(128, 128, 3, padding=1))
@@ -163,8 +161,8 @@ def test_plain_takes_no_kernel_of_ours() -> None:
         attentions = {module.attention for module in network.modules() if hasattr(module, "attention")}
         return {patch_of(module) for module in network.modules()} & kernels | attentions
 
-    assert ours("plain") == {attention.sdpa}
-    assert ours(None) > {attention.timed, convolutions._forward}
+    assert ours("plain") == {cpu.sdpa}
+    assert ours(None) > {cpu.attention, cpu._conv3x3}
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------

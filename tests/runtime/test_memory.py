@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ldm_lite.bench.measure import status
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint
-from ldm_lite.runtime.memory import MappedPages, trim_heap
-from ldm_lite.runtime.setup import keep_freed_memory
+from ldm_lite.runtime.memory import MappedPages, keep_freed_memory, trim_heap
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 

@@ -12,9 +12,8 @@ from random_checkpoint import SMALL
 from torch import Tensor, nn
 
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.runtime import fused_norm
+from ldm_lite.runtime import cpu, fused_norm
 from ldm_lite.runtime.attention import record, use
-from ldm_lite.runtime.cpu import convolutions, group_norm
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow, kernel, patch, patch_of, runs_as_written, unpatch, unpatched
 from ldm_lite.runtime.setup import prepare
@@ -108,10 +107,10 @@ def test_which_of_our_own_networks_run_as_written() -> None:
 
 
 def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(cpu, "MIN_CHANNELS", 4)
     vae = toy.network(SMALL.vae)
-    assert convolutions.use(vae) > 0
-    group_norm.use(vae)
+    cpu.use(vae)
+    assert {patch_of(layer) for layer in vae.modules()} >= {cpu._conv3x3, cpu._group_norm}
     z = toy.normal(0, 1, 4, 8, 8)
     with torch.no_grad():
         wanted, copied = vae.decode(z), copy.deepcopy(vae)

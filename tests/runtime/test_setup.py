@@ -12,10 +12,8 @@ import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import denoise_step
-from ldm_lite.runtime import attention, fused_norm, joined, setup
+from ldm_lite.runtime import attention, bfloat16, cpu, fused_norm, joined, setup
 from ldm_lite.runtime.attention import layers, vanilla
-from ldm_lite.runtime.cpu import bfloat16
-from ldm_lite.runtime.cpu.attention import timed
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
 from ldm_lite.runtime.setup import prepare
@@ -62,7 +60,7 @@ def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
         load_model(LoadOptions(ckpt=small_path, device="cpu"), Model),
         ldm_lite.load(small_path, device="cpu"),
     ):
-        assert functions(model.unet) == functions(model.vae) == {timed}
+        assert functions(model.unet) == functions(model.vae) == {cpu.attention}
         assert model.step is denoise_step
         assert model.offloader is None
 
@@ -192,15 +190,15 @@ def test_kernels_are_switched_one_by_one(
     monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
     monkeypatch.setattr(attention, "_runs", lambda *given: True)
     with monkeypatch.context() as patched:  # weights are where they compute, as far as setup can see
-        patched.setattr(setup, "_are_on", lambda network, device: True)
-        prepare(networks, RuntimeOptions(kernels=text), torch.device("cuda"))
+        patched.setattr(setup, "_is_on", lambda weight, device: True)
+        prepare(networks, RuntimeOptions(kernels=text, compile="step"), torch.device("cuda"))
     unet = networks["unet"]
     assert any(map(joined.is_joined, joined.joined_layers(unet))) == ("qkv" in wanted)
     names = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}
     assert given == {name: True for kernel, name in names.items() if kernel in wanted}
     control = toy.fill(type(unet)(unet.spec))
     with monkeypatch.context() as patched:
-        patched.setattr(setup, "_are_on", lambda network, device: True)
+        patched.setattr(setup, "_is_on", lambda weight, device: True)
         setup.prepare_like(control, unet, torch.device("cuda"))
     assert [patch_of(each) for each in control.modules()] == [patch_of(each) for each in unet.modules()]
     assert [vars(each).get("qkv") is None for each in control.modules()] == [

@@ -1,6 +1,8 @@
 """The autoencoder strip by strip is the autoencoder, in less memory."""
 
+import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,12 @@ import toy
 from random_checkpoint import SMALL
 from torch import Tensor, nn
 
+from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.vae import Decoder, VAESpec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.runtime import tiling
-from ldm_lite.runtime.tiling import is_tiled, tiled, tiled_on_cpu
+from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.tiling import is_tiled, tiled
 
 
 @pytest.fixture(autouse=True)
@@ -98,21 +102,39 @@ def test_gradients_are_those_of_the_whole_image() -> None:
     assert toy.relative_error(gradients[1], gradients[0].double().numpy()) < 1e-5
 
 
-def test_it_is_how_images_are_decoded_on_a_cpu_in_float32() -> None:
-    """Except an autoencoder with a replaced or hooked part, which may rely on its calls."""
-    vae, calls = toy.network(SMALL.vae), []
-    assert is_tiled(tiled_on_cpu(vae))
-    strips = tiled(vae, "cpu")
-    assert tiled_on_cpu(strips) is strips
-    assert tiled_on_cpu(vae.bfloat16()) is vae
-    assert tiled_on_cpu(vae.float().to("meta")) is vae, "elsewhere it is left as it is"
-    block = vae.to_empty(device="cpu").decoder.up[0].block[0]
-    handle = block.register_forward_hook(lambda *args: calls.append(args))
-    assert tiled_on_cpu(vae) is vae
+def test_it_is_how_large_images_are_decoded_on_a_cpu_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except with a replaced or hooked part, which may rely on its calls."""
+    vae, runs, cpu = toy.network(SMALL.vae), list[str](), torch.device("cpu")
+    for name in ("encode", "decode"):
+        original = getattr(tiling.Strips, name)
+        monkeypatch.setattr(
+            tiling.Strips, name, lambda *args, name=name, original=original: runs.append(name) or original(*args)
+        )
+
+    def strips(of: Any) -> list[str]:
+        runs.clear()
+        weight = next(of.parameters())
+        of.encode(torch.zeros(1, 3, 64, 80, dtype=weight.dtype))
+        of.decode(torch.zeros(1, 4, 8, 10, dtype=weight.dtype))
+        return list(runs)
+
+    assert strips(vae) == []
+    prepare({"vae": vae}, RuntimeOptions(kernels="plain"), cpu)
+    assert strips(vae) == []
+    prepare({"vae": vae}, RuntimeOptions(), cpu)
+    assert strips(vae) == ["encode", "decode"]
+    with torch.enable_grad():
+        assert strips(vae) == []
+    assert strips(copy.deepcopy(vae).bfloat16()) == []
+    assert strips(tiled(vae, "cpu")) == ["encode", "decode"]
+    block = vae.decoder.up[0].block[0]
+    handle = block.register_forward_hook(lambda *args: None)
+    assert strips(vae) == ["encode"]
     handle.remove()
-    assert is_tiled(tiled_on_cpu(vae))
-    block.forward = lambda x: x[:, :32]
-    assert tiled_on_cpu(vae) is vae
+    assert strips(vae) == ["encode", "decode"]
+    original = block.forward
+    block.forward = lambda x: original(x)
+    assert strips(vae) == ["encode"]
 
 
 def test_an_autoencoder_of_other_parts_is_left_as_it_is() -> None:

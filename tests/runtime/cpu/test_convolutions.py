@@ -11,18 +11,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.models.unet import Downsample, Upsample
-from ldm_lite.runtime.cpu import convolutions
+from ldm_lite.runtime import cpu
+from ldm_lite.runtime.patching import patch_of
+
+
+def use(network: nn.Module, may_move: bool = False) -> int:
+    """Give a network the kernels, and count its convolutions that have a choice."""
+    cpu.use(network, may_move)
+    return sum(patch_of(layer) is cpu._conv3x3 for layer in network.modules())
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both layouts of the input and of the gradient; gradients too."""
-    monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
-    monkeypatch.setattr(convolutions, "LARGE", 9)
+    monkeypatch.setattr(cpu, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(cpu, "LARGE", 9)
     conv = nn.Conv2d(6, 4, 3, padding=1)
     exact = copy.deepcopy(conv).double()
-    assert convolutions.use(conv.requires_grad_(not frozen)) == 1
+    assert use(conv.requires_grad_(not frozen)) == 1
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
     x, grad = toy.normal(0, 2, 6, 5, 7), toy.normal(1, 2, 4, 5, 7)
@@ -50,7 +57,7 @@ def test_a_convolution_is_a_product(size: tuple[int, int], last: bool) -> None:
     if last:
         x, weight = (each.to(memory_format=torch.channels_last) for each in (x, weight))
     wanted = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
-    found = convolutions.as_product(x, weight, bias)
+    found = cpu.as_product(x, weight, bias)
     assert toy.relative_error(found, wanted.numpy()) < 1e-6
     assert found.is_contiguous(memory_format=torch.channels_last)
 
@@ -61,7 +68,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     calls: list[tuple[str, int]] = []
 
     def recorded(name: str) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        original = convolutions.WAYS[name]
+        original = cpu.WAYS[name]
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             calls.append((name, x.shape[-1]))
@@ -69,18 +76,18 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return run
 
-    for name in convolutions.WAYS:
-        monkeypatch.setitem(convolutions.WAYS, name, recorded(name))
+    for name in cpu.WAYS:
+        monkeypatch.setitem(cpu.WAYS, name, recorded(name))
     return calls
 
 
 def test_large_weights_on_small_maps_take_a_product(
     monkeypatch: pytest.MonkeyPatch, taken: list[tuple[str, int]]
 ) -> None:
-    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 64, 3, padding=1)])
     before = {key: value.clone() for key, value in network.state_dict().items()}
-    convolutions.use(network.requires_grad_(False), may_move=True)
+    use(network.requires_grad_(False), may_move=True)
     with torch.no_grad():
         for conv in network:
             for side in (32, 4, 8, 32):
@@ -95,7 +102,7 @@ def test_large_weights_on_small_maps_take_a_product(
 
 def test_is_taken_where_it_is_faster(taken: list[tuple[str, int]]) -> None:
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)])
-    assert convolutions.use(network) == 1
+    assert use(network) == 1
     wide, narrow = network
     before = list(network.state_dict())
     with torch.no_grad():
@@ -115,18 +122,18 @@ def test_between_small_and_large_the_fastest_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch, taken: list[tuple[str, int]]
 ) -> None:
     """Once for each size, among all ways that weights with channels last have."""
-    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
     asked = []
 
     def choose(what: str, key: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
         asked.append((what, *ways))
         return name
 
-    monkeypatch.setattr(convolutions, "fastest", choose)
+    monkeypatch.setattr(cpu, "fastest", choose)
     conv = toy.fill(nn.Conv2d(128, 128, 3, padding=1)).requires_grad_(False)
     x = toy.normal(0, 2, 128, 16, 16)
     wanted = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), padding=1)
-    convolutions.use(conv, may_move=True)
+    use(conv, may_move=True)
     assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
     assert taken == [(name, 16)]
     assert asked == [("3x3 convolution of 512 positions, 128 to 128 channels", "product", "tiles of 2", "tiles of 4")]
@@ -136,12 +143,12 @@ def test_between_small_and_large_the_fastest_is_measured(
 @pytest.mark.parametrize("frozen", [True, False])
 def test_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the plain convolution in float64, for an input and weights of either layout in memory."""
-    monkeypatch.setattr(convolutions, "MIN_CHANNELS", 4)
-    monkeypatch.setattr(convolutions, "MIN_TRAINED", 4)
+    monkeypatch.setattr(cpu, "MIN_CHANNELS", 4)
+    monkeypatch.setattr(cpu, "MIN_TRAINED", 4)
     conv = nn.Conv2d(6, 4, 3, padding=1)
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
     exact = copy.deepcopy(conv).double()
-    assert convolutions.use(conv) == 1
+    assert use(conv) == 1
     conv.requires_grad_(not frozen)
     x, grad = toy.normal(0, 2, 6, 33, 35), toy.normal(1, 2, 4, 33, 35)
     inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
@@ -163,13 +170,13 @@ def test_only_plain_convolutions_can_take_it() -> None:
         nn.Conv2d(128, 128, 3, padding=1, dilation=2),
         nn.Conv2d(128, 128, 3, padding=1, padding_mode="circular"),
     ]
-    assert convolutions.use(nn.ModuleList(others)) == 0
-    assert convolutions.use(nn.ModuleList([Upsample(128)])) == 1
+    assert use(nn.ModuleList(others)) == 0
+    assert use(nn.ModuleList([Upsample(128)])) == 1
 
 
 def test_changed_weights_and_other_dtypes() -> None:
     conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
-    convolutions.use(conv)
+    use(conv)
     x = toy.normal(0, 2, 128, 32, 32)
     with torch.no_grad():
         conv.weight.mul_(3)
@@ -180,13 +187,13 @@ def test_changed_weights_and_other_dtypes() -> None:
 
 def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads with maps of two sizes: the large ones read the weight as it was, or as it is."""
-    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
     small, large = toy.normal(0, 2, 128, 4, 4), toy.normal(1, 2, 128, 48, 48)
     for seed in range(5):
         conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
         conv.weight.data = toy.normal(seed, 128, 128, 3, 3)
         wanted = [F.conv2d(x, conv.weight, conv.bias, padding=1) for x in (small, large)]
-        convolutions.use(conv, may_move=True)
+        use(conv, may_move=True)
         with ThreadPoolExecutor(6) as pool:
             found = list(pool.map(conv, [small, large] * 12))
         for i, out in enumerate(found):
@@ -200,7 +207,7 @@ def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.Mon
 def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None:
     """PyTorch's convolution has other bits for other layouts of a weight, and a large batch wants another one."""
     conv = toy.fill(nn.Conv2d(128, 192, 3, padding=1)).requires_grad_(False)
-    convolutions.use(conv, may_move=True)
+    use(conv, may_move=True)
     x = toy.normal(0, 2, 128, side, side)
     images = [x, x.contiguous(memory_format=torch.channels_last)]
     before = [conv(each) for each in images]
@@ -210,11 +217,11 @@ def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None
 
 
 def test_weights_that_others_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "LARGE", 9 * 128 * 128)
+    monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
     x = toy.normal(0, 2, 128, 4, 4)
     for may_move, learns in ((False, False), (True, True)):
         conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(learns)
-        convolutions.use(conv, may_move)
+        use(conv, may_move)
         with torch.no_grad():
             conv(x)
         assert not conv.weight.is_contiguous(memory_format=torch.channels_last)

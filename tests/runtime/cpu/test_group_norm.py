@@ -6,8 +6,7 @@ import toy
 from torch import Tensor, nn
 
 from ldm_lite.core.layers import channels_last
-from ldm_lite.runtime import fused_norm
-from ldm_lite.runtime.cpu import group_norm
+from ldm_lite.runtime import cpu, fused_norm
 
 
 def large(batch: int, h: int, w: int) -> Tensor:
@@ -31,7 +30,7 @@ def error(made: Tensor, plain: nn.GroupNorm, x: Tensor) -> float:
 @pytest.mark.parametrize("shape", [(1, 512, 512), (2, 264, 272), (1, 257, 300)], ids=str)
 def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> None:
     x, plain = large(*shape), norm()
-    found = group_norm.normalise(x, plain)
+    found = cpu.normalise(x, plain)
     assert found.shape == x.shape
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert error(found, norm(), x) < 5e-7
@@ -39,9 +38,9 @@ def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> 
 
 def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(group_norm, "normalise", lambda x, norm: calls.append(x.shape) or x)
+    monkeypatch.setattr(cpu, "normalise", lambda x, norm: calls.append(x.shape) or x)
     network = nn.Sequential(norm())
-    group_norm.use(network)
+    cpu.use(network)
     x = large(1, 264, 264)
     with torch.no_grad():
         network(x)

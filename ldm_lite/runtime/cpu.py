@@ -1,0 +1,465 @@
+"""Kernels for a CPU in float32: `use` gives each layer of a network the fastest way to compute what its class does.
+
+- Group norms of large maps are computed in strips, for exactness.
+- Linears and 1x1 convolutions are products, by the library that is faster for their size.
+- 3x3 convolutions take Winograd's filtering, one large product, or PyTorch's convolution, by their size.
+- Attention to many tokens runs in blocks, where that is faster.
+- An autoencoder computes large images strip by strip, in half the memory: see tiling.py.
+
+What is faster is timed once on a machine (timing.py).  Whatever a kernel is not for, other dtypes, gradients (but for
+3x3 convolutions) and compiled code, runs as PyTorch does it.  Ways differ by rounding.
+
+Shape letters: B batch, C channels in, K channels out, G groups of channels, M rows of a product, T tiles; in attention
+H heads, N queries, M keys, D channels of a head.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ldm_lite.core.layers import Conv1x1, channels_last, sdpa
+from ldm_lite.core.vae import Decoder, Encoder
+from ldm_lite.runtime import tiling
+from ldm_lite.runtime.memory import MappedPages
+from ldm_lite.runtime.patching import kernel, patch, runs_as_written
+from ldm_lite.runtime.timing import fastest
+
+_is_last = functools.partial(Tensor.is_contiguous, memory_format=torch.channels_last)
+
+
+def use(network: nn.Module, may_move: bool = False) -> None:
+    """Give the layers of a network on a CPU, in float32, these kernels.
+
+    may_move tells that nobody else moves weights: those of 3x3 convolutions are laid out at first use, in memory of
+    their own.
+    """
+    layer: Any
+    for layer in network.modules():
+        kind = type(layer)
+        if kind is nn.GroupNorm:
+            patch(layer, _group_norm)
+        elif kind is nn.Linear and layer.weight.numel() >= MIN_PRODUCT // 2**14:
+            patch(layer, _linear)
+        elif kind is Conv1x1 and layer.weight.numel() >= MIN_PRODUCT // 2**14:
+            patch(layer, _conv1x1)
+        elif (
+            kind is nn.Conv2d
+            and (layer.kernel_size, layer.stride, layer.padding) == ((3, 3), (1, 1), (1, 1))
+            and (layer.groups, layer.dilation, layer.padding_mode) == (1, (1, 1), "zeros")
+            and min(layer.weight.shape[:2]) >= MIN_CHANNELS
+        ):
+            patch(layer, _conv3x3)
+            vars(layer)["may_move"] = may_move
+        elif kind in (Encoder, Decoder):
+            patch(layer, _in_strips)
+
+
+def _suits(x: Tensor) -> bool:
+    """Whether this is inference in float32 on a CPU, not compiled."""
+    inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return inference and x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+# ---- group normalisation --------------------------------------------------------------------------------------------
+
+LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain kernel's error is 1e-6 at most
+NORM_STRIP = 128 * 128  # positions of a strip at most: its error is 2e-7
+
+
+@kernel
+def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    if not _suits(x) or x.ndim != 4 or x[0, 0].numel() <= LARGE_MAP or not _is_last(x):
+        return nn.GroupNorm.forward(norm, x)
+    return normalise(x, norm)
+
+
+def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    """Normalise a large x (B,C,h,w), channels last, by groups of channels, as exactly as small maps.
+
+    PyTorch's kernel sums each group in one float32 accumulator: at 512 x 512 positions the relative error is 1e-5, a
+    hundred times that of other layers, and it grows with the map.  Here it normalises strips of the map, each by its
+    own statistics; those of the whole map follow from them in float64, and one more pass corrects the strips.
+    """
+    (batch, channels, h, w), groups = x.shape, norm.num_groups
+    num = next((s for s in range(1, h) if h % s == 0 and h // s * w <= NORM_STRIP), h)  # strips of a map
+    strips = x.permute(0, 2, 3, 1).view(batch * num, h // num, w, channels).permute(0, 3, 1, 2)
+    size = (batch * num, channels, h // num * w)
+    out, means, rates = torch.native_group_norm(strips, None, None, *size, groups, norm.eps)  # rate: 1/deviation
+    means, rates = (part.double().view(batch, num, groups, 1) for part in (means, rates))
+
+    squares = rates**-2 - norm.eps + means**2  # mean squares
+    mean, square = means.mean(dim=1, keepdim=True), squares.mean(dim=1, keepdim=True)  # of the whole map
+    rate = (square - mean**2 + norm.eps).rsqrt()
+    weight, bias = norm.weight.double().view(groups, -1), norm.bias.double().view(groups, -1)
+    scale = (rate / rates * weight).float().view(-1, channels, 1, 1)
+    shift = ((means - mean) * rate * weight + bias).float().view(-1, channels, 1, 1)
+    torch.addcmul(shift, out, scale, out=out)
+    return out.permute(0, 2, 3, 1).view(batch, h, w, channels).permute(0, 3, 1, 2)
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+# PyTorch multiplies float32 matrices by MKL, which on some CPUs is slower than oneDNN.
+
+MIN_PRODUCT = 2**27  # multiplications: smaller products take less than two milliseconds
+TIMED = 512  # rows of a product that is timed, at most
+_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not public: without it a 1x1 convolution serves
+
+
+@kernel
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return product(x, layer.weight, layer.bias)
+
+
+@kernel
+def _conv1x1(layer: Conv1x1, x: Tensor) -> Tensor:
+    pixels = channels_last(x).permute(0, 2, 3, 1)
+    return product(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K)."""
+    out, channels = weight.shape
+    if not _suits(x) or x.numel() * out < MIN_PRODUCT or not (x.is_contiguous() and weight.is_contiguous()):
+        return F.linear(x, weight, bias)
+    rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
+    some = x.view(-1, channels)[:rows]
+    ways: dict[str, Callable[[], Tensor]] = {
+        "torch": lambda: F.linear(some, weight, bias),
+        "onednn": lambda: _onednn(some, weight, bias),
+    }
+    what = f"product of {rows} rows, {channels} to {out} channels"
+    return (F.linear if fastest(what, "fp32", ways, x.device) == "torch" else _onednn)(x, weight, bias)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _ONEDNN is not None:
+        product: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
+        return product
+    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, M, 1), channels last
+    out = F.conv2d(image, weight[:, :, None, None], bias)
+    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
+
+
+def _multiply_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write P products of x (P,M,C) and weight (P,K,C) transposed, by the faster library, to out (P,M,K)."""
+
+    def by_torch(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        torch.bmm(x, weight.transpose(1, 2), out=out)
+
+    def by_onednn(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        for rows, matrix, product in zip(x, weight, out, strict=True):
+            product.copy_(_onednn(rows, matrix.contiguous(), None))  # with gaps it takes a hundred times as long
+
+    (_, rows, channels), num_out = x.shape, weight.shape[1]
+    way = "torch"
+    if rows * channels * num_out >= MIN_PRODUCT // 4:
+        some = x[:2], weight[:2], out[:2]
+        ways = {"torch": lambda: by_torch(*some), "onednn": lambda: by_onednn(*some)}
+        what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {num_out} channels"
+        way = fastest(what, "fp32", ways, x.device)
+    (by_torch if way == "torch" else by_onednn)(x, weight, out)
+
+
+# ---- 3x3 convolutions -----------------------------------------------------------------------------------------------
+
+LARGE = 2**23  # numbers of a weight, which no cache holds
+MANY = 1024  # positions of all maps of a batch: with as many, Winograd's filtering in tiles of 4 by 4 is the fastest
+SOME = 512  # positions from which it is worth a try
+MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
+MIN_TRAINED = 320  # channels from which the filtering with gradients is faster, in tiles of 4 by 4
+_LOCK = threading.Lock()  # held while counts of readers change, and while a weight is laid out
+
+
+@kernel
+def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    weight, bias, positions = conv.weight, conv.bias, x.shape[0] * x.shape[2] * x.shape[3]
+    other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+    if other or torch.compiler.is_compiling():
+        return conv._conv_forward(x, weight, bias)
+    about = vars(conv)
+    if about.get("may_move", False):
+        with _LOCK:
+            # Lay the weight out if it is frozen and no thread reads it.  At the first call, whatever the map's size:
+            # later, it would change the last bits of what came before.  Not when it is loaded: that takes as long as
+            # loading.
+            before = weight.data
+            if about.get("readers", 0) == 0 and not weight.requires_grad and not _is_last(before):
+                weight.data = channels_last(before)
+                MappedPages().release(before)
+            about["readers"] = about.get("readers", 0) + 1
+    try:
+        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+            return WAYS[way(x, weight)](x, weight, bias)
+        if weight.numel() >= LARGE and positions < MANY and _is_last(weight):
+            return _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        if positions >= MANY and min(weight.shape[:2]) >= MIN_TRAINED:
+            return _Filtered.apply(x, weight, bias, 4)  # type: ignore[no-untyped-call]
+        return conv._conv_forward(x, weight, bias)
+    finally:
+        if about.get("may_move", False):
+            with _LOCK:
+                about["readers"] -= 1
+
+
+def way(x: Tensor, weight: Tensor) -> str:
+    """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3), without gradients."""
+    positions = x.shape[0] * x.shape[2] * x.shape[3]
+    if positions >= MANY:
+        return "tiles of 4"
+    small = "tiles of 2" if positions >= SOME else "plain"
+    if not _is_last(weight):
+        return small
+    first = "product" if weight.numel() >= LARGE else small
+    if positions < SOME:
+        return first
+    ways = {name: functools.partial(WAYS[name], x, weight, None) for name in (first, "tiles of 2", "tiles of 4")}
+    what = f"3x3 convolution of {positions} positions, {weight.shape[1]} to {len(weight)} channels"
+    return fastest(what, "fp32", ways, x.device)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.numel() < weight.numel() and not _is_last(weight):  # channels last, it would reorder its weights
+        x = x.contiguous()
+    return F.conv2d(x, weight, bias, padding=1)
+
+
+def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last.
+
+    For large weights on small maps.  PyTorch's convolution (oneDNN) reorders the weights at every call, which takes
+    longer than the sums; the product reads them as they lie, channels last.
+    """
+    b, _, h, w = x.shape
+    return product(_neighbourhoods(x), _as_rows(weight), bias).view(b, h, w, -1).permute(0, 3, 1, 2)
+
+
+def _as_rows(weight: Tensor) -> Tensor:
+    """Return the weight (K,C,3,3) as the rows of that product: (K,9C), a view if channels are last."""
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
+
+
+def _neighbourhoods(x: Tensor) -> Tensor:
+    """Return what a 3x3 convolution of x (B,C,h,w), padding 1, reads at each position: (Bhw,9C)."""
+    b, _, h, w = x.shape
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
+    return padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)
+
+
+# ---- Winograd's minimal filtering -----------------------------------------------------------------------------------
+# The same sums with 2.25 or 4 times fewer multiplications.  PyTorch's CPU convolutions do not use it on x86.  An output
+# tile of m by m is computed from an input tile of m+2 by m+2: Y = A^T [(G w G^T) * (B^T d B)] A.  Over all channels the
+# product * is a matrix product for each of the (m+2)^2 positions.  Weights are transformed at every call, a part at a
+# time: nothing is cached, so nothing can be out of date.  Relative errors in float32 against float64, with 640
+# channels: 6e-7 for m = 2 and 1.1e-6 for m = 4; the plain convolution has 2e-7.
+# Source: Lavin and Gray 2016, secs. 4.1 and 4.3; the choice of points: Barabasz et al. 2018.
+
+# The points, by m, at which polynomials are evaluated, besides infinity.  For m = 4 the usual 0, 1, -1, 2, -2 have 1.7
+# times the error; the best of 700 sets of eighths and sixteenths is better by less than 1 %.  The second must be 1.
+POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, 1.0, -0.5, 2.0, -1.25)}
+TILES = 512  # computed at a time: enough to pay for reading the weights, few enough for the cache
+PART = 2**25  # numbers of transformed weights at a time: 128 MiB
+
+
+@functools.cache
+def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the transforms of input tiles (n*n,n*n), weights (n*n,9) and products (m*m,n*n), for flattened tiles.
+
+    A filter of 3 on n = m+2 values is the transposed product of polynomials by their values at n points (Toom-Cook).
+    """
+    n = len(points) + 1
+    powers = np.vander(points, n, increasing=True)
+    to_input, to_weight, to_output = np.zeros((n, n)), np.zeros((n, 3)), np.zeros((n - 2, n))
+    for i, point in enumerate(points):
+        others = [other for other in points if other != point]
+        to_input[i, :-1] = np.poly(others)[::-1]
+        to_weight[i] = powers[i, :3] / np.prod(point - np.array(others))
+        to_output[:, i] = powers[i, : n - 2]
+    to_input[-1] = np.poly(points)[::-1]
+    to_weight[-1, -1] = to_output[-1, -1] = 1  # infinity: the highest coefficients
+    to_input_2, to_weight_2, to_output_2 = (
+        torch.from_numpy(np.kron(once, once)).float() for once in (to_input, to_weight, to_output)
+    )
+    return to_input_2, to_weight_2, to_output_2
+
+
+def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: bool = False) -> Tensor:
+    """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, in tiles of m by m (2 or 4): (B,K,h,w), channels last.
+
+    of_input turns the weights around: from the gradient (B,K,h,w) of the output, that of the input (B,C,h,w).
+    """
+    (batch, channels, h, w), num_out, n = x.shape, weight.shape[1 if of_input else 0], m + 2
+    to_input, to_weight, to_output = _transforms(POINTS[m])
+    rows, columns = -(-h // m), -(-w // m)
+    pixels = x.permute(0, 2, 3, 1)
+    out = x.new_empty(batch, rows * m, columns * m, num_out)
+    together = min(rows, max(1, TILES // (batch * columns)))  # rows of tiles
+    strip = x.new_empty(batch, together * m + 2, columns * m + 2, channels)  # their pixels, and the padding
+    strip[:, 0], strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0, 0
+    image, line, pixel, _ = strip.stride()
+
+    def transformed(outputs: slice) -> Tensor:
+        """Return the weights of some channels out: (n*n, K, C)."""
+        some = weight[:, outputs] if of_input else weight[outputs]
+        matrix = to_weight.flip(1) if of_input else to_weight
+        taps = some.permute(0, 2, 3, 1).reshape(len(some), 9, -1)  # a view, if channels are last
+        result = torch.bmm(matrix.expand(len(some), -1, -1), taps).transpose(0, 1)
+        return result.transpose(1, 2) if of_input else result
+
+    step = -(-num_out // -(-n * n * channels * num_out // PART))
+    whole = transformed(slice(None)) if together < rows else None  # several strips of tiles read them
+    for first in range(0, rows, together):
+        count = min(together, rows - first)
+        top = first * m - 1  # the line of the image that is the strip's first
+        begin, end = max(0, top), min(h, top + count * m + 2)
+        strip[:, begin - top : end - top, 1 : w + 1] = pixels[:, begin:end]
+        strip[:, end - top :] = 0
+        # input tiles, which overlap by two: a view of the strip, copied and transformed
+        tiles = strip.as_strided((n, n, batch, count, columns, channels), (line, pixel, image, m * line, m * pixel, 1))
+        inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
+        products = x.new_empty(*inputs.shape[:2], num_out)  # (n*n, T, K)
+        for k in range(0, num_out, step):
+            part = slice(k, k + step)
+            _multiply_each(inputs, transformed(part) if whole is None else whole[:, part], products[:, :, part])
+        if bias is not None:
+            products[n + 1] += bias  # this position goes to each output of its tile with weight 1
+        outputs = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, num_out)
+        part_of_out = out[:, first * m : (first + count) * m]
+        part_of_out.view(batch, count, m, columns, m, num_out).copy_(outputs.permute(2, 3, 0, 4, 1, 5))
+    return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "plain": _plain,
+    "product": as_product,
+    "tiles of 2": functools.partial(filtered, m=2),
+    "tiles of 4": functools.partial(filtered, m=4),
+}
+
+
+class _Product(torch.autograd.Function):
+    """as_product, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return as_product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        (b, channels, h, w), num_out = x.shape, len(weight)
+        rows = channels_last(grad).permute(0, 2, 3, 1).reshape(-1, num_out)  # (Bhw, K)
+        grad_x = grad_weight = None
+        if of_x:
+            columns = (rows @ _as_rows(weight)).view(b, h, w, 3, 3, channels)
+            padded = x.new_zeros(b, h + 2, w + 2, channels)
+            for i in range(3):
+                for j in range(3):
+                    padded[:, i : i + h, j : j + w] += columns[:, :, :, i, j]
+            grad_x = padded[:, 1:-1, 1:-1].permute(0, 3, 1, 2)
+        if of_weight:
+            grad_weight = (rows.T @ _neighbourhoods(x)).view(num_out, 3, 3, channels).permute(0, 3, 1, 2)
+        return grad_x, grad_weight, rows.sum(0) if of_bias else None
+
+
+class _Filtered(torch.autograd.Function):
+    """Winograd's filtering, with gradients; that of the weight is PyTorch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.m = m
+        return filtered(x, weight, bias, m)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_x = filtered(channels_last(grad), weight, None, ctx.m, of_input=True) if of_x else None
+        mask = [False, of_weight, of_bias]
+        settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # stride, padding, dilation; not transposed
+        _, *others = torch.ops.aten.convolution_backward(grad, x, weight, [len(weight)], *settings, mask)
+        return grad_x, *others, None
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+LIMIT = 60.0
+QUERIES, KEYS = 512, 256  # of a block: its scores take 512 KiB a head
+MIN_TOKENS = 1024  # with fewer there is little to gain
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v by `blocked` or by PyTorch's kernel, whichever is faster here for these sizes."""
+    if not _suits(q) or min(q.shape[2], k.shape[2]) < MIN_TOKENS:
+        return sdpa(q, k, v)
+    some = q[:1, :, : 2 * QUERIES], k[:1], v[:1]
+    what = f"attention to {k.shape[2]} tokens, {q.shape[1]} heads of {q.shape[3]} channels"
+    ways = {"sdpa": lambda: sdpa(*some), "blocked": lambda: blocked(*some)}
+    return (blocked if fastest(what, "fp32", ways, q.device) == "blocked" else sdpa)(q, k, v)
+
+
+def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D), with an error like PyTorch's.
+
+    PyTorch's CPU kernel keeps a running maximum of each query's scores.  Here a bound of the scores takes its place,
+    so a block of queries and keys is two matrix products and one pass of exponentials, and the sums of the exponentials
+    come from the second product, as a column of ones beside the values.
+
+    With keys k - mean(k), which leave the softmax as it is, the scores of a query have the mean 0, so their maximum is
+    in [0, b], b = |q| max|k| / sqrt(D).  Exponents are shifted by max(0, b - LIMIT): with b up to 2 LIMIT the largest
+    term is within exp(-LIMIT) and exp(LIMIT), and everything that counts is a normal number in float32.  Larger b take
+    PyTorch's kernel, and so does everything but inference in float32 on a CPU.
+    """
+    if not _suits(q):
+        return sdpa(q, k, v)
+    (batch, heads, n, dim), m = q.shape, k.shape[2]
+    keys = k - k.mean(dim=2, keepdim=True)
+    queries = q * dim**-0.5
+    bound = queries.norm(dim=-1) * keys.norm(dim=-1).amax(dim=-1, keepdim=True)  # (B, H, N)
+    most = bound.max().item()
+    if not most <= 2 * LIMIT:  # or not a number
+        return sdpa(q, k, v)
+    if most > LIMIT:  # the shift of the exponents is one more channel
+        queries = torch.cat([queries, (LIMIT - bound).clamp(max=0)[..., None]], dim=-1)
+        keys = torch.cat([keys, keys.new_ones(batch, heads, m, 1)], dim=-1)
+    queries = queries.transpose(2, 3).reshape(batch * heads, -1, n)
+    keys = keys.reshape(batch * heads, m, -1)
+    values = torch.cat([v, v.new_ones(batch, heads, m, 1)], dim=-1).transpose(2, 3).reshape(batch * heads, dim + 1, m)
+    out = q.new_empty(batch * heads, dim, n)
+    together = torch.get_num_threads()  # heads, so that each thread has its block in its cache
+    for first in range(0, batch * heads, together):
+        some = slice(first, first + together)
+        for start in range(0, n, QUERIES):
+            part = slice(start, start + QUERIES)
+            block = queries[some, :, part]  # (H, D, N)
+            memory = block.new_empty(len(block), KEYS, block.shape[2])
+            sums = block.new_zeros(len(block), dim + 1, block.shape[2])
+            for key in range(0, m, KEYS):
+                some_keys = keys[some, key : key + KEYS]
+                scores = torch.bmm(some_keys, block, out=memory[:, : some_keys.shape[1]])
+                sums.baddbmm_(values[some, :, key : key + KEYS], scores.exp_())
+            torch.div(sums[:, :-1], sums[:, -1:], out=out[some, :, part])
+    return out.view(batch, heads, dim, n).transpose(2, 3)
+
+
+# ---- autoencoders ---------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _in_strips(coder: Any, x: Tensor) -> Tensor:
+    """Run an Encoder or Decoder: a large image strip by strip, if no part is replaced or hooked and relies on calls."""
+    decodes = type(coder) is Decoder
+    finest = 4 ** (len(coder.up) - 1) * coder.conv_out.in_channels if decodes else coder.conv_in.out_channels
+    whole = x[:, 0].numel() * finest <= tiling.STRIP
+    if whole or not _suits(x) or not runs_as_written(coder):
+        return type(coder).forward(coder, x)
+    return tiling.Strips().decode(coder, x) if decodes else tiling.Strips().encode(coder, x)
