@@ -23,7 +23,7 @@ from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
 from ldm_lite.serve.http import Body, Refused, encoded, ended, open_base64, read_json
 from ldm_lite.serve.library import Loras
 from ldm_lite.serve.queue import Engine
-from ldm_lite.serve.ticket import Ticket
+from ldm_lite.serve.queue import Ticket
 from ldm_lite.serve.upscaling import HiresFields, add_upscaling, hires_options
 from ldm_lite.text.parameters import read_parameters, text_of
 from ldm_lite.toolkit import lora_weight

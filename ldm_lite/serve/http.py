@@ -24,7 +24,7 @@ from ldm_lite.cli.console import printable
 from ldm_lite.image import decode_image
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.queue import Full, Stopping
-from ldm_lite.serve.ticket import CANCELLED, Ticket
+from ldm_lite.serve.queue import CANCELLED, Ticket
 
 log = logging.getLogger("ldm_lite")
 

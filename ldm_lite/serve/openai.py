@@ -34,7 +34,7 @@ from ldm_lite.serve.http import (
     validated,
 )
 from ldm_lite.serve.queue import Engine
-from ldm_lite.serve.ticket import Ticket
+from ldm_lite.serve.queue import Ticket
 from ldm_lite.toolkit import tasks_of
 
 KEEP_ALIVE = 15  # seconds of silence after which a stream gets a comment

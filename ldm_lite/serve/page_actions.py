@@ -13,7 +13,7 @@ from PIL import Image
 from ldm_lite.serve import form
 from ldm_lite.serve.http import refusal
 from ldm_lite.serve.queue import Engine
-from ldm_lite.serve.ticket import QUEUED, Ticket
+from ldm_lite.serve.queue import QUEUED, Ticket
 from ldm_lite.tasks import xy
 
 WAIT = 0.1  # seconds between two looks at a ticket

@@ -160,11 +160,12 @@ def test_progress_preview_and_interrupt(engine: Any) -> None:
     first, second = (submit(engine, "txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
     assert first.preview() is None
     first.listen(lambda: first.interrupt() if first.step == 5 else None)
+    steps: list[int] = []
+    first.listen(lambda: steps.append(first.step))
     engine.start()
-    steps = [each.step for each in first.changes()]
+    assert len(finished(first)) == 1
     assert max(steps) <= 6
     assert first.preview() is not None
-    assert len(finished(first)) == 1
     assert first.interrupted
     assert finished(second)[0].pixels.shape == (3, 32, 32)
     assert second.step == 30
