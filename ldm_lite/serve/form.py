@@ -145,7 +145,7 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
         image = _required(values.get("control_image"), "an image for the ControlNet", engine)
         made["control"] = (
             Control(
-                engine.library.control_file(values["control"]),
+                engine.library.file("controlnets", values["control"]),
                 image,
                 weight=float(values["control_weight"]),
                 start=float(values["control_start"]),

@@ -189,7 +189,7 @@ def _component(field: dataclasses.Field[Any], tasks: list[str], short: bool = Fa
 
 def _networks(parts: Parts, engine: Engine) -> None:
     """The pickers of LoRAs and ControlNets."""
-    loras, controls = engine.library.loras, engine.library.controls
+    loras, controls = list(engine.library.files("loras")), list(engine.library.files("controlnets"))
     with gr.Accordion("LoRA", open=False):
         gr.HTML("" if loras else "<p class='status'>There are none: start the server with --loras FOLDER.</p>")
         parts["loras"] = gr.Dropdown(

@@ -63,11 +63,11 @@ class Actions:
 
     def lists(self) -> list[Any]:
         """The choices of models, LoRAs and ControlNets, as the folders are now."""
-        library = self.engine.library
+        library, loras = self.engine.library, self.engine.library.files("loras")
         return [
             gr.update(choices=library.names),
-            gr.update(choices=library.loras, visible=bool(library.loras)),
-            gr.update(choices=[("none", ""), *library.controls]),
+            gr.update(choices=list(loras), visible=bool(loras)),
+            gr.update(choices=[("none", ""), *library.files("controlnets")]),
         ]
 
     def settings(self, url: str) -> list[Any]:
