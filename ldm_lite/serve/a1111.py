@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -39,12 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image 
     "script_name": ("",),
     "image_cfg_scale": (1.5,),
 }
-LISTS: dict[str, Any] = {  # of what there is none here, but clients ask for it when they start
-    "scripts": {"txt2img": [], "img2img": []},
-    "embeddings": {"loaded": {}, "skipped": {}},
-    "cmd-flags": {},
-    **{name: [] for name in ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles")},
-}
+EMPTY = ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles")
 SAME = (None, "", "Use same sampler", "Use same scheduler")  # in the second pass as in the first
 FACES = ("gfpgan_visibility", "codeformer_visibility")
 MULTIPLE = 8  # of the sides of an enlarged image
@@ -244,7 +240,7 @@ def router(engine: Engine) -> APIRouter:
     @routes.post("/options", openapi_extra=Body.docs())
     async def set_options(request: Request) -> None:
         """Set the model and the layer of the text encoder for this API's requests."""
-        changed = {}
+        changed: dict[str, Any] = {}
         for name, value in ((await read_json(request, Body)).model_extra or {}).items():
             if name not in state.settings:
                 raise ValueError(f"unknown setting {name!r:.80}: wanted {' or '.join(state.settings)}")
@@ -254,46 +250,37 @@ def router(engine: Engine) -> APIRouter:
                 changed[name] = Txt2imgOptions(clip_skip=value).clip_skip
         state.settings = state.settings | changed
 
-    @routes.get("/samplers")
-    def samplers() -> list[dict[str, Any]]:
-        """The samplers of A1111."""
-        return [{"name": name, "aliases": [offered.key], "options": {}} for name, offered in OFFERED.items()]
-
-    @routes.get("/schedulers")
-    def schedulers() -> list[dict[str, Any]]:
-        """The schedule types of A1111."""
-        names = ["Automatic", *(name for name in TYPES if name != "Turbo")]
-        more = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-        return [{"name": name.lower().replace(" ", "_"), "label": name, **more} for name in names]
-
-    @routes.get("/sd-models")
-    def models() -> list[dict[str, Any]]:
-        """The models that sd_model_checkpoint may name."""
-        none = {"hash": None, "sha256": None, "config": None}
-        return [{"title": name, "model_name": name, "filename": name, **none} for name in library.names]
-
-    @routes.get("/loras")
-    def loras() -> list[dict[str, Any]]:
-        """The LoRAs that prompts may name: <lora:NAME:WEIGHT>."""
-        return [{"name": name, "alias": name, "path": name, "metadata": {}} for name in library.files("loras")]
-
-    @routes.get("/upscalers")
-    def upscalers() -> list[dict[str, Any]]:
-        """What enlarges pixels: of `upscalers`, and without a network."""
-        none = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
-        return [{"name": name, **none} for name in ("None", *PIXEL_UPSCALERS, *library.files("upscalers"))]
-
-    @routes.get("/latent-upscale-modes")
-    def modes() -> list[dict[str, str]]:
-        """What enlarges latents."""
-        return [{"name": name} for name in UPSCALERS]
-
     @routes.post("/refresh-checkpoints")
     def refresh() -> None:
         """Folders are read for every request."""
 
-    for path, empty in LISTS.items():
-        routes.add_api_route(f"/{path}", lambda empty=empty: empty, name=path, summary="None here")
+    no_file, no_path = {"hash": None, "sha256": None, "config": None}, {"model_path": None, "model_url": None}
+    schedule = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
+    schedules = ["Automatic", *(name for name in TYPES if name != "Turbo")]
+    lists: dict[str, Callable[[], Any]] = {
+        "samplers": lambda: [{"name": name, "aliases": [OFFERED[name].key], "options": {}} for name in OFFERED],
+        "schedulers": lambda: [
+            {"name": name.lower().replace(" ", "_"), "label": name, **schedule} for name in schedules
+        ],
+        "sd-models": lambda: [
+            {"title": name, "model_name": name, "filename": name, **no_file} for name in library.names
+        ],
+        "loras": lambda: [
+            {"name": name, "alias": name, "path": name, "metadata": {}} for name in library.files("loras")
+        ],
+        "upscalers": lambda: [
+            {"name": name, "model_name": None, "scale": 4, **no_path}
+            for name in ("None", *PIXEL_UPSCALERS, *library.files("upscalers"))
+        ],
+        "latent-upscale-modes": lambda: [{"name": name} for name in UPSCALERS],
+        # of these there is none here, but clients ask for them when they start
+        "scripts": lambda: {"txt2img": [], "img2img": []},
+        "embeddings": lambda: {"loaded": {}, "skipped": {}},
+        "cmd-flags": lambda: {},
+        **dict.fromkeys(EMPTY, lambda: []),
+    }
+    for path, names in lists.items():
+        routes.add_api_route(f"/{path}", names, name=path)
 
     return routes
 

@@ -29,6 +29,7 @@ Kind = TypeVar("Kind", bound="Body")
 MOST_MESSAGE = 500  # characters
 MOST_READ = 16  # times the pixels that may be made may be read
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
+LOOK = 0.5  # seconds between two looks at whether the client has gone
 CLOSED = 499  # the client has gone: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
 
@@ -174,42 +175,26 @@ def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
 
 async def ended(request: Request, ticket: Ticket, timeout: float) -> None:
     """Wait for a ticket's end; it is cancelled if the client goes.  Raises what it ended with, Refused for those."""
-    over, gone = asyncio.create_task(_over(ticket)), asyncio.create_task(_gone(request))
-    left = max(0.0, ticket.submitted + timeout - time.monotonic())
     try:
-        await asyncio.wait({over, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not ticket.ended and gone.done():
-            raise Refused(CLOSED, "the client has gone")
-        if not ticket.ended:
-            raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
+        async for _ in changes(ticket, LOOK):
+            if await request.is_disconnected():
+                raise Refused(CLOSED, "the client has gone")
+            if not ticket.ended and time.monotonic() > ticket.submitted + timeout:
+                raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
     finally:
-        over.cancel()
-        gone.cancel()
-        if not ticket.ended:
-            ticket.cancel()
+        ticket.cancel()
     check_ended(ticket)
 
 
-async def _over(ticket: Ticket) -> None:
-    async for _ in changes(ticket):
-        pass
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def changes(ticket: Ticket, silence: float | None = None) -> AsyncIterator[bool]:
+async def changes(ticket: Ticket, silence: float) -> AsyncIterator[bool]:
     """Yield True now and after every change of a ticket until it has ended, and False after seconds of silence."""
-    changed, loop = asyncio.Event(), asyncio.get_running_loop()
+    changed, loop, ended = asyncio.Event(), asyncio.get_running_loop(), False
 
     def notify() -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(changed.set)
 
     ticket.listen(notify)
-    ended = False
     while not ended:
         try:
             await asyncio.wait_for(changed.wait(), silence)

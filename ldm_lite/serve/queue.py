@@ -62,7 +62,8 @@ class Ticket:
     @property
     def position(self) -> int:
         """The number of images that come before; 0 once it runs or has ended."""
-        return self._engine.position(self)
+        before = takewhile(lambda earlier: earlier is not self, list(self._engine.queue))
+        return sum(earlier.count - len(earlier.results) for earlier in before) if self.state == QUEUED else 0
 
     @property
     def ended(self) -> bool:
@@ -137,7 +138,7 @@ class Engine:
         self.library, self.limits = library, limits
         self.totals: Counter[str] = Counter()  # what has happened so far, by name
         self.running: list[Ticket] = []
-        self._queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
+        self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
         self._changed = threading.Condition()
         self._stopping = False
         self._give_up = float("inf")  # the time at which running images are interrupted
@@ -169,10 +170,11 @@ class Engine:
         with self._changed:
             if self._stopping:
                 raise Stopping("the server is being stopped: try again later")
-            if (waiting := self.waiting) + ticket.count > self.limits.max_queue:
+            waiting = self.waiting
+            if waiting + ticket.count > self.limits.max_queue:
                 self.totals["refused"] += 1
                 raise Full(f"{waiting} images are waiting, and at most {self.limits.max_queue} may: try again later")
-            self._queue.append(ticket)
+            self.queue.append(ticket)
             self.totals["requests"] += 1
             self._changed.notify_all()
         return ticket
@@ -207,19 +209,10 @@ class Engine:
         if width * height > self.limits.max_pixels:
             raise ValueError(f"got {width} x {height} pixels, wanted at most {self.limits.max_pixels} of an image")
 
-    def position(self, ticket: Ticket) -> int:
-        """Return the number of images that come before a waiting ticket."""
-        with self._changed:
-            if ticket.state != QUEUED or ticket not in self._queue:
-                return 0
-            before = takewhile(lambda earlier: earlier is not ticket, self._queue)
-            return sum(earlier.count - len(earlier.results) for earlier in before)
-
     @property
     def waiting(self) -> int:
         """The number of images that wait."""
-        with self._changed:
-            return sum(ticket.count for ticket in self._queue if ticket.state == QUEUED)
+        return sum(ticket.count for ticket in list(self.queue) if ticket.state == QUEUED)
 
     def cancel(self, ticket: Ticket, error: Exception | None = None) -> None:
         """End a ticket without a result; its images that run are dropped."""
@@ -233,7 +226,7 @@ class Engine:
         with self._changed:
             if not self._stopping:
                 self._stopping, self._give_up = True, time.monotonic() + self.limits.grace
-            waiting = [ticket for ticket in self._queue if ticket.state == QUEUED]
+            waiting = [ticket for ticket in self.queue if ticket.state == QUEUED]
             self._changed.notify_all()
         for ticket in waiting:
             self.cancel(ticket, Stopping("the server was stopped before this request began: try again later"))
@@ -256,9 +249,9 @@ class Engine:
         units: list[Unit] = []
         while True:
             with self._changed:
-                idle = not self._queue
-                self._changed.wait_for(lambda: self._queue or self._stopping)
-                if not self._queue:
+                idle = not self.queue
+                self._changed.wait_for(lambda: self.queue or self._stopping)
+                if not self.queue:
                     return
                 if idle:
                     self._changed.wait_for(lambda: self._stopping, self.limits.linger)
@@ -267,14 +260,14 @@ class Engine:
                 if units:
                     self._denoise(units)
             except Exception as error:  # it ends the tickets that it came from: the others go on
-                for ticket in {unit.ticket for unit in units} or set(self._queue[:1]):
+                for ticket in {unit.ticket for unit in units} or set(self.queue[:1]):
                     self.cancel(ticket, error)
             self.running, units = [], []
 
     def _gather(self) -> list[Unit]:
         """Return the images of the next batch."""
         with self._changed:
-            tickets = list(self._queue)
+            tickets = list(self.queue)
         if not tickets or self._has_ended(tickets[0]):
             return []
         first, units = tickets[0], list[Unit]()
@@ -323,7 +316,7 @@ class Engine:
             self.totals["steps"] += 1
             for ticket in self.running:
                 ticket.step = state.step
-            for ticket in list(self._queue):
+            for ticket in list(self.queue):
                 self._has_ended(ticket)
             for place, unit in enumerate(units):
                 unit.ticket.interrupted |= time.monotonic() > self._give_up
@@ -397,8 +390,8 @@ class Engine:
 
     def _remove(self, ticket: Ticket) -> None:
         with self._changed:
-            if ticket in self._queue:
-                self._queue.remove(ticket)
+            if ticket in self.queue:
+                self.queue.remove(ticket)
         ticket.samples = None  # they hold the model
         ticket.prepared.clear()
 
