@@ -171,6 +171,16 @@ def test_progress_preview_and_interrupt(engine: Any) -> None:
     assert second.step == 30
 
 
+def test_an_interrupted_request_ends_though_the_first_of_its_batch_goes_on(engine: Any) -> None:
+    first, second = (submit(engine, "txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
+    second.listen(lambda: second.interrupt() if second.step == 5 else None)
+    steps: list[int] = []  # of the first, once the second has ended
+    second.listen(lambda: steps.append(first.step) if second.ended else None)
+    engine.start()
+    assert len(finished(first, second)) == 2
+    assert min(steps) == 6
+
+
 def test_partial_images_are_evenly_spread(engine: Any) -> None:
     ticket = submit(engine, "txt2img", options(steps=8, batch_size=2), partials=3)
     engine.start()
