@@ -35,9 +35,11 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
 
     Raises ValueError, OSError: for a model that cannot be loaded, an address that is taken.
     """
-    try:  # the address is taken before the model is loaded
+    try:  # the address is taken before the model is loaded; uvicorn listens once it is
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((options.host, options.port), family=family)
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((options.host, options.port))
     except OSError as error:
         place, why = f"{options.host}:{options.port}", error.strerror or error
         raise OSError(f"cannot listen on {place}: {why}; `port=0` takes a free one") from error
