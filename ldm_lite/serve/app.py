@@ -1,23 +1,44 @@
-"""The server as an ASGI application: the interfaces, the page, health and metrics."""
+"""The server as an ASGI application: what each request passes first, the interfaces, the page, health and metrics."""
 
+import base64
 import contextlib
+import hmac
 import importlib.util
-from collections.abc import AsyncIterator
+import ipaddress
+import time
+from collections.abc import AsyncIterator, Iterable
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ldm_lite.cli.version import __version__
 from ldm_lite.serve import a1111, openai
-from ldm_lite.serve.guard import Guard
 from ldm_lite.serve.http import Refused, answer, one_line
-from ldm_lite.serve.metrics import Metrics
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import Engine
+
+OPEN = {"/healthz"}  # needs no key
+SAFE = {"GET", "HEAD", "OPTIONS"}
+TOTALS = {  # of the engine, as Prometheus describes them
+    "requests": "requests that were queued",
+    "done": "requests that were answered with images",
+    "failed": "requests that ended with an error",
+    "cancelled": "requests that were given up",
+    "refused": "requests for which the queue had no place",
+    "images": "images made",
+    "steps": "steps of batches",
+    "batches": "batches of images that were denoised together",
+    "swaps": "models loaded in place of another",
+}
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> ASGIApp:
@@ -32,7 +53,8 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
         engine.close()
 
     app = FastAPI(title="ldm_lite", version=__version__, lifespan=lifespan, redoc_url=None)
-    metrics = Metrics(engine)
+    registry = CollectorRegistry()
+    registry.register(_Numbers(engine))
     app.include_router(openai.router(engine))
     app.include_router(a1111.router(engine))
 
@@ -46,34 +68,131 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
     @app.get("/metrics", tags=["server"])
     def numbers() -> Response:
         """Prometheus' format."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(Exception)
-    @app.exception_handler(Refused)
     async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = Refused(error.status_code, one_line(str(error.detail)))
+        elif isinstance(error, RequestValidationError):
+            first = error.errors()[0]
+            error = Refused(422, one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
         return answer(error)
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        return answer(Refused(error.status_code, one_line(str(error.detail))))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return answer(Refused(422, one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")))
-
-    for kind in (ValueError, TypeError, OSError, MemoryError, RuntimeError):  # before the handler that raises again
+    # The handler of Exception raises again, after its answer: what is expected has one before it.
+    expected = (ValueError, TypeError, OSError, MemoryError, RuntimeError)
+    for kind in (Refused, HTTPException, RequestValidationError, *expected, Exception):
         app.add_exception_handler(kind, failed)
-    _add_page(app, engine)
-    return Guard(app, options, key, metrics.answered)
 
-
-def _add_page(app: FastAPI, engine: Engine) -> None:
-    """Mount the page at "/"; without Gradio that leads to the description of the API."""
-    if importlib.util.find_spec("ldm_lite.serve.page") and importlib.util.find_spec("gradio"):
+    if importlib.util.find_spec("gradio"):
         importlib.import_module("ldm_lite.serve.page").mount(app, engine)
-        return
+    else:
 
-    @app.get("/", include_in_schema=False)
-    def docs() -> Response:
-        return RedirectResponse("/docs")
+        @app.get("/", include_in_schema=False)
+        def docs() -> Response:
+            return RedirectResponse("/docs")
+
+    return _Guard(app, options, key, registry)
+
+
+class _Numbers(Collector):
+    """The engine's numbers, read when Prometheus asks for them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the engine's numbers."""
+        for name, about in TOTALS.items():
+            yield CounterMetricFamily(f"ldm_lite_{name}", about, value=self.engine.totals[name])
+        yield GaugeMetricFamily("ldm_lite_waiting_images", "images that wait", value=self.engine.waiting)
+        yield GaugeMetricFamily("ldm_lite_running_requests", "requests that run", value=len(self.engine.running))
+
+
+class _Guard:
+    """ASGI middleware.  Refuses requests by their host name, origin, key and size; counts and times the answers."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, key: str | None, registry: CollectorRegistry) -> None:
+        self.app, self.key = app, key
+        self.names = {"localhost", options.host.lower(), *(name.lower() for name in options.allow_host)}
+        self.most = options.max_body * 2**20
+        self.answers = Counter("ldm_lite_http_requests", "answers", ["path", "status"], registry=registry)
+        self.seconds = Histogram("ldm_lite_http_seconds", "of an answer", ["path"], buckets=SECONDS, registry=registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        start, status, received = time.perf_counter(), 500, 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b"")) if message["type"] == "http.request" else 0
+            self._check_length(received)  # a body may be larger than its header says, or have none
+            return message
+
+        try:
+            self._check(scope)
+        except Refused as refused:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": refused.message})
+            else:
+                await answer(refused)(scope, receive, sending)
+        else:
+            await self.app(scope, limited, sending)
+        finally:
+            if scope["type"] == "http":
+                path = getattr(scope.get("route"), "path", "other")  # paths that there are not count as one
+                self.answers.labels(path, str(status)).inc()
+                self.seconds.labels(path).observe(time.perf_counter() - start)
+
+    def _check(self, scope: Scope) -> None:
+        """Raises Refused."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if not self._is_ours(host):
+            what = f"got the host name {host!r:.80}, which is not this server's"
+            raise Refused(
+                403, f"{what}: its owner allows it with `allow_host=NAME`; localhost and addresses always work"
+            )
+        origin, method = headers.get("origin"), scope.get("method", "GET")
+        foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+        if (method not in SAFE or scope["type"] == "websocket") and (
+            foreign or headers.get("sec-fetch-site") == "cross-site"
+        ):
+            raise Refused(403, f"a page of another site ({origin!r:.80}) may not use this server")
+        if scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
+            raise Refused(401, "wanted the server's key: Authorization: Bearer KEY, or KEY as the password")
+        length = headers.get("content-length", "0")
+        self._check_length(int(length[:20]) if length.isdecimal() else self.most + 1)
+
+    def _check_length(self, length: int) -> None:
+        if length > self.most:
+            raise Refused(413, f"the request is too large, wanted at most {self.most // 2**20} MiB")
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a Host header names this server: an address cannot have been rebound, a name can."""
+        try:
+            name = (urlsplit("//" + host).hostname or "").lower()
+            if name not in self.names:
+                ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _has_key(self, authorization: str) -> bool:
+        if self.key is None:
+            return True
+        kind, _, value = authorization.partition(" ")
+        if kind.lower() == "basic":
+            try:
+                value = base64.b64decode(value).decode().partition(":")[2]
+            except ValueError:
+                return False
+        return kind.lower() in ("bearer", "basic") and hmac.compare_digest(value.strip().encode(), self.key.encode())

@@ -1,13 +1,14 @@
 """The page's form without the page: its fields, and from their values to what the engine runs."""
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import random
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -20,7 +21,7 @@ from ldm_lite.serve.http import encoded, open_base64
 from ldm_lite.serve.library import Loras
 from ldm_lite.serve.queue import Engine
 from ldm_lite.tasks import xy
-from ldm_lite.text.parameters import Parameters, parameters, read_parameters
+from ldm_lite.text.parameters import parameters, read_parameters
 
 log = logging.getLogger("ldm_lite")
 
@@ -32,43 +33,48 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
 }
 TITLES = {"txt2img": "Text to image", "img2img": "Image to image", "inpaint": "Inpaint", "upscale": "Upscale"}
 # Options that the form shows in another way, or not at all, besides those that name files of the server.
-SHOWN = "prompt negative_prompt preprocess batch_size n_iter seed"
-LEFT_OUT = {*SHOWN.split(), "compat", "refiner_start", "seamless"}
-HIRES = {each.name for each in dataclasses.fields(HiresOptions)}  # of txt2img alone
-NOT_FOR = {"img2img": HIRES, "inpaint": HIRES, "upscale": {"width", "height", "fixed_code", *HIRES}}
+LEFT_OUT = {"prompt", "negative_prompt", "preprocess", "batch_size", "n_iter", "seed"}
+LEFT_OUT |= {"compat", "refiner_start", "seamless"}
+HIRES = {field.name for field in dataclasses.fields(HiresOptions)}  # of txt2img alone
+EMBEDDING = {"noise_level"}  # of an image embedding, in all tasks but upscaling
+NOT_FOR = {
+    "txt2img": EMBEDDING,
+    "img2img": HIRES | EMBEDDING,
+    "inpaint": HIRES | EMBEDDING,
+    "upscale": HIRES | {"width", "height", "fixed_code"},
+}
 MOST_LORAS = 4
 SEEDS = 2**32  # below which random seeds lie, as in A1111
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
 
 
+@functools.cache
 def fields() -> dict[str, tuple[dataclasses.Field[Any], list[str]]]:
     """The options that the form has a field of its own for, by name, each with the tasks that it is for."""
-    found: dict[str, tuple[dataclasses.Field[Any], list[str]]] = {}
+    by_name: dict[str, tuple[dataclasses.Field[Any], list[str]]] = {}
     for task, kind in TASKS.items():
-        for each in dataclasses.fields(kind):
-            if not each.metadata["flag"] or names_files(each) or each.name in LEFT_OUT | NOT_FOR.get(task, set()):
+        for field in dataclasses.fields(kind):
+            if not field.metadata["flag"] or names_files(field) or field.name in LEFT_OUT | NOT_FOR[task]:
                 continue
-            if each.name == "noise_level" and task != "upscale":  # of an image embedding
-                continue
-            found[each.name] = (each, [*found.get(each.name, (each, []))[1], task])
-    return found
+            tasks = by_name[field.name][1] if field.name in by_name else []
+            by_name[field.name] = (field, [*tasks, task])
+    return by_name
 
 
 def defaults() -> dict[str, Any]:
     """The values, as their fields show them, that stand for what a picture's text does not mention."""
-    named = {name: each for name, (each, _) in fields().items() if each.metadata["png"]}
-    named |= {name: fields()[name][0] for name in ("sampler", "spacing", "steps", "scale", "width", "height", "eta")}
-    return {name: "" if each.default is None else as_text(each.default) for name, each in named.items()}
+    always = ("sampler", "spacing", "steps", "scale", "width", "height", "eta")
+    named = [field for field, _ in fields().values() if field.metadata["png"] or field.name in always]
+    return {field.name: "" if field.default is None else as_text(field.default) for field in named}
 
 
 def axes(task: str) -> list[str]:
     """The names that may be an axis of a plot."""
-    own = [name for name, (_, tasks) in fields().items() if task in tasks]
-    return [*own, "seed", "prompt", "negative_prompt", xy.REPLACE, MODEL, LORA_WEIGHT]
+    options = [name for name, (_, tasks) in fields().items() if task in tasks]
+    return [*options, "seed", "prompt", "negative_prompt", xy.REPLACE, MODEL, LORA_WEIGHT]
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What the engine's submit takes."""
 
     task: str
@@ -77,8 +83,7 @@ class Request:
     loras: Loras
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The requests of a form: one, or one for each cell of a plot."""
 
     requests: Sequence[Request]
@@ -99,19 +104,18 @@ def read(values: Mapping[str, Any], engine: Engine) -> Work:
     chosen = values.get("loras") or []
     loras: Loras = tuple((name, float(values[f"lora_{i}"])) for i, name in enumerate(chosen[:MOST_LORAS]))
     request = Request(task, _options(task, values, engine), values.get("model") or None, loras)
-    x, y = (_axis(task, values.get(f"{each}_option"), values.get(f"{each}_values"), engine) for each in "xy")
+    x, y = (_axis(task, values.get(f"{axis}_option"), values.get(f"{axis}_values"), engine) for axis in "xy")
     if x is None and y is None:
         return Work([request])
-    plain = dataclasses.replace(request, options=dataclasses.replace(request.options, batch_size=1))
-    return Work([_cell(plain, cell, x, y) for cell in xy.cells(x, y)], x, y)
-
-
-def _cell(request: Request, cell: dict[str, Any], *axes: xy.Axis | None) -> Request:
-    model, weight = cell.pop(MODEL, request.model), cell.pop(LORA_WEIGHT, None)
-    if weight is not None and not request.loras:
-        raise ValueError(f"`{LORA_WEIGHT}` is an axis, but no LoRA is chosen: choose one")
-    loras = request.loras if weight is None else tuple((name, weight) for name, _ in request.loras)
-    return Request(request.task, xy.changed(request.options, cell, *axes), model, loras)
+    options, requests = dataclasses.replace(request.options, batch_size=1), list[Request]()
+    for cell in xy.cells(x, y):
+        model = cell.pop(MODEL, request.model)
+        if (weight := cell.pop(LORA_WEIGHT, None)) is not None:
+            if not request.loras:
+                raise ValueError(f"`{LORA_WEIGHT}` is an axis, but no LoRA is chosen: choose one")
+            loras = tuple((name, weight) for name, _ in request.loras)
+        requests.append(Request(task, xy.changed(options, cell, x, y), model, loras))
+    return Work(requests, x, y)
 
 
 def _axis(task: str, name: str | None, text: str | None, engine: Engine) -> xy.Axis | None:
@@ -127,43 +131,36 @@ def _axis(task: str, name: str | None, text: str | None, engine: Engine) -> xy.A
 
 
 def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOptions:
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {name: values.get(name) or None for name in ("prompt", "negative_prompt")}
     for name, (field, tasks) in fields().items():
-        value = values.get(name)
-        if task in tasks and value not in (None, ""):
-            made[name] = _number(field, value) if is_number(field) else value
-    for name in ("prompt", "negative_prompt"):
-        made[name] = values.get(name) or None
-    made["seed"] = _seed(values.get("seed"))
+        value, kind = values.get(name), str(field.type)
+        if task not in tasks or value in (None, ""):
+            continue
+        if "tuple" in kind or not re.search("int|float", kind):
+            options[name] = value
+        else:
+            options[name] = number(str(value)) if "float" in kind else _whole(name, value)
+    seed = "" if values.get("seed") is None else str(values["seed"]).strip()
+    options["seed"] = random.randrange(SEEDS) if seed in ("", "-1") else _whole("seed", seed)  # -1 as in A1111
     if count := values.get("count"):
-        made["batch_size"] = _whole("count", count)
+        options["batch_size"] = _whole("count", count)
     if task != "txt2img":
-        made["init_img"] = (_required(values.get("source"), "an image to start from", engine),)
+        options["init_img"] = (_picture(values.get("source"), "an image to start from", engine),)
     if task == "inpaint" and (values.get("mask") or not values.get("extend")):
-        made["mask"] = (_required(values.get("mask"), "a mask: paint over what is to be repainted", engine),)
+        options["mask"] = (_picture(values.get("mask"), "a mask: paint over what is to be repainted", engine),)
     if values.get("control") and task != "upscale":
-        image = _required(values.get("control_image"), "an image for the ControlNet", engine)
-        made["control"] = (
-            Control(
-                engine.library.control_file(values["control"]),
-                image,
-                weight=float(values["control_weight"]),
-                start=float(values["control_start"]),
-                end=float(values["control_end"]),
-                preprocess=values.get("control_preprocess") or "none",
-                name=values["control"],
-            ),
+        image = _picture(values.get("control_image"), "an image for the ControlNet", engine)
+        control = Control(
+            engine.library.file("controlnets", values["control"]),
+            image,
+            weight=float(values["control_weight"]),
+            start=float(values["control_start"]),
+            end=float(values["control_end"]),
+            preprocess=values.get("control_preprocess") or "none",
+            name=values["control"],
         )
-    return TASKS[task](**made)
-
-
-def is_number(field: dataclasses.Field[Any]) -> bool:
-    """Whether an option is a single number."""
-    return "tuple" not in str(field.type) and re.search("int|float", str(field.type)) is not None
-
-
-def _number(field: dataclasses.Field[Any], value: Any) -> int | float:
-    return number(str(value)) if "float" in str(field.type) else _whole(field.name, value)
+        options["control"] = (control,)
+    return TASKS[task](**options)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -172,13 +169,7 @@ def _whole(name: str, value: Any) -> int:
     return int(text)
 
 
-def _seed(value: Any) -> int:
-    """The seed that a text states; a random one for none, and for -1 as in A1111."""
-    text = str("" if value is None else value).strip()
-    return random.randrange(SEEDS) if text in ("", "-1") else _whole("seed", text)
-
-
-def _required(url: str | None, what: str, engine: Engine) -> Image.Image:
+def _picture(url: str | None, what: str, engine: Engine) -> Image.Image:
     if not url:
         raise ValueError(f"give {what}")
     return open_base64(url, "picture", engine.limits.max_pixels)
@@ -197,30 +188,25 @@ def settings(url: str, engine: Engine) -> tuple[dict[str, Any], str, list[str]]:
 
     Raises ValueError, one line, for a picture without such a text, and for a wrong value in it.
     """
-    text = read_parameters(_required(url, "a picture", engine))
-    shown = parameters(text.prompt, text.negative_prompt, text.settings)
+    text = read_parameters(_picture(url, "a picture", engine))
     second = [key for key in text.settings if key.startswith("Hires") or key == "Tiling"]
     kept = {key: value for key, value in text.settings.items() if key not in ("Denoising strength", *second)}
     bare = Image.new("RGB", (1, 1))
     bare.info["parameters"] = parameters(text.prompt, text.negative_prompt, kept)
-    with _Remarks() as remarks:
+    with _warnings() as remarks:
         options = with_picture(Txt2imgOptions(from_png=bare))
     if second:
-        remarks.lines.append(f"the page has no second pass and no tiling: its {', '.join(second)} are not heeded"[:300])
-    names = given(options)
-    values: dict[str, Any] = {name: getattr(options, name) for name in fields() if name in names}
+        remarks.append(f"the page has no second pass and no tiling: its {', '.join(second)} are not heeded"[:300])
+    named = given(options)
+    values: dict[str, Any] = {name: getattr(options, name) for name in fields() if name in named}
     values |= {"prompt": options.prompt or "", "negative_prompt": options.negative_prompt or ""}
     values |= {"seed": str(options.seed)} if "Seed" in text.settings else {}
-    values |= _others(text)
-    values = {name: as_text(value) for name, value in values.items()}
-    return values, shown, remarks.lines
-
-
-def _others(text: Parameters) -> dict[str, Any]:
-    """What no option of txt2img says: the model, and how much an image may change."""
-    strength = text.settings.get("Denoising strength", "")
-    found: dict[str, Any] = {"strength": strength} if re.fullmatch(r"[01]?\.?\d{1,6}", strength) else {}
-    return found | ({MODEL: text.settings["Model"]} if "Model" in text.settings else {})
+    if re.fullmatch(r"[01]?\.?\d{1,6}", strength := text.settings.get("Denoising strength", "")):
+        values["strength"] = strength
+    if "Model" in text.settings:
+        values[MODEL] = text.settings["Model"]
+    shown = parameters(text.prompt, text.negative_prompt, text.settings)
+    return {name: as_text(value) for name, value in values.items()}, shown, remarks
 
 
 def as_text(value: Any) -> Any:
@@ -232,20 +218,18 @@ def as_text(value: Any) -> Any:
     return str(int(value)) if value == int(value) else str(value)
 
 
-class _Remarks(logging.Handler):
-    """Collects the warnings of this thread while a picture is read."""
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings of this thread."""
+    lines, thread, handler = list[str](), threading.get_ident(), logging.Handler(logging.WARNING)
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.thread, self.lines = threading.get_ident(), list[str]()
+    def emit(record: logging.LogRecord) -> None:
+        if record.thread == thread:
+            lines.append(record.getMessage())
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.thread == self.thread:
-            self.lines.append(record.getMessage())
-
-    def __enter__(self) -> "_Remarks":
-        log.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        log.removeHandler(self)
+    handler.emit = emit  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)

@@ -2,15 +2,14 @@
 
 import asyncio
 import base64
-import binascii
 import io
-import json
 import logging
 import re
 import time
 import traceback
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -22,9 +21,7 @@ from starlette.responses import JSONResponse
 
 from ldm_lite.cli.console import printable
 from ldm_lite.image import decode_image
-from ldm_lite.serve.library import Library
-from ldm_lite.serve.queue import Full, Stopping
-from ldm_lite.serve.ticket import CANCELLED, Ticket
+from ldm_lite.serve.queue import CANCELLED, Full, Stopping, Ticket
 
 log = logging.getLogger("ldm_lite")
 
@@ -32,6 +29,7 @@ Kind = TypeVar("Kind", bound="Body")
 MOST_MESSAGE = 500  # characters
 MOST_READ = 16  # times the pixels that may be made may be read
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
+LOOK = 0.5  # seconds between two looks at whether the client has gone
 CLOSED = 499  # the client has gone: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
 
@@ -96,42 +94,19 @@ def answer(error: BaseException) -> JSONResponse:
 
 async def read_json(request: Request, kind: type[Kind]) -> Kind:
     """Read a request's JSON object.  Raises Refused (422) for anything else."""
-    return await run_in_threadpool(_parsed, await request.body(), kind)
+    return await run_in_threadpool(validated, kind.model_validate_json, await request.body())
 
 
-def _parsed(content: bytes, kind: type[Kind]) -> Kind:
+def validated(validate: Callable[[Any], Kind], content: Any) -> Kind:
+    """Return what pydantic makes of a request.  Raises Refused (422), which names the first field that is wrong."""
     try:
-        given = json.loads(content, parse_constant=_no_number, parse_float=_finite)
-    except RecursionError:
-        raise Refused(422, "the request's JSON is nested too deeply") from None
-    except ValueError as error:
-        raise Refused(422, f"the request is not JSON: {one_line(str(error))}") from None
-    return validated(given, kind)
-
-
-def validated(given: Any, kind: type[Kind]) -> Kind:
-    """Return an object of a request.  Raises Refused (422), which names the first field that is wrong."""
-    if not isinstance(given, dict):
-        raise Refused(422, f"got JSON {type(given).__name__}, wanted an object")
-    try:
-        return kind.model_validate(given)
+        return validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise Refused(422, one_line(f"the request is not JSON: {first['msg']}")) from None
+        place = ".".join(map(str, first["loc"])) or "the request"
         raise Refused(422, one_line(f"{place}: got {first['input']!r:.80}, {first['msg']}")) from None
-    except RecursionError:
-        raise Refused(422, "the request's JSON is nested too deeply") from None
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if abs(value) == float("inf"):
-        _no_number(text[:40])
-    return value
 
 
 class _InMemory(MultiPartParser):
@@ -159,12 +134,12 @@ async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[by
 
 def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
     """Decode an image, as it is, of at most MOST_READ * most pixels.  Raises ValueError."""
-    return decode_image(io.BytesIO(content), f"{name}", _loaded, MOST_READ * most)
 
+    def loaded(image: Image.Image) -> Image.Image:
+        image.load()
+        return image
 
-def _loaded(image: Image.Image) -> Image.Image:
-    image.load()
-    return image
+    return decode_image(io.BytesIO(content), name, loaded, MOST_READ * most)
 
 
 def open_base64(text: Any, name: str, most: int) -> Image.Image:
@@ -174,7 +149,7 @@ def open_base64(text: Any, name: str, most: int) -> Image.Image:
     head, comma, rest = text.partition(",")
     try:
         content = base64.b64decode(rest if comma and head.startswith("data:") else text, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise ValueError(f"{name} is not base64, which an image has to be in") from None
     return open_bytes(content, name, most)
 
@@ -188,7 +163,7 @@ def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
     if kind == "png":
         about = PngInfo()
         if text is not None:
-            about.add_itxt("parameters", text) if not text.isascii() else about.add_text("parameters", text)
+            (about.add_text if text.isascii() else about.add_itxt)("parameters", text)
         image.save(file, "PNG", pnginfo=about)
     else:
         exif = Image.Exif()
@@ -198,33 +173,37 @@ def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def check_name(library: Library, name: str | None) -> str | None:
-    """Return a model's name for the engine.  Raises Refused (404) for one that there is not."""
-    if not name or name in library.names:
-        return name or None
-    known = ", ".join(library.names)
-    raise Refused(404, one_line(f"unknown model {name!r:.80}: wanted one of {known}"), "model_not_found")
-
-
 async def ended(request: Request, ticket: Ticket, timeout: float) -> None:
     """Wait for a ticket's end; it is cancelled if the client goes.  Raises what it ended with, Refused for those."""
-    changes = Changes(ticket)
-    gone = asyncio.create_task(_gone(request))
     try:
-        while not ticket.ended:
-            waiting = asyncio.create_task(changes.next())
-            left = ticket.submitted + timeout - time.monotonic()
-            done, _ = await asyncio.wait({waiting, gone}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if gone in done:
+        async for _ in changes(ticket, LOOK):
+            if await request.is_disconnected():
                 raise Refused(CLOSED, "the client has gone")
-            if not done:
+            if not ticket.ended and time.monotonic() > ticket.submitted + timeout:
                 raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
     finally:
-        gone.cancel()
-        if not ticket.ended:
-            ticket.cancel()
+        ticket.cancel()
     check_ended(ticket)
+
+
+async def changes(ticket: Ticket, silence: float) -> AsyncIterator[bool]:
+    """Yield True now and after every change of a ticket until it has ended, and False after seconds of silence."""
+    changed, loop, ended = asyncio.Event(), asyncio.get_running_loop(), False
+
+    def notify() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(changed.set)
+
+    ticket.listen(notify)
+    while not ended:
+        try:
+            await asyncio.wait_for(changed.wait(), silence)
+        except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
+            yield False
+            continue
+        changed.clear()
+        ended = ticket.ended
+        yield True
 
 
 def check_ended(ticket: Ticket) -> None:
@@ -233,30 +212,3 @@ def check_ended(ticket: Ticket) -> None:
         raise ticket.error
     if ticket.state == CANCELLED:
         raise Refused(409, "the request was interrupted before it began")
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class Changes:
-    """A ticket's changes, for a coroutine."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._event, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        ticket.listen(self._notify)
-
-    def _notify(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._event.set)
-
-    async def next(self) -> None:
-        """Wait for the next change."""
-        await self._event.wait()
-        self._event.clear()
-
-
-def json_lines(event: str, content: dict[str, Any]) -> str:
-    """An event of a stream."""
-    return f"event: {event}\ndata: {json.dumps(content)}\n\n"

@@ -4,7 +4,8 @@ Its own fields are heeded where they have a meaning here.  Beside them go seed, 
 and strength, which its Python client sends from extra_body.
 """
 
-import asyncio
+import functools
+import json
 import re
 import secrets
 import time
@@ -20,24 +21,28 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.serve.http import (
     Body,
-    Changes,
     Refused,
+    changes,
     check_ended,
-    check_name,
     encoded,
     ended,
-    json_lines,
+    one_line,
     open_bytes,
     read_form,
     read_json,
     refusal,
     validated,
 )
-from ldm_lite.serve.queue import Engine
-from ldm_lite.serve.ticket import Ticket
+from ldm_lite.serve.queue import Engine, Ticket
 from ldm_lite.toolkit import tasks_of
 
 KEEP_ALIVE = 15  # seconds of silence after which a stream gets a comment
+USAGE = {  # the clients want it; nothing is charged, so there are no tokens
+    "input_tokens": 0,
+    "output_tokens": 0,
+    "total_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+}
 
 
 class ImageRequest(Body):
@@ -83,35 +88,51 @@ def router(engine: Engine) -> APIRouter:
     @routes.get("/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         """Describe a model."""
-        check_name(engine.library, name)
+        _check_name(engine, name)
         return about(name)
 
     @routes.post("/images/generations", openapi_extra=ImageRequest.docs())
     async def generations(request: Request) -> Response:
         """Text to image."""
-        given = await read_json(request, ImageRequest)
-        ticket = await run_in_threadpool(_generation, engine, given)
-        return await _respond(request, ticket, given, "image_generation", engine.limits.timeout)
+        asked = await read_json(request, ImageRequest)
+        ticket = await run_in_threadpool(_submit, engine, asked, {})
+        return await _respond(request, ticket, asked, "image_generation", engine.limits.timeout)
 
     @routes.post("/images/edits", openapi_extra=EditRequest.docs("multipart/form-data"))
     async def edits(request: Request) -> Response:
         """Image to image; with a mask, or transparency, only the transparent part is repainted."""
         fields, files = await read_form(request)
-        given = validated(fields, EditRequest)
-        ticket = await run_in_threadpool(_edit, engine, given, files)
-        return await _respond(request, ticket, given, "image_edit", engine.limits.timeout)
+        asked = validated(EditRequest.model_validate, fields)
+        ticket = await run_in_threadpool(_submit, engine, asked, files)
+        return await _respond(request, ticket, asked, "image_edit", engine.limits.timeout)
 
     return routes
 
 
-def _generation(engine: Engine, given: ImageRequest) -> Ticket:
-    model = check_name(engine.library, given.model)
-    partials = (given.partial_images or 0) if given.stream else 0
-    return engine.submit("txt2img", Txt2imgOptions(**_options(given)), model, partials=partials)
+def _check_name(engine: Engine, name: str) -> None:
+    """Raises Refused (404) for the name of a model that there is not."""
+    if name not in (names := engine.library.names):
+        raise Refused(404, one_line(f"unknown model {name!r:.80}: wanted one of {', '.join(names)}"), "model_not_found")
 
 
-def _edit(engine: Engine, given: EditRequest, files: dict[str, list[bytes]]) -> Ticket:
-    model, most = check_name(engine.library, given.model), engine.limits.max_pixels
+def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) -> Ticket:
+    """Queue a request.  Raises Refused, ValueError."""
+    if asked.model:
+        _check_name(engine, asked.model)
+    options: dict[str, Any] = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
+    options |= {"seed": secrets.randbelow(2**32) if asked.seed is None else asked.seed, "batch_size": asked.n or 1}
+    options |= {"steps": asked.steps, "scale": asked.scale, "sampler": asked.sampler}
+    if asked.size not in (None, "auto"):
+        match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked.size or "")
+        if match is None:
+            raise Refused(422, f"got size {asked.size!r:.40}, wanted WIDTHxHEIGHT or auto")
+        options |= {"width": int(match[1]), "height": int(match[2])}
+    submit = functools.partial(
+        engine.submit, model=asked.model or None, partials=(asked.partial_images or 0) if asked.stream else 0
+    )
+    if not isinstance(asked, EditRequest):
+        return submit("txt2img", Txt2imgOptions(**options))
+    most = engine.limits.max_pixels
     contents = files.get("image", []) + files.get("image[]", [])
     if len(contents) != 1:
         raise Refused(422, f"got {len(contents)} files as image, wanted one")
@@ -122,11 +143,10 @@ def _edit(engine: Engine, given: EditRequest, files: dict[str, list[bytes]]) -> 
             raise Refused(422, "mask has no transparent part: transparent is repainted")
     elif tasks_of(engine.library.model) != ("img2img",):  # a model that follows instructions needs no mask
         mask = _hole(image)
-    options = _options(given) | {"init_img": (image.convert("RGB"),), "strength": given.strength}
-    partials = (given.partial_images or 0) if given.stream else 0
+    options |= {"init_img": (image.convert("RGB"),), "strength": asked.strength}
     if mask is None:
-        return engine.submit("img2img", Img2imgOptions(**options), model, partials=partials)
-    return engine.submit("inpaint", InpaintOptions(**options, mask=(mask,)), model, partials=partials)
+        return submit("img2img", Img2imgOptions(**options))
+    return submit("inpaint", InpaintOptions(**options, mask=(mask,)))
 
 
 def _hole(image: Image.Image) -> Image.Image | None:
@@ -137,85 +157,56 @@ def _hole(image: Image.Image) -> Image.Image | None:
     return None if mask.getbbox() is None else mask
 
 
-def _options(given: ImageRequest) -> dict[str, Any]:
-    size: dict[str, Any] = {}
-    if given.size not in (None, "auto"):
-        match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", given.size or "")
-        if match is None:
-            raise Refused(422, f"got size {given.size!r:.40}, wanted WIDTHxHEIGHT or auto")
-        size = {"width": int(match[1]), "height": int(match[2])}
-    seed = secrets.randbelow(2**32) if given.seed is None else given.seed
-    names = ("steps", "scale", "sampler", "negative_prompt")
-    return (
-        size
-        | {"prompt": given.prompt, "seed": seed, "batch_size": given.n or 1}
-        | {name: getattr(given, name) for name in names}
-    )
-
-
-async def _respond(request: Request, ticket: Ticket, given: ImageRequest, event: str, timeout: float) -> Response:
-    if given.stream:
-        return StreamingResponse(_events(ticket, given, event), media_type="text/event-stream")
+async def _respond(request: Request, ticket: Ticket, asked: ImageRequest, event: str, timeout: float) -> Response:
+    if asked.stream:
+        return StreamingResponse(_events(ticket, asked, event), media_type="text/event-stream")
     await ended(request, ticket, timeout)
-    made = [await run_in_threadpool(_encoded, result.image, given) for result in ticket.results]
-    about = _about(given, ticket.results[0].image)
-    data = [{"b64_json": image, "seed": result.seed} for image, result in zip(made, ticket.results, strict=True)]
-    ignored = {"ignored": sorted(given.model_extra)} if given.model_extra else {}
-    return JSONResponse({"created": int(time.time()), "data": data, "usage": _usage(), **about, **ignored})
+    images = [await _encoded(result.image, asked) for result in ticket.results]
+    data = [
+        {"b64_json": image.pop("b64_json"), "seed": result.seed}
+        for image, result in zip(images, ticket.results, strict=True)
+    ]
+    ignored = {"ignored": sorted(asked.model_extra)} if asked.model_extra else {}
+    return JSONResponse({"created": int(time.time()), "data": data, "usage": USAGE, **images[0], **ignored})
 
 
-async def _events(ticket: Ticket, given: ImageRequest, event: str) -> AsyncIterator[str]:
+async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncIterator[str]:
     """The stream of one request; leaving it, as for a client that has gone, cancels the ticket."""
-    changes, partials, results = Changes(ticket), 0, 0
+    partials = results = 0  # that have been sent
+
+    async def line(kind: str, image: Image.Image, **more: Any) -> str:
+        about = {"type": kind, **await _encoded(image, asked), "created_at": int(time.time()), "quality": "auto"}
+        return _line(kind, about | more)
+
     try:
-        while True:
-            over = ticket.ended
+        async for changed in changes(ticket, KEEP_ALIVE):
+            if not changed:
+                yield ": waiting\n\n"
             for number, image in ticket.partials[partials:]:
-                content = {"partial_image_index": _index(ticket, partials), "image_index": number}
-                yield await _event(f"{event}.partial_image", image, given, content)
+                index = sum(earlier == number for earlier, _ in ticket.partials[:partials])  # of those of its image
+                yield await line(f"{event}.partial_image", image, partial_image_index=index, image_index=number)
                 partials += 1
             for result in ticket.results[results:]:
-                about = {"usage": _usage(), "seed": result.seed, "image_index": results}
-                yield await _event(f"{event}.completed", result.image, given, about)
+                more = {"usage": USAGE, "seed": result.seed, "image_index": results}
+                yield await line(f"{event}.completed", result.image, **more)
                 results += 1
-            if over:
-                break
-            try:
-                await asyncio.wait_for(changes.next(), KEEP_ALIVE)
-            except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
-                yield ": waiting\n\n"
         check_ended(ticket)
     except Exception as error:
         refused = refusal(error)
-        error_about = {"message": refused.message, "type": "server_error", "param": None, "code": refused.code}
-        yield json_lines("error", {"type": "error", "error": error_about})
+        about = {"message": refused.message, "type": "server_error", "param": None, "code": refused.code}
+        yield _line("error", {"type": "error", "error": about})
     finally:
         ticket.cancel()
 
 
-def _index(ticket: Ticket, place: int) -> int:
-    """The number of a partial image among those of its image."""
-    number = ticket.partials[place][0]
-    return sum(each == number for each, _ in ticket.partials[:place])
+def _line(event: str, content: dict[str, Any]) -> str:
+    return f"event: {event}\ndata: {json.dumps(content)}\n\n"
 
 
-async def _event(name: str, image: Image.Image, given: ImageRequest, more: dict[str, Any]) -> str:
-    content = {"type": name, "b64_json": await run_in_threadpool(_encoded, image, given), **more}
-    about = {"created_at": int(time.time()), "background": "opaque", "quality": "auto"}
-    return json_lines(name, content | _about(given, image) | about)
-
-
-def _about(given: ImageRequest, image: Image.Image) -> dict[str, str]:
-    kind = given.output_format or "png"
-    return {"output_format": kind, "size": f"{image.width}x{image.height}", "background": "opaque"}
-
-
-def _encoded(image: Image.Image, given: ImageRequest) -> str:
-    quality = 100 if given.output_compression is None else given.output_compression
-    return encoded(image, given.output_format or "png", quality)
-
-
-def _usage() -> dict[str, Any]:
-    """The clients want it; nothing is charged, so there are no tokens."""
-    details = {"image_tokens": 0, "text_tokens": 0}
-    return {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "input_tokens_details": details}
+async def _encoded(image: Image.Image, asked: ImageRequest) -> dict[str, str]:
+    """What answers and events say of an image."""
+    kind = asked.output_format or "png"
+    quality = 100 if asked.output_compression is None else asked.output_compression
+    content = await run_in_threadpool(encoded, image, kind, quality)
+    size = f"{image.width}x{image.height}"
+    return {"b64_json": content, "output_format": kind, "size": size, "background": "opaque"}

@@ -1,15 +1,16 @@
-"""Engine: one queue of requests and one thread that denoises them, those that are alike together."""
+"""Engine: one queue of requests (tickets) and one thread that denoises them, those that are alike together."""
 
 import dataclasses
 import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import takewhile
 
+from PIL import Image
 from torch import Tensor
 
 from ldm_lite.cli.options import names_files
@@ -17,13 +18,13 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.image import to_image
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
-from ldm_lite.serve.ticket import CANCELLED, DONE, FAILED, QUEUED, RUNNING, Ticket
-from ldm_lite.toolkit import Batch, Sample, State, count_images, prepare
+from ldm_lite.toolkit import Batch, Result, Sample, State, count_images, prepare
 
 log = logging.getLogger("ldm_lite")
 
-# May differ in a batch.
-OWN = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+# Options that may differ in a batch.
+DIFFERENT = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
 PREVIEW_SHARE = 0.2  # of the time that may go into previews
 
 
@@ -33,6 +34,92 @@ class Full(Exception):
 
 class Stopping(Exception):
     """The server is being stopped, and takes no requests."""
+
+
+class Ticket:
+    """A request of one or more images.  Any thread may read it; the engine's thread writes it."""
+
+    def __init__(self, engine: "Engine", task: str, options: Txt2imgOptions, model: str, loras: Loras) -> None:
+        self.task, self.options, self.model, self.loras = task, options, model, loras
+        self.count = 0  # images
+        self.num_partials = 0  # of each image: shown on the way
+        self.state = QUEUED
+        self.step = self.num_steps = 0  # of the images that run
+        self.passes = (0, 1)  # that they have behind them, of how many
+        self.results: list[Result] = []
+        self.partials: list[tuple[int, Image.Image]] = []  # (number of the image, what the step predicted)
+        self.error: Exception | None = None
+        self.interrupted = False
+        self.submitted = time.monotonic()
+        self.newest: Image.Image | None = None  # the preview
+        self.wants_preview = False
+        self.samples: Iterator[Sample] | None = None  # its images from the first that is not in `prepared` on
+        self.prepared: deque[Unit] = deque()  # and those that wait for a batch that they go with
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def position(self) -> int:
+        """The number of images that come before; 0 once it runs or has ended."""
+        before = takewhile(lambda earlier: earlier is not self, list(self._engine.queue))
+        return sum(earlier.count - len(earlier.results) for earlier in before) if self.state == QUEUED else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no more changes."""
+        return self.state in (DONE, FAILED, CANCELLED)
+
+    @property
+    def progress(self) -> float:
+        """The share that is done, in [0,1]."""
+        if self.ended:
+            return 1.0
+        part = self.step / self.num_steps if self.num_steps else 0.0
+        done, passes = self.passes
+        return min(1.0, (len(self.results) + (done + part) / passes) / max(1, self.count))
+
+    def preview(self) -> Image.Image | None:
+        """Return the newest predicted image of a running ticket; it is decoded from the next step on."""
+        self.wants_preview = True
+        return self.newest
+
+    def cancel(self) -> None:
+        """Give the request up: it ends without a result."""
+        self._engine.cancel(self)
+
+    def interrupt(self) -> None:
+        """Stop after the step that runs; the results then hold what was predicted.  A waiting request is cancelled."""
+        if self.state == QUEUED:
+            self.cancel()
+        self.interrupted = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most so many seconds; return whether it has come."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended, timeout)
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call a function now and after every change, in the engine's thread."""
+        with self._changed:
+            self._listeners.append(callback)
+        callback()
+
+    def tell(self) -> None:
+        """Wake those who wait: something has changed."""
+        with self._changed:
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for callback in listeners:
+            callback()
+
+    def end(self, state: str, error: Exception | None = None) -> None:
+        """End, once."""
+        with self._changed:
+            if self.ended:
+                return
+            self.error, self.state = error, state
+        self.tell()
 
 
 @dataclass(eq=False)
@@ -51,9 +138,7 @@ class Engine:
         self.library, self.limits = library, limits
         self.totals: Counter[str] = Counter()  # what has happened so far, by name
         self.running: list[Ticket] = []
-        self._queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
-        self._sources: dict[Ticket, Iterator[Unit]] = {}
-        self._peeked: dict[Ticket, Unit] = {}
+        self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
         self._changed = threading.Condition()
         self._stopping = False
         self._give_up = float("inf")  # the time at which running images are interrupted
@@ -80,58 +165,71 @@ class Engine:
         is the number of images on the way that are wanted of each.
         """
         ticket = Ticket(self, task, options, self.library.check(model, loras), loras)
-        ticket.num_partials = partials
+        ticket.num_partials, ticket.count = partials, count_images(options)
         self._check(ticket)
         with self._changed:
             if self._stopping:
                 raise Stopping("the server is being stopped: try again later")
-            waiting = sum(each.count for each in self._queue if each.state == QUEUED)
+            waiting = self.waiting
             if waiting + ticket.count > self.limits.max_queue:
                 self.totals["refused"] += 1
                 raise Full(f"{waiting} images are waiting, and at most {self.limits.max_queue} may: try again later")
-            self._queue.append(ticket)
+            self.queue.append(ticket)
             self.totals["requests"] += 1
             self._changed.notify_all()
         return ticket
 
-    def position(self, ticket: Ticket) -> int:
-        """Return the number of images that come before a waiting ticket."""
-        with self._changed:
-            if ticket.state != QUEUED or ticket not in self._queue:
-                return 0
-            before = self._queue[: self._queue.index(ticket)]
-            return sum(each.count - len(each.results) for each in before)
+    def _check(self, ticket: Ticket) -> None:
+        """Raises ValueError for a ticket that names files, is beyond the limits, or that its model cannot do."""
+        options, limits = ticket.options, self.limits
+        for field in filter(names_files, dataclasses.fields(options)):
+            value = getattr(options, field.name)
+            if any(isinstance(item, (str, os.PathLike)) for item in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(
+                    f"got `{field.name}` from a request, which cannot name files of the server: leave it out"
+                )
+        if options.seamless is not None:
+            raise ValueError("the server makes no seamless images: leave `seamless` out")
+        if ticket.count > limits.max_images:
+            raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
+        for name in ("steps", "hires_steps"):
+            if (getattr(options, name) or 0) > limits.max_steps:
+                raise ValueError(f"got `{name}` {getattr(options, name)}, wanted at most {limits.max_steps}")
+        for image in getattr(options, "init_img", ()) if ticket.task == "upscale" else ():
+            width, height = to_image(image).size
+            self.check_size(4 * width, 4 * height)
+        side = self.library.model.family.resolution if ticket.task == "txt2img" else 1
+        times = options.hires or 1
+        self.check_size(int(times * (options.width or side)), int(times * (options.height or side)))
+        if ticket.model == self.library.loaded and not options.control:
+            prepare(self.library.model, options)
+
+    def check_size(self, width: int, height: int) -> None:
+        """Raises ValueError for an image of more pixels than requests may ask for."""
+        if width * height > self.limits.max_pixels:
+            raise ValueError(f"got {width} x {height} pixels, wanted at most {self.limits.max_pixels} of an image")
 
     @property
     def waiting(self) -> int:
         """The number of images that wait."""
-        with self._changed:
-            return sum(each.count for each in self._queue if each.state == QUEUED)
+        return sum(ticket.count for ticket in list(self.queue) if ticket.state == QUEUED)
 
     def cancel(self, ticket: Ticket, error: Exception | None = None) -> None:
         """End a ticket without a result; its images that run are dropped."""
-        with self._changed:
-            self._remove(ticket)
+        self._remove(ticket)
         if not ticket.ended:
             self.totals["failed" if error else "cancelled"] += 1
         ticket.end(FAILED if error else CANCELLED, error)
-
-    def interrupt(self, ticket: Ticket | None = None) -> None:
-        """Stop a ticket after the step that runs, with what is there; by default all that run."""
-        for each in list(self.running) if ticket is None else [ticket]:
-            if each.state == QUEUED:
-                self.cancel(each)
-            each.interrupted = True
 
     def stop(self) -> None:
         """Take no more requests, refuse those that wait, and let those that run end within the seconds of grace."""
         with self._changed:
             if not self._stopping:
                 self._stopping, self._give_up = True, time.monotonic() + self.limits.grace
-            waiting = [each for each in self._queue if each.state == QUEUED]
+            waiting = [ticket for ticket in self.queue if ticket.state == QUEUED]
             self._changed.notify_all()
-        for each in waiting:
-            self.cancel(each, Stopping("the server was stopped before this request began: try again later"))
+        for ticket in waiting:
+            self.cancel(ticket, Stopping("the server was stopped before this request began: try again later"))
 
     def close(self) -> None:
         """Stop, and wait for the end of what runs."""
@@ -144,125 +242,94 @@ class Engine:
         """Whether requests are taken and run."""
         return self._thread.is_alive() and not self._stopping
 
-    def _check(self, ticket: Ticket) -> None:
-        """Count a ticket's images.  Raises ValueError for one beyond the limits, or that its model cannot do."""
-        options, limits = ticket.options, self.limits
-        _check_files(options)
-        if options.seamless is not None:
-            raise ValueError("the server makes no seamless images: leave `seamless` out")
-        ticket.count = count_images(options)
-        if ticket.count > limits.max_images:
-            raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
-        for name in ("steps", "hires_steps"):
-            if (getattr(options, name) or 0) > limits.max_steps:
-                raise ValueError(f"got `{name}` {getattr(options, name)}, wanted at most {limits.max_steps}")
-        for image in getattr(options, "init_img", ()) if ticket.task == "upscale" else ():
-            width, height = to_image(image).size
-            self.check_size(4 * width, 4 * height)
-        own = self.library.model.family.resolution if ticket.task == "txt2img" else 1
-        times = options.hires or 1
-        self.check_size(int(times * (options.width or own)), int(times * (options.height or own)))
-        if ticket.model == self.library.loaded and not options.control:
-            prepare(self.library.model, options)
-
-    def check_size(self, width: int, height: int) -> None:
-        """Raises ValueError for an image of more pixels than requests may ask for."""
-        if width * height > self.limits.max_pixels:
-            raise ValueError(f"got {width} x {height} pixels, wanted at most {self.limits.max_pixels} of an image")
-
     # ---- the denoising thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        """Denoise the first ticket's next images, with those of other tickets that are alike, until it is stopped."""
+        units: list[Unit] = []
         while True:
             with self._changed:
-                idle = not self._queue
-                self._changed.wait_for(lambda: self._queue or self._stopping)
-                if not self._queue:
+                idle = not self.queue
+                self._changed.wait_for(lambda: self.queue or self._stopping)
+                if not self.queue:
                     return
                 if idle:
                     self._changed.wait_for(lambda: self._stopping, self.limits.linger)
             try:
-                self._round()
-            except Exception:  # whatever a ticket did wrong has ended that ticket: the others go on
-                log.exception("the denoising thread goes on after an error")
-
-    def _round(self) -> None:
-        """Denoise the first ticket's next images, and those of other tickets that are alike."""
-        units: list[Unit] = []
-        try:
-            units = self._gather()
-            if units:
-                self._denoise(units)
-        except Exception as error:
-            for ticket in {unit.ticket for unit in units} or set(self._queue[:1]):
-                self.cancel(ticket, error)
-        finally:
-            self.running = []
+                units = self._gather()
+                if units:
+                    self._denoise(units)
+            except Exception as error:  # it ends the tickets that it came from: the others go on
+                for ticket in {unit.ticket for unit in units} or set(self.queue[:1]):
+                    self.cancel(ticket, error)
+            self.running, units = [], []
 
     def _gather(self) -> list[Unit]:
         """Return the images of the next batch."""
-        first, units = self._queue[0], list[Unit]()
-        if self._expired(first):
+        with self._changed:
+            tickets = list(self.queue)
+        if not tickets or self._has_ended(tickets[0]):
             return []
+        first, units = tickets[0], list[Unit]()
         if (first.model, first.loras) != (self.library.loaded, self.library.merged):
-            self._sources.clear()  # they hold the model that is to be freed
-            self._peeked.clear()
+            for ticket in tickets:  # they hold the model that is to be freed
+                ticket.samples = None
+                ticket.prepared.clear()
             self.totals["swaps"] += first.model != self.library.loaded
             self.library.use(first.model, first.loras)
-        with self._changed:
-            tickets = list(self._queue)
         for ticket in tickets:
-            alike = ticket is first or _like(first, ticket)
-            while alike and len(units) < self.library.most_together and (unit := self._peek(ticket)) is not None:
-                if units and not units[0].sample.goes_with(unit.sample):
-                    break
-                units.append(self._peeked.pop(ticket))
-            if len(units) >= self.library.most_together:
-                break
+            if ticket is first or _are_alike(first, ticket):
+                while len(units) < self.library.most_together and (unit := self._take(ticket, units)) is not None:
+                    units.append(unit)
         return units
 
-    def _peek(self, ticket: Ticket) -> Unit | None:
-        """Return a ticket's next image, without taking it; None if there is none, or preparing it failed."""
-        if ticket not in self._peeked and not ticket.ended:
-            try:
-                if ticket not in self._sources:
-                    samples = prepare(self.library.model, ticket.options, first=len(ticket.results))
-                    self._sources[ticket] = (Unit(ticket, sample) for sample in samples)
-                unit = next(self._sources[ticket], None)
-                if unit is not None:
-                    self.check_size(*unit.sample.size)
-                    self._peeked[ticket] = unit
-            except Exception as error:
-                self.cancel(ticket, error)
-        return self._peeked.get(ticket)
+    def _take(self, ticket: Ticket, units: list[Unit]) -> Unit | None:
+        """Return a ticket's next image; None if there is none, it does not go with units, or preparing it failed."""
+        if ticket.ended:
+            return None
+        try:
+            if ticket.samples is None:
+                ticket.samples = iter(prepare(self.library.model, ticket.options, first=len(ticket.results)))
+            if not ticket.prepared and (sample := next(ticket.samples, None)) is not None:
+                ticket.prepared.append(Unit(ticket, sample))
+            if not ticket.prepared:
+                return None
+            self.check_size(*ticket.prepared[0].sample.size)
+            if not units or units[0].sample.goes_with(ticket.prepared[0].sample):
+                return ticket.prepared.popleft()
+        except Exception as error:
+            self.cancel(ticket, error)
+        return None
 
     def _denoise(self, units: list[Unit]) -> None:
         self.running = list(dict.fromkeys(unit.ticket for unit in units))
         batch = Batch([unit.sample for unit in units])
         for ticket in self.running:
             if ticket.state == QUEUED:
-                ticket.state, ticket.started = RUNNING, time.monotonic()
+                ticket.state = RUNNING
             ticket.step, ticket.num_steps = 0, batch.num_steps
             ticket.passes = (int(units[0].sample.is_second), 1 if ticket.options.hires is None else 2)
             ticket.tell()
         self.totals["batches"] += 1
-        spent, start = 0.0, time.monotonic()
+        spent, start = 0.0, time.monotonic()  # seconds spent on previews
         for state in batch:
             self.totals["steps"] += 1
             for ticket in self.running:
                 ticket.step = state.step
-            for ticket in list(self._queue):
-                self._expired(ticket)
-            if all(self._stopped(unit, place, state) for place, unit in enumerate(units)):
+            for ticket in list(self.queue):
+                self._has_ended(ticket)
+            for place, unit in enumerate(units):
+                unit.ticket.interrupted |= time.monotonic() > self._give_up
+                if unit.ticket.interrupted and state.step < state.num_steps:
+                    self._finish(unit, state.x0[place : place + 1])
+            if all(unit.ended or unit.ticket.ended for unit in units):
                 break
-            if spent <= PREVIEW_SHARE * (time.monotonic() - start):
-                before = time.monotonic()
-                self._show(units, state, partials=False)
+            before = time.monotonic()
+            if self._show(units, state, previews=spent <= PREVIEW_SHARE * (before - start)):
                 spent += time.monotonic() - before
-            self._show(units, state, partials=True)
             for ticket in self.running:
                 ticket.tell()
-        seconds: dict[Ticket, list[Unit]] = {}
+        second_passes: dict[Ticket, list[Unit]] = {}
         for place, unit in enumerate(units):
             latents = batch.latents[place : place + 1]
             if unit.ended or unit.ticket.ended:
@@ -275,31 +342,41 @@ class Engine:
             if second is None:
                 self._finish(unit, latents)
             else:
-                seconds.setdefault(unit.ticket, []).append(Unit(unit.ticket, second))
-        for ticket, next_units in seconds.items():
-            peeked = [self._peeked.pop(ticket)] if ticket in self._peeked else []
-            self._sources[ticket] = chain(next_units, peeked, self._sources.get(ticket, ()))
+                second_passes.setdefault(unit.ticket, []).append(Unit(unit.ticket, second))
+        for ticket, next_units in second_passes.items():
+            ticket.prepared.extendleft(reversed(next_units))
 
-    def _stopped(self, unit: Unit, place: int, state: State) -> bool:
-        """Whether an image needs no more steps: its ticket has ended, or was interrupted, which finishes it."""
-        ticket = unit.ticket
-        if time.monotonic() > self._give_up:
-            ticket.interrupted = True
-        if ticket.interrupted and not unit.ended and state.step < state.num_steps:
-            self._finish(unit, state.x0[place : place + 1])
-        return self._expired(ticket) or unit.ended
+    def _show(self, units: list[Unit], state: State, previews: bool) -> bool:
+        """Decode what a step predicted, for those who want to see it; return whether there were previews.
 
-    def _expired(self, ticket: Ticket) -> bool:
+        Partial images are wanted of each image at evenly spread steps, previews of one image of a ticket.
+        """
+        previewed = set[Ticket]()
+        for place, unit in enumerate(units if state.step < state.num_steps else ()):
+            ticket, shares = unit.ticket, unit.ticket.num_partials + 1
+            partial = state.step in {round(state.num_steps * k / shares) for k in range(1, shares)}
+            preview = previews and ticket.wants_preview and ticket not in previewed
+            if ticket.ended or unit.ended or not (partial or preview):
+                continue
+            [ticket.newest] = self.library.decoder().decode(state.x0[place : place + 1])
+            if partial:
+                ticket.partials.append((unit.sample.number, ticket.newest))
+            if preview:
+                previewed.add(ticket)
+        return bool(previewed)
+
+    def _has_ended(self, ticket: Ticket) -> bool:
         """Whether a ticket has ended; one that is too old ends."""
         if not ticket.ended and time.monotonic() - ticket.submitted > self.limits.timeout:
             self.cancel(ticket, TimeoutError(f"not finished after {self.limits.timeout:g} seconds: ask for less"))
         return ticket.ended
 
     def _finish(self, unit: Unit, latents: Tensor) -> None:
-        """Decode an image (1,C,h,w) and hand it to its ticket; an error is that ticket's alone."""
-        ticket, unit.ended = unit.ticket, True
-        if ticket.ended:
+        """Decode an image (1,C,h,w) and hand it to its ticket, once; an error is that ticket's alone."""
+        ticket = unit.ticket
+        if unit.ended or ticket.ended:
             return
+        unit.ended = True
         try:
             ticket.results.append(unit.sample.finish(latents))
             self.totals["images"] += 1
@@ -307,52 +384,21 @@ class Engine:
             self.cancel(ticket, error)
             return
         if len(ticket.results) == ticket.count or ticket.interrupted:
-            with self._changed:
-                self._remove(ticket)
+            self._remove(ticket)
             self.totals["done"] += 1
             ticket.end(DONE)
 
-    def _show(self, units: list[Unit], state: State, partials: bool) -> None:
-        """Decode what a step predicted, for those who want to see it."""
-        if state.step == state.num_steps:
-            return
-        shown = set[Ticket]()
-        for place, unit in enumerate(units):
-            ticket = unit.ticket
-            due = partials and _is_due(ticket.num_partials, state)
-            if ticket.ended or unit.ended or not (due or (ticket.wants_preview and not partials)):
-                continue
-            if ticket in shown and not partials:
-                continue
-            shown.add(ticket)
-            [image] = self.library.decoder().decode(state.x0[place : place + 1])
-            if partials:
-                ticket.partials.append((unit.sample.number, image))
-            ticket.show(image)
-
     def _remove(self, ticket: Ticket) -> None:
-        if ticket in self._queue:
-            self._queue.remove(ticket)
-        self._sources.pop(ticket, None)
-        self._peeked.pop(ticket, None)
+        with self._changed:
+            if ticket in self.queue:
+                self.queue.remove(ticket)
+        ticket.samples = None  # they hold the model
+        ticket.prepared.clear()
 
 
-def _check_files(options: Txt2imgOptions) -> None:
-    """Raises ValueError for an option that names a file: it would be one of the server's."""
-    for each in filter(names_files, dataclasses.fields(options)):
-        value = getattr(options, each.name)
-        if any(isinstance(item, (str, os.PathLike)) for item in (value if isinstance(value, tuple) else (value,))):
-            raise ValueError(f"got `{each.name}` from a request, which cannot name files of the server: leave it out")
-
-
-def _like(one: Ticket, other: Ticket) -> bool:
+def _are_alike(first: Ticket, second: Ticket) -> bool:
     """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before goes_with."""
-    if (one.model, one.loras, type(one.options)) != (other.model, other.loras, type(other.options)):
+    if (first.model, first.loras, type(first.options)) != (second.model, second.loras, type(second.options)):
         return False
-    names = (each.name for each in dataclasses.fields(one.options) if each.name not in OWN)
-    return all(getattr(one.options, name) == getattr(other.options, name) for name in names)
-
-
-def _is_due(partials: int, state: State) -> bool:
-    """Whether a step is one of those, evenly spread, of which a partial image is wanted."""
-    return state.step in {round(state.num_steps * (k + 1) / (partials + 1)) for k in range(partials)}
+    names = (field.name for field in dataclasses.fields(first.options) if field.name not in DIFFERENT)
+    return all(getattr(first.options, name) == getattr(second.options, name) for name in names)

@@ -38,7 +38,10 @@ class Replica:
         """The application, for Ray, as a function: uvicorn would take a method for ASGI 2."""
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
-            await self.answer(scope, receive, send)
+            if scope["type"] == "http" and scope["method"] == "POST":  # it may make images, and waits for others
+                await self.together((scope, receive, send))
+            else:
+                await self.application(scope, receive, send)
 
         return application
 
@@ -46,13 +49,6 @@ class Replica:
         """Ray asks from time to time.  Raises RuntimeError if the engine has ended: the replica is then replaced."""
         if not self.engine.healthy:
             raise RuntimeError("the denoising thread has ended")
-
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; those that may make images wait for others for a moment."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self.together((scope, receive, send))
-        else:
-            await self.application(scope, receive, send)
 
     @serve.batch(max_batch_size=64, batch_wait_timeout_s=WINDOW, max_concurrent_batches=10_000)
     async def together(self, calls: list[Call]) -> list[None]:

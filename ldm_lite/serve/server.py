@@ -35,7 +35,14 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
 
     Raises ValueError, OSError: for a model that cannot be loaded, an address that is taken.
     """
-    listening = _listen(options)
+    try:  # the address is taken before the model is loaded; uvicorn listens once it is
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((options.host, options.port))
+    except OSError as error:
+        place, why = f"{options.host}:{options.port}", error.strerror or error
+        raise OSError(f"cannot listen on {place}: {why}; `port=0` takes a free one") from error
     with listening:
         engine = Engine(Library(load, options), options).start()
         config = uvicorn.Config(
@@ -51,16 +58,3 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
             log.warning("anyone who reaches %s can use the server: `api_key=KEY` limits that", place)
         log.setLevel(logging.WARNING)  # what a command says about its images is in the answers
         _Server(config, engine).run(sockets=[listening])
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    """Take the address, before the model is loaded.  Raises OSError."""
-    place = f"{options.host}:{options.port}"
-    try:
-        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((options.host, options.port))
-    except OSError as error:
-        raise OSError(f"cannot listen on {place}: {error.strerror or error}; `port=0` takes a free one") from error
-    return listening

@@ -90,6 +90,7 @@ def visit(url: str, browser: Any) -> Iterator[Open]:
         page.on("console", lambda each: wrong.append(each.text) if each.type == "error" else None)
         page.goto(url)
         page.wait_for_selector("body[data-task=txt2img] #run")
+        settle(page)
         page.fill("#steps input", "2")
         page.fill("#seed input", "7")
         return page
@@ -119,10 +120,22 @@ def result(page: Any, number: int = 0) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2])))
 
 
+def settle(page: Any) -> None:
+    """Wait until the page has not changed for a while and its thread is idle: Gradio goes on after it shows a part."""
+    page.evaluate(
+        "new Promise(done => { let timer;"
+        " const over = () => requestIdleCallback(() => { observer.disconnect(); done(); }),"
+        " again = () => { clearTimeout(timer); timer = setTimeout(over, 300); },"
+        " observer = new MutationObserver(again);"
+        " observer.observe(document.body, { subtree: true, childList: true, attributes: true }); again(); })"
+    )
+
+
 def choose(page: Any, name: str, value: str) -> None:
-    page.click(f"#{name} input")
+    """Choose from a list, once it shows the value."""
     page.fill(f"#{name} input", value)
-    page.keyboard.press("Enter")
+    page.locator(f"#{name}").get_by_role("option", name=value, exact=True).click()
+    playwright.expect(page.locator(f"#{name} input")).to_have_value(value)
 
 
 def picture(folder: Path, text: str | None = None) -> Path:
@@ -172,7 +185,7 @@ def test_a_second_pass_is_for_text_alone(visit: Open) -> None:
     page = visit()
     page.click("button:has-text('Second pass')")
     page.wait_for_selector("#hires_negative_prompt")
-    page.wait_for_timeout(500)  # a value that is filled in while its part of the page is made is lost
+    settle(page)  # a value that is filled in while its part of the page is made is lost
     page.fill("#hires input", "2")
     page.fill("#hires_steps input", "1")
     page.fill("#prompt textarea", "a cat")
@@ -259,11 +272,11 @@ def test_a_dropped_picture_fills_the_form(visit: Open, tmp_path: Path) -> None:
     page.dispatch_event(".drop[data-name=info]", "drop", {"dataTransfer": transfer})
     page.wait_for_selector("#read-text pre")
     assert "Hires upscale are not heeded" in page.inner_text("#read-text")
-    assert page.input_value("#prompt textarea") == TEXT.splitlines()[0]
-    assert page.input_value("#negative_prompt textarea") == "red"
+    playwright.expect(page.locator("#prompt textarea")).to_have_value(TEXT.splitlines()[0])
+    playwright.expect(page.locator("#negative_prompt textarea")).to_have_value("red")
     wanted = {"steps": "3", "sampler": "DPM++ 2M", "spacing": "karras", "scale": "6.5", "seed": str(2**63 - 1)}
     for name, value in (wanted | {"width": "64", "height": "64"}).items():
-        assert page.input_value(f"#{name} input") == value, name
+        playwright.expect(page.locator(f"#{name} input")).to_have_value(value)
     assert make(page).startswith("1 image")
     assert f"Seed: {2**63 - 1}" in result(page).info["parameters"]
     page.set_input_files(".drop[data-name=info] input[type=file]", picture(tmp_path))
@@ -276,6 +289,7 @@ def test_a_plot(visit: Open) -> None:
     page.fill("#prompt textarea", "a cat")
     page.click("text=X/Y plot")
     page.wait_for_selector("#x_values", state="visible")
+    settle(page)
     for axis, option, values in (("x", "scale", "1, 3, 6"), ("y", "replace", "cat, dog")):
         choose(page, f"{axis}_option", option)
         page.fill(f"#{axis}_values input", values)
@@ -302,7 +316,7 @@ def test_a_phone_and_both_schemes(visit: Open, scheme: str) -> None:
     assert (brightness() > 128) == (scheme == "light")
     page.evaluate("scrollTo(0, 0)")
     page.tap("[data-do=theme]")
-    page.wait_for_timeout(300)
+    settle(page)  # the colours change over time
     assert (brightness() > 128) == (scheme == "dark")
     wide = page.locator("#run").bounding_box()
     assert wide["height"] >= 36

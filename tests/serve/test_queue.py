@@ -160,14 +160,25 @@ def test_progress_preview_and_interrupt(engine: Any) -> None:
     first, second = (submit(engine, "txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
     assert first.preview() is None
     first.listen(lambda: first.interrupt() if first.step == 5 else None)
+    steps: list[int] = []
+    first.listen(lambda: steps.append(first.step))
     engine.start()
-    steps = [each.step for each in first.changes()]
+    assert len(finished(first)) == 1
     assert max(steps) <= 6
     assert first.preview() is not None
-    assert len(finished(first)) == 1
     assert first.interrupted
     assert finished(second)[0].pixels.shape == (3, 32, 32)
     assert second.step == 30
+
+
+def test_an_interrupted_request_ends_though_the_first_of_its_batch_goes_on(engine: Any) -> None:
+    first, second = (submit(engine, "txt2img", options(seed=seed, steps=30)) for seed in (1, 2))
+    second.listen(lambda: second.interrupt() if second.step == 5 else None)
+    steps: list[int] = []  # of the first, once the second has ended
+    second.listen(lambda: steps.append(first.step) if second.ended else None)
+    engine.start()
+    assert len(finished(first, second)) == 2
+    assert min(steps) == 6
 
 
 def test_partial_images_are_evenly_spread(engine: Any) -> None:

@@ -16,7 +16,7 @@ from serving import Running, library_of
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.serve.ticket import RUNNING, Ticket
+from ldm_lite.serve.queue import RUNNING, Ticket
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("fastapi")
