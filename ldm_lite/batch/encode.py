@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ldm_lite.batch.store import JOB, Store, check_job
-from ldm_lite.batch.task import Report, Task, collected
+from ldm_lite.batch.store import JOB, Report, Store, Task, check_job, collected
 from ldm_lite.cli.files import read_json
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
-from ldm_lite.train.data import ImageFolder, open_data
+from ldm_lite.train.data import ImageFolder, TarShards, open_data, to_float
 from ldm_lite.train.encoded import Row, encoder_digest, rows, write_index, write_shard
-from ldm_lite.train.examples import to_float
-from ldm_lite.train.tars import TarShards
 
 
 class EncodeWorker:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ldm_lite import Pipeline
 from ldm_lite.batch.rows import Failed, Item, Rows, describe, group
-from ldm_lite.batch.store import COLUMNS, Shard, check_job
+from ldm_lite.batch.store import COLUMNS, Report, Shard, Task, check_job, collected
 from ldm_lite.batch.table import Row as TableRow
-from ldm_lite.batch.task import Report, Task, collected
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.networks import digest

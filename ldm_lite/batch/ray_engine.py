@@ -11,8 +11,8 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ldm_lite.batch.store import Report, Task, Worker
 from ldm_lite.batch.table import extra
-from ldm_lite.batch.task import Report, Task, Worker
 
 log = logging.getLogger("ldm_lite")
 

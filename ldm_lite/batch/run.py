@@ -10,9 +10,8 @@ from pathlib import Path
 from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.images import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
-from ldm_lite.batch.store import job_locked, write_manifest
+from ldm_lite.batch.store import Report, Task, Worker, job_locked, write_manifest
 from ldm_lite.batch.table import Table, open_table
-from ldm_lite.batch.task import Report, Task, Worker
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
 from ldm_lite.cli.progress import ImagesBar, memory
 

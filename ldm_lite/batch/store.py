@@ -3,19 +3,27 @@
 A shard is written beside its name and renamed, so that what has its name is whole.  Its list is written before it: a
 shard is done if its list tells of the rows that it is asked for, and if all its bytes are there.
 """
+# MERGED batch/task: """What a worker needs to know, and what it reports.
+#
+# A worker holds a model and makes shards; it is told only their numbers.
+# """
+#
 
 import contextlib
 import io
 import json
+import logging
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ldm_lite.batch.table import extra
+from ldm_lite.batch.options import BatchOptions
+from ldm_lite.batch.table import Table, extra
 from ldm_lite.cli.files import read_json
+from ldm_lite.cli.options import CheckedOptions, LoadOptions
 from ldm_lite.cli.writing import flush, locked, remove, replacing, write_whole
 
 JOB = "job.json"
@@ -189,3 +197,58 @@ def _json(line: Mapping[str, Any]) -> bytes:
 def _size(path: Path) -> int:
     """The bytes of a file, or of the files in a folder."""
     return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker needs; it can be sent to another process."""
+
+    options: BatchOptions
+    defaults: CheckedOptions  # RowOptions
+    load: LoadOptions
+    table: Table
+    out: Path
+    folder: Path  # where the command was given
+
+    @property
+    def store(self) -> Store:
+        """Where the shards go."""
+        tars = self.options.format == "shards" and not self.options.encode
+        return Store(self.out, ".tar" if tars else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a shard."""
+
+    number: int
+    rows: int
+    made: bool  # False: it was there
+    failed: int = 0  # rows
+    messages: tuple[str, ...] = ()
+
+
+class Worker(Protocol):
+    """What makes shards."""
+
+    def make(self, number: int) -> Report:
+        """Make a shard, unless it is there and made of the same rows."""
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """Within the block keep messages for the report: the first warnings, each once.  A job may have millions."""
+    messages: list[str] = []
+    logger = logging.getLogger("ldm_lite")
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage() if record.levelno >= logging.WARNING and len(messages) < 10 else ""
+        if text and text not in messages:
+            messages.append(text)
+        return False
+
+    logger.addFilter(keep)
+    try:
+        yield messages
+    finally:
+        logger.removeFilter(keep)

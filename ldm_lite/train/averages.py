@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import CheckedOptions, option
-from ldm_lite.train.ema import FOLDER, Weights, exponent
+from ldm_lite.train.trainer import FOLDER, Weights, exponent
 
 NAME = re.compile(r"(\d+)-(0\.\d+)\.safetensors")
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: AverageOptions) -> None:
     """Write the average, and print the file's path."""
-    from ldm_lite.train.outputs import write_average
+    from ldm_lite.train.run import write_average
 
     if options.run is None:
         raise ValueError("wanted the folder of a run with `ema_lengths`")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from ldm_lite.cli.signals import ignore_signals
-from ldm_lite.train.examples import Buckets, Dataset, Example
+from ldm_lite.train.data import Buckets, Dataset, Example
 
 T = TypeVar("T")
 

@@ -34,8 +34,7 @@ from ldm_lite.cli.files import read_json, read_text
 from ldm_lite.cli.writing import flush, replacing, write_whole
 from ldm_lite.networks import digest
 from ldm_lite.train.batches import Batch
-from ldm_lite.train.examples import Example
-from ldm_lite.train.tars import OPEN_SHARDS
+from ldm_lite.train.data import OPEN_SHARDS, Example
 
 INDEX = "index.json"
 FORMAT = "ldm_lite encoded 1"

@@ -16,7 +16,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.checkpoint import adapters
 from ldm_lite.checkpoint.lora import file_names, targets
-from ldm_lite.train.kinds import KINDS, LoKr
+from ldm_lite.train.additions import KINDS, LoKr
 
 DATA = Path(__file__).parents[1] / "data" / "lycoris.npz"
 

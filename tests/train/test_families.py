@@ -27,14 +27,12 @@ from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.networks import encode_captions
 from ldm_lite.train import run
+from ldm_lite.train.additions import LoRA, Vectors
 from ldm_lite.train.batches import Batch, BucketOrder, Draws
-from ldm_lite.train.data import in_buckets, open_folder
-from ldm_lite.train.ema import using
-from ldm_lite.train.embedding import Vectors
-from ldm_lite.train.examples import Buckets, Example, bucket_sizes
-from ldm_lite.train.lora import LoRA
+from ldm_lite.train.data import Buckets, Example, bucket_sizes, in_buckets, open_folder
 from ldm_lite.train.losses import ConsistencyLoss, DiffusionLoss
-from ldm_lite.train.setup import check_model, make_loss
+from ldm_lite.train.run import check_model, make_loss
+from ldm_lite.train.trainer import using
 from ldm_lite.zoo.families import FAMILIES as FAMILY_ROWS
 
 FAMILIES = ("sd2", "sdxl_base")

@@ -19,10 +19,9 @@ from ldm_lite.train import averages as averages_command
 from ldm_lite.train.averages import coefficients, products
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import open_folder
-from ldm_lite.train.ema import LENGTHS, PowerAverages, exponent
-from ldm_lite.train.losses import DiffusionLoss, Prior
+from ldm_lite.train.losses import DiffusionLoss, LearnedWeighting, Prior, of_x0
 from ldm_lite.train.state import read_log
-from ldm_lite.train.weighting import LearnedWeighting, of_x0
+from ldm_lite.train.trainer import LENGTHS, PowerAverages, exponent
 
 
 def validations(out: Path) -> dict[int, float]:
