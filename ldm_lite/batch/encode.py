@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +32,22 @@ class EncodeWorker:
 
     def __init__(self, task: Task) -> None:
         """Load the model.  Raises ValueError, one line, if the images cannot be opened, or are another job's."""
-        self.task, self.store = task, task.store
+        self.task, self.store, options = task, task.store, task.options
         # Training is in float32 and compares the weights: of the same type by default.
         self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"))
         self.data = open_data(task.folder / task.table.path, model.family.resolution)
-        check_job(task.out, self._job())
+        texts = model.text_encoders
+        job = {
+            "shard": options.shard_size,
+            "batch_size": options.batch_size,
+            "device": model.device.type,
+            "dtype": short_name(model.dtype),
+            "resolution": model.family.resolution,
+            "scale_factor": model.family.scale_factor,
+            "vae": encoder_digest(model.vae),
+            "text_encoder": digest(*texts) if texts else None,
+        }
+        check_job(task.out, job)
         self._readers = ThreadPoolExecutor(4)
         if not (task.out / "empty").exists():
             with self.store.placing("empty") as empty:
@@ -63,12 +73,10 @@ class EncodeWorker:
             now = ahead
             ahead = [self._readers.submit(self.data.example, index) for index in following]
             examples = [future.result() for future in now]
-            moments = self._moments(torch.stack([example.pixels for example in examples]))
+            pixels = torch.stack([example.pixels for example in examples])
+            moments = encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu()
             captions = [example.caption for example in examples]
             yield from rows(captions, {"moments": moments, **self._text(captions)})
-
-    def _moments(self, pixels: Tensor) -> Tensor:
-        return encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu()
 
     def _text(self, captions: Sequence[str]) -> dict[str, Tensor]:
         types = {"context": torch.float16, "y": torch.float32}
@@ -85,20 +93,6 @@ class EncodeWorker:
             assert isinstance(self.data, TarShards)
             about = [(contents(path), str(changed)) for path, changed in self.data.tars] + [(repr(indices), "")]
         return hashlib.sha256(repr(about).encode()).hexdigest()
-
-    def _job(self) -> dict[str, Any]:
-        model, options = self.model, self.task.options
-        texts = model.text_encoders
-        return {
-            "shard": options.shard_size,
-            "batch_size": options.batch_size,
-            "device": model.device.type,
-            "dtype": short_name(model.dtype),
-            "resolution": model.family.resolution,
-            "scale_factor": model.family.scale_factor,
-            "vae": encoder_digest(model.vae),
-            "text_encoder": digest(*texts) if texts else None,
-        }
 
 
 def count(path: Path) -> int:

@@ -19,9 +19,8 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from ldm_lite import Pipeline
 from ldm_lite.batch.rows import Failed, Item, Rows, describe, group
-from ldm_lite.batch.store import COLUMNS, Report, Shard, Task, check_job, collected
+from ldm_lite.batch.store import COLUMNS, Report, Task, check_job, collected
 from ldm_lite.batch.table import Row as TableRow
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
@@ -45,6 +44,19 @@ PENDING = 4  # batches that may wait to be finished
 NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
 
 
+@dataclass(frozen=True)
+class Made:
+    """An image: its file, its parameters as JSON, and its line of the manifest but for the shard."""
+
+    png: bytes
+    parameters: bytes
+    line: dict[str, Any]
+
+
+Outcome = Made | Failed | Future[Made | Failed]
+Prepared = tuple[Item, Sample]
+
+
 class ImageWorker:
     """Makes shards of images."""
 
@@ -61,7 +73,7 @@ class ImageWorker:
         self.rows = Rows(self.model, task.defaults, task.options.most_pixels, folders)
         if "txt2img" in able:
             self._check_defaults()
-        self.maker = Maker(self.model, task.options.batch_size)
+        self._decoder, self._writers = ThreadPoolExecutor(1, "decode"), ThreadPoolExecutor(2, "png")
         check_job(task.out, self._job())
 
     def make(self, number: int) -> Report:
@@ -75,9 +87,14 @@ class ImageWorker:
             readings = self.rows.read(first, rows)
             items = [item for item in readings if isinstance(item, Item)]
             unread = (failed for failed in readings if isinstance(failed, Failed))
-            for outcome in chain(unread, self.maker.make(items)):
-                _put(shard, outcome)
-                num_failed += isinstance(outcome, Failed)
+            for outcome in chain(unread, self._images(items)):
+                line = dict.fromkeys(COLUMNS) | {"shard": shard.path.name} | outcome.line
+                shard.lines.append(line)
+                if isinstance(outcome, Made):
+                    shard.add(f"{line['row']:09}.png", outcome.png)
+                    shard.add(f"{line['row']:09}.json", outcome.parameters)
+                else:
+                    num_failed += 1
         return Report(number, len(rows), True, num_failed, tuple(messages))
 
     def _digest(self, rows: Sequence[TableRow]) -> str:
@@ -110,29 +127,7 @@ class ImageWorker:
         versions = {"ldm_lite": __version__, "torch": torch.__version__}
         return {**changed, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
 
-
-@dataclass(frozen=True)
-class Made:
-    """An image: its file, its parameters as JSON, and its line of the manifest but for the shard."""
-
-    png: bytes
-    parameters: bytes
-    line: dict[str, Any]
-
-
-Outcome = Made | Failed | Future[Made | Failed]
-Prepared = tuple[Item, Sample]
-
-
-class Maker:
-    """Makes images of items; `batch_size` at a time."""
-
-    def __init__(self, model: Pipeline, batch_size: int) -> None:
-        self.model, self.batch_size = model, batch_size
-        self._decoder = ThreadPoolExecutor(1, "decode")
-        self._writers = ThreadPoolExecutor(2, "png")
-
-    def make(self, items: Sequence[Item]) -> Iterator[Made | Failed]:
+    def _images(self, items: Sequence[Item]) -> Iterator[Made | Failed]:
         """Yield the images of items, or why there is none, in an order that depends on the items alone.
 
         Raises what is no item's fault, such as an error of the GPU, after which nothing works.
@@ -141,7 +136,7 @@ class Maker:
         try:
             for outcome in self._begun(items):
                 waiting.append(outcome)
-                while len(waiting) > PENDING * self.batch_size:
+                while len(waiting) > PENDING * self.task.options.batch_size:
                     yield _result(waiting.popleft())
             while waiting:
                 yield _result(waiting.popleft())
@@ -186,7 +181,7 @@ class Maker:
             batch = sizes.setdefault(size, [])
             batch.append((item, sample))
             alone = item.options.noise in ("diffusers", "comfy")  # which draw the noise of a batch from one seed
-            if alone or len(batch) == self.batch_size:
+            if alone or len(batch) == self.task.options.batch_size:
                 yield sizes.pop(size)
         yield from sizes.values()
 
@@ -257,16 +252,3 @@ def _failed(item: Item, error: Exception) -> Failed:
     if out_of_memory(error):
         return Failed(item.number, item.name, "out of memory", item.seed)
     return Failed(item.number, item.name, describe(error), item.seed)
-
-
-def _put(shard: Shard, outcome: Made | Failed) -> None:
-    """Write an image, and its line or that of a failure."""
-    line = dict.fromkeys(COLUMNS) | {"shard": shard.path.name}
-    if isinstance(outcome, Failed):
-        about = {"id": outcome.name, "row": outcome.number, "seed": outcome.seed, "error": outcome.error}
-        shard.lines.append(line | about)
-        return
-    shard.lines.append(line | outcome.line)
-    key = f"{outcome.line['row']:09}"
-    shard.add(f"{key}.png", outcome.png)
-    shard.add(f"{key}.json", outcome.parameters)

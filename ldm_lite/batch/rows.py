@@ -47,6 +47,11 @@ class Failed:
     error: str
     seed: int | None = None
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """Its line of the manifest but for the shard."""
+        return {"id": self.name, "row": self.number, "seed": self.seed, "error": self.error}
+
 
 @dataclass
 class Rows:
@@ -89,7 +94,12 @@ class Rows:
         shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
         options = kind(**shared | values | {"seed": seed})
         options = dataclasses.replace(options, seed=0, negative_prompt=None)
-        self._check_pixels(options)
+        side = self.model.family.resolution
+        most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
+        height = side if options.height is None else options.height
+        width = side if options.width is None else options.width
+        if height * width > most:
+            raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
         length = text_length(self.model, (prompt, negative), options.prompt_syntax)
         return Item(number, name, prompt or "", negative, seed, files, options, length)
 
@@ -114,25 +124,13 @@ class Rows:
         values: dict[str, Any] = {}
         for column, value in row.items():
             name = as_column(column)
-            if name not in COLUMNS:
-                self._ignore(column)
-                continue
-            values[FILES.get(name, name)] = convert(name, value)
+            if name in COLUMNS:
+                values[FILES.get(name, name)] = convert(name, value)
+            elif column not in self._ignored and len(self._ignored) < 100:
+                self._ignored.add(column)
+                near = difflib.get_close_matches(column, COLUMNS, n=1)
+                log.warning("column %r is ignored%s", column, f": did you mean {near[0]}?" if near else "")
         return values
-
-    def _ignore(self, name: str) -> None:
-        if name not in self._ignored and len(self._ignored) < 100:
-            self._ignored.add(name)
-            near = difflib.get_close_matches(name, COLUMNS, n=1)
-            log.warning("column %r is ignored%s", name, f": did you mean {near[0]}?" if near else "")
-
-    def _check_pixels(self, options: Txt2imgOptions) -> None:
-        side = self.model.family.resolution
-        most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
-        height = side if options.height is None else options.height
-        width = side if options.width is None else options.width
-        if height * width > most:
-            raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
 
 
 def convert(name: str, value: Any) -> Any:

@@ -66,25 +66,24 @@ class EncodedDataset:
         Raises ValueError, one line, if a file is damaged, or not finite there; OSError.
         """
         shard, row = divmod(index, self.about["shard"])
-        captions = _captions(self._path(shard, "captions.jsonl"), self.written)
+        path = self.folder / f"{shard:05}" / "captions.jsonl"
+        captions = _captions(path, self.written)
         if len(captions) != self.shards[shard]:
-            raise ValueError(f"{self._path(shard, 'captions.jsonl')}: has {len(captions)} lines, not a shard's")
-        arrays = {name: self._row(shard, name, row) for name in KINDS if self.about.get(name) is not None}
+            raise ValueError(f"{path}: has {len(captions)} lines, not a shard's")
+        arrays = {name: self._tensor(f"{shard:05}", name, row) for name in KINDS if self.about.get(name) is not None}
         return Example(arrays.pop("moments"), captions[row], **arrays)
 
     def empty(self, name: str) -> Tensor | None:
         """Return the "context" (T,D) or "y" (V,) of the empty caption, if it is encoded.  Raises as example does."""
-        if self.about.get(name) is None:
-            return None
-        path = self.folder / "empty" / f"{name}.npy"
-        return _finite(_mapped(path, self.written, (1, *self.about[name]), KINDS[name][0]), 0)
+        return None if self.about.get(name) is None else self._tensor("empty", name, 0)
 
-    def _path(self, shard: int, name: str) -> Path:
-        return self.folder / f"{shard:05}" / name
-
-    def _row(self, shard: int, name: str, row: int) -> Tensor:
-        path, shape = self._path(shard, f"{name}.npy"), (self.shards[shard], *self.about[name])
-        return _finite(_mapped(path, self.written, shape, KINDS[name][0]), row)
+    def _tensor(self, shard: str, name: str, row: int) -> Tensor:
+        path, count = self.folder / shard / f"{name}.npy", 1 if shard == "empty" else self.shards[int(shard)]
+        values = _mapped(path, self.written, (count, *self.about[name]), KINDS[name][0])
+        tensor = torch.from_numpy(values[row].copy())
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{path}: row {row} is not finite: encode it again")
+        return tensor
 
 
 def open_encoded(folder: Path) -> EncodedDataset:
@@ -185,13 +184,6 @@ def encoder_digest(vae: nn.Module) -> str:
 
 def _whole(sizes: list[object]) -> bool:
     return all(type(size) is int and 0 < size < 2**31 for size in sizes) and math.prod(sizes) < 2**40  # type: ignore[arg-type]
-
-
-def _finite(values: NDArray[Any], row: int) -> Tensor:
-    example = torch.from_numpy(values[row].copy())
-    if not bool(torch.isfinite(example).all()):
-        raise ValueError(f"{getattr(values, 'filename', 'encoded data')}: row {row} is not finite: encode it again")
-    return example
 
 
 @functools.lru_cache(maxsize=len(KINDS) * OPEN_SHARDS)
