@@ -39,21 +39,13 @@ from ldm_lite.models.unet import AttentionBlock, CrossOnlyBlock, ResBlock, UNet
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.toolkit import load_model
+from ldm_lite.train.additions import Content
 from ldm_lite.train.batches import Batch, Draws, Order
 from ldm_lite.train.data import Dataset, to_float
+from ldm_lite.train.encoded import encoded, open_scenes
 from ldm_lite.train.losses import Loss, moments, moments_of, read
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import (
-    Content,
-    check_model,
-    checkpoint,
-    encoded,
-    lay_out,
-    make_trainer,
-    open_scenes,
-    plot_losses,
-    run_folder,
-)
+from ldm_lite.train.run import check_model, checkpoint, lay_out, make_trainer, plot_losses, run_folder
 from ldm_lite.train.state import write_tensors
 from ldm_lite.zoo.family import Family
 from ldm_lite.zoo.networks import KL_F8

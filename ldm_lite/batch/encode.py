@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ldm_lite.batch.store import JOB, Report, Store, Task, check_job, collected
 from ldm_lite.cli.files import read_json
+from ldm_lite.cli.writing import replacing
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
 from ldm_lite.train.data import ImageFolder, TarShards, open_data, to_float
@@ -50,8 +51,9 @@ class EncodeWorker:
         check_job(task.out, job)
         self._readers = ThreadPoolExecutor(4)
         if not (task.out / "empty").exists():
-            with self.store.placing("empty") as empty:
-                write_shard(empty.part, rows([""], self._text([""])), 1)
+            with replacing(task.out / "empty", unique=True) as part:
+                part.mkdir()
+                write_shard(part, rows([""], self._text([""])), 1)
 
     def make(self, number: int) -> Report:
         """Make a shard, unless it is there and made of the same images.  Raises ValueError for a broken image."""

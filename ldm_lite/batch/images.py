@@ -88,7 +88,7 @@ class ImageWorker:
             items = [item for item in readings if isinstance(item, Item)]
             unread = (failed for failed in readings if isinstance(failed, Failed))
             for outcome in chain(unread, self._images(items)):
-                line = dict.fromkeys(COLUMNS) | {"shard": shard.path.name} | outcome.line
+                line = dict.fromkeys(COLUMNS) | {"shard": shard.name} | outcome.line
                 shard.lines.append(line)
                 if isinstance(outcome, Made):
                     shard.add(f"{line['row']:09}.png", outcome.png)

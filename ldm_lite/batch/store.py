@@ -1,13 +1,8 @@
-"""The folder of a job: whole shards, a list of what is in each, and the manifest of all.
+"""The folder of a job: whole shards, a list of what is in each, and the manifest of all; and what workers are told.
 
 A shard is written beside its name and renamed, so that what has its name is whole.  Its list is written before it: a
 shard is done if its list tells of the rows that it is asked for, and if all its bytes are there.
 """
-# MERGED batch/task: """What a worker needs to know, and what it reports.
-#
-# A worker holds a model and makes shards; it is told only their numbers.
-# """
-#
 
 import contextlib
 import io
@@ -42,11 +37,18 @@ COLUMNS = {  # of the manifest, with their types in Parquet
 class Shard:
     """Files that are being written, beside their place."""
 
-    path: Path
+    name: str
     part: Path  # where they are now
-    add: Callable[[str, bytes], None]  # a file's name and content
-    close: Callable[[], None]  # when all files are there
+    tar: tarfile.TarFile | None  # None: in a folder
     lines: list[Mapping[str, Any]] = field(default_factory=list)  # of the manifest
+
+    def add(self, name: str, content: bytes) -> None:
+        """Write a file.  Raises OSError."""
+        if self.tar is not None:
+            _add(self.tar, name, content)
+        else:
+            (self.part / name).write_bytes(content)
+            flush(self.part / name)
 
 
 @dataclass(frozen=True)
@@ -80,31 +82,21 @@ class Store:
 
         What was there before is removed.  Raises OSError, with the shard's name, if the disk is full.
         """
-        self._remove(number)
-        with self.placing(self.name(number)) as shard:
-            yield shard
-            shard.close()
-            lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
-            head = {"rows": rows, "size": _size(shard.part), "lines": len(lines)}
-            write_whole(self.list_of(number), _json(head) + lines, unique=True)
-
-    @contextlib.contextmanager
-    def placing(self, name: str) -> Iterator[Shard]:
-        """Write a tar file if this name ends so, else a folder; at the end of the block it has its name."""
-        path = self.out / name
-        with replacing(path, unique=True) as part, contextlib.ExitStack() as stack:
-            if path.suffix == ".tar":
-                tar = stack.enter_context(tarfile.open(part, "w", format=tarfile.USTAR_FORMAT))
-                shard = Shard(path, part, lambda key, content: _add(tar, key, content), tar.close)
-            else:
-                part.mkdir()
-                shard = Shard(path, part, lambda key, content: _write(part / key, content), lambda: None)
-            yield shard
-            shard.close()
-
-    def _remove(self, number: int) -> None:
         for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
             remove(self.out / name)
+        path = self.out / self.name(number)
+        with replacing(path, unique=True) as part, contextlib.ExitStack() as opened:
+            tar = None
+            if self.suffix:
+                tar = opened.enter_context(tarfile.open(part, "w", format=tarfile.USTAR_FORMAT))
+            else:
+                part.mkdir()
+            shard = Shard(path.name, part, tar)
+            yield shard
+            opened.close()  # all its bytes are there
+            lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
+            head = {"rows": rows, "size": _size(part), "lines": len(lines)}
+            write_whole(self.list_of(number), _json(head) + lines, unique=True)
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return a shard's lines of the manifest.  Raises OSError."""
@@ -182,11 +174,6 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)  # owner 0, time 0, mode 644
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    flush(path)
 
 
 def _json(line: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """Write the EMA of a given length afterwards: `python -m ldm_lite.train.averages RUN --length 0.1`.
 
-A run with --ema-lengths stores snapshots of two power-function averages (ema.py); from these the average of any length
-and step is a linear combination.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
+A run with --ema-lengths stores snapshots of two power-function averages (trainer.py); from these the average of any
+length and step is a linear combination.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
 """
 
 import re

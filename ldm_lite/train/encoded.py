@@ -16,25 +16,50 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ldm_lite import Pipeline
 from ldm_lite.cli.files import read_json, read_text
 from ldm_lite.cli.writing import flush, replacing, write_whole
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.networks import digest
-from ldm_lite.train.batches import Batch
-from ldm_lite.train.data import OPEN_SHARDS, Example
+from ldm_lite.train import distributed
+from ldm_lite.train.batches import Batch, in_order, reported_workers
+from ldm_lite.train.data import (
+    BESIDE,
+    OPEN_SHARDS,
+    Buckets,
+    Dataset,
+    Example,
+    ImageFolder,
+    RenderedScenes,
+    TarShards,
+    beside,
+    held_out,
+    in_buckets,
+    open_data,
+    open_folder,
+    open_renderer,
+    with_hints,
+)
+from ldm_lite.train.losses import moments_of
+from ldm_lite.train.options import TrainOptions
+
+log = logging.getLogger("ldm_lite")
 
 INDEX = "index.json"
 FORMAT = "ldm_lite encoded 1"
@@ -208,3 +233,144 @@ def _captions(path: Path, written: int) -> list[str]:
     if not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{path}: wanted a JSON string in each line: encode the examples again")
     return captions
+
+
+# ---- the data of a run ----------------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    """The data of a run, latents where they are finite."""
+
+    train: Dataset
+    prior: Dataset | None  # images of the class
+    validation: Dataset | None
+    encoded: bool  # beforehand: no step uses the autoencoder
+    empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
+
+
+def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
+    """Open the data of a run, and encode what is finite; reads_text: the text encoders do not change in it.
+
+    Raises ValueError, one line, for unusable options or data; OSError.
+    """
+    dataset = open_dataset(options, model, options.data)
+    is_encoded = isinstance(dataset, EncodedDataset)
+
+    def latents(dataset: Dataset, name: str) -> Dataset:
+        if isinstance(dataset, EncodedDataset):
+            check_encoded(options, model, dataset, reads_text)
+        elif dataset.shards is not None:
+            return encoded(options, dataset, model.vae, name)
+        return dataset
+
+    train = latents(dataset, "latents")
+    prior = validation = empty = None
+    if options.class_data is not None:
+        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
+    if options.share is not None:
+        train, validation = held_out(train, options.share, options.seed)
+    elif options.validation is not None:
+        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
+        if validation.shards is None:
+            raise ValueError("`validation` needs finite data: give a folder of images")
+    other_text = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
+    if isinstance(dataset, EncodedDataset) and reads_text and not any(other_text):
+        empty = _no_caption(model, dataset)
+    return Data(train, prior, validation, is_encoded, empty)
+
+
+def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Dataset:
+    """Open a folder of data, or the options' renderer.  Raises ValueError, one line, if they are not usable."""
+    resolution = model.family.resolution
+    if path is None:
+        return open_scenes(options, resolution)
+    folder = Path(path)
+    if (folder / INDEX).exists():
+        dataset: Dataset = open_encoded(folder)
+    elif folder.is_dir() and not any(folder.glob("*.tar")):
+        caption = options.class_prompt if path == options.class_data else options.caption
+        images = replace(open_folder(folder, resolution, caption), masked=options.masked)
+        images = with_hints(images) if options.stage == "control" else images
+        factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
+        step = factor * max(1, round(resolution / 8 / factor))
+        return in_buckets(images, step) if options.buckets else images
+    else:
+        dataset = open_data(folder, resolution)
+    if options.stage == "control":
+        raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
+    for name in ("caption", "buckets", "masked"):
+        if getattr(options, name):
+            raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
+    return dataset
+
+
+def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
+    """Open the options' renderer.  Raises ValueError, one line, if it is not usable."""
+    try:
+        arguments = json.loads(options.renderer_options)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"got `renderer_options` {options.renderer_options!r:.100}, wanted JSON: {error}") from error
+    return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
+
+
+def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
+    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same."""
+    if isinstance(dataset, Buckets):
+        names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
+        parts = zip(dataset.parts, names, strict=True)
+        return Buckets(tuple(encoded(options, part, vae, name) for part, name in parts))
+    assert isinstance(vae, AutoencoderKL)
+    assert dataset.shards is not None
+    # What identifies the data: names, sizes and times of the files, captions, the renderer.
+    if isinstance(dataset, ImageFolder):
+        files = [*dataset.items]
+        files += [(file, "") for path, _ in dataset.items for what in BESIDE if (file := beside(path, what)).is_file()]
+        stats = [(path.stat(), path, caption) for path, caption in files]
+        parts_of_data: list[object] = [(str(path), text, stat.st_size, stat.st_mtime_ns) for stat, path, text in stats]
+        parts_of_data.append((dataset.size, dataset.masked, dataset.hinted))
+    elif isinstance(dataset, TarShards):
+        parts_of_data = [(str(path), state) for path, state in dataset.tars]
+    else:
+        parts_of_data = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
+    origin = repr((parts_of_data, getattr(dataset, "resolution", None)))
+    about = {"data": hashlib.sha256(origin.encode()).hexdigest()[:32], "vae": encoder_digest(vae)}
+    count, device = sum(dataset.shards), next(vae.parameters()).device
+
+    @torch.no_grad()
+    def encode(first: int) -> Iterator[Batch]:
+        log.info("encoding %d images", count - first)
+        with reported_workers():
+            for batch in in_order(dataset, options.batch, options.workers, first):
+                yield replace(batch, pixels=torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu())
+
+    folder = Path(options.out) / name
+    if distributed.rank() == 0:
+        write_encoded(folder, encode, count, about)
+    distributed.barrier()
+    return open_encoded(folder)
+
+
+def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDataset, reads_text: bool) -> None:
+    """Raise ValueError, one line, if data were encoded for another model; its text counts only if that is read."""
+    about, where = dataset.about, dataset.folder / INDEX
+    if about.get("vae") != encoder_digest(model.vae):
+        raise ValueError(f"{where}: was encoded by another autoencoder than this model's: encode the data again")
+    if not reads_text:
+        return
+    if options.tokens is not None:
+        raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
+    if about["context"] is None or model.text_encoder is None:
+        raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
+    if about.get("text_encoder") != digest(*model.text_encoders):
+        raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
+    if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
+        raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")
+
+
+def _no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
+    """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
+    texts = {name: dataset.empty(name) for name in ("context", "y")}
+    empty = {name: text[None].float() for name, text in texts.items() if text is not None}
+    if model.family.conditioner == "sdxl":
+        return {"context": torch.zeros_like(empty["context"]), "y": torch.zeros(1, *dataset.about["y"])}
+    return empty

@@ -3,15 +3,13 @@
 import contextlib
 import copy
 import functools
-import hashlib
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.networks import (
     checkpoint_content,
     control_with,
-    digest,
     has_fast_bf16,
     token_tables,
     unread_parameters,
@@ -43,23 +40,7 @@ from ldm_lite.train.additions import (
     kohya_file,
     new_control,
 )
-from ldm_lite.train.batches import Batch, in_order, reported_workers
-from ldm_lite.train.data import (
-    BESIDE,
-    Buckets,
-    Dataset,
-    ImageFolder,
-    RenderedScenes,
-    TarShards,
-    beside,
-    held_out,
-    in_buckets,
-    open_data,
-    open_folder,
-    open_renderer,
-    with_hints,
-)
-from ldm_lite.train.encoded import INDEX, EncodedDataset, encoder_digest, open_encoded, write_encoded
+from ldm_lite.train.encoded import open_all
 from ldm_lite.train.losses import (
     ConsistencyLoss,
     DiffusionLoss,
@@ -69,7 +50,6 @@ from ldm_lite.train.losses import (
     Validation,
     Weighting,
     checkpoint_activations,
-    moments_of,
     of_x0,
     uniform,
 )
@@ -102,7 +82,8 @@ def train(
             write_whole(folder / CONFIG, as_toml(options, load))
         torch.manual_seed(options.seed)
         model = make_model(options, load)
-        data = _open_all(options, model)
+        reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
+        data = open_all(options, model, reads_text)
         loss = make_loss(options, model, data.empty)
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
@@ -219,145 +200,6 @@ def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Mod
     return {"unet": model.unet} | (text_encoders(model) if with_text else {})
 
 
-# ---- the data -------------------------------------------------------------------------------------------------------
-
-
-class Data(NamedTuple):
-    """The data of a run, latents where they are finite."""
-
-    train: Dataset
-    prior: Dataset | None  # images of the class
-    validation: Dataset | None
-    encoded: bool  # beforehand: no step uses the autoencoder
-    empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
-
-
-def _open_all(options: TrainOptions, model: Pipeline) -> Data:
-    """Open the data of a run, and encode what is finite."""
-    dataset = open_dataset(options, model, options.data)
-    is_encoded = isinstance(dataset, EncodedDataset)
-    reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
-
-    def latents(dataset: Dataset, name: str) -> Dataset:
-        if isinstance(dataset, EncodedDataset):
-            check_encoded(options, model, dataset, reads_text)
-        elif dataset.shards is not None:
-            return encoded(options, dataset, model.vae, name)
-        return dataset
-
-    train = latents(dataset, "latents")
-    prior = validation = empty = None
-    if options.class_data is not None:
-        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
-    if options.share is not None:
-        train, validation = held_out(train, options.share, options.seed)
-    elif options.validation is not None:
-        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
-        if validation.shards is None:
-            raise ValueError("`validation` needs finite data: give a folder of images")
-    other_text = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
-    if isinstance(dataset, EncodedDataset) and reads_text and not any(other_text):
-        empty = _no_caption(model, dataset)
-    return Data(train, prior, validation, is_encoded, empty)
-
-
-def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Dataset:
-    """Open a folder of data, or the options' renderer.  Raises ValueError, one line, if they are not usable."""
-    resolution = model.family.resolution
-    if path is None:
-        return open_scenes(options, resolution)
-    folder = Path(path)
-    if (folder / INDEX).exists():
-        dataset: Dataset = open_encoded(folder)
-    elif folder.is_dir() and not any(folder.glob("*.tar")):
-        caption = options.class_prompt if path == options.class_data else options.caption
-        images = replace(open_folder(folder, resolution, caption), masked=options.masked)
-        images = with_hints(images) if options.stage == "control" else images
-        factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
-        step = factor * max(1, round(resolution / 8 / factor))
-        return in_buckets(images, step) if options.buckets else images
-    else:
-        dataset = open_data(folder, resolution)
-    if options.stage == "control":
-        raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
-    for name in ("caption", "buckets", "masked"):
-        if getattr(options, name):
-            raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
-    return dataset
-
-
-def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
-    """Open the options' renderer.  Raises ValueError, one line, if it is not usable."""
-    try:
-        arguments = json.loads(options.renderer_options)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"got `renderer_options` {options.renderer_options!r:.100}, wanted JSON: {error}") from error
-    return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
-
-
-def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
-    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same."""
-    if isinstance(dataset, Buckets):
-        names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
-        parts = zip(dataset.parts, names, strict=True)
-        return Buckets(tuple(encoded(options, part, vae, name) for part, name in parts))
-    assert isinstance(vae, AutoencoderKL)
-    assert dataset.shards is not None
-    # What identifies the data: names, sizes and times of the files, captions, the renderer.
-    if isinstance(dataset, ImageFolder):
-        files = [*dataset.items]
-        files += [(file, "") for path, _ in dataset.items for what in BESIDE if (file := beside(path, what)).is_file()]
-        stats = [(path.stat(), path, caption) for path, caption in files]
-        parts_of_data: list[object] = [(str(path), text, stat.st_size, stat.st_mtime_ns) for stat, path, text in stats]
-        parts_of_data.append((dataset.size, dataset.masked, dataset.hinted))
-    elif isinstance(dataset, TarShards):
-        parts_of_data = [(str(path), state) for path, state in dataset.tars]
-    else:
-        parts_of_data = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
-    origin = repr((parts_of_data, getattr(dataset, "resolution", None)))
-    about = {"data": hashlib.sha256(origin.encode()).hexdigest()[:32], "vae": encoder_digest(vae)}
-    count, device = sum(dataset.shards), next(vae.parameters()).device
-
-    @torch.no_grad()
-    def encode(first: int) -> Iterator[Batch]:
-        log.info("encoding %d images", count - first)
-        with reported_workers():
-            for batch in in_order(dataset, options.batch, options.workers, first):
-                yield replace(batch, pixels=torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu())
-
-    folder = Path(options.out) / name
-    if distributed.rank() == 0:
-        write_encoded(folder, encode, count, about)
-    distributed.barrier()
-    return open_encoded(folder)
-
-
-def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDataset, reads_text: bool) -> None:
-    """Raise ValueError, one line, if data were encoded for another model; its text counts only if that is read."""
-    about, where = dataset.about, dataset.folder / INDEX
-    if about.get("vae") != encoder_digest(model.vae):
-        raise ValueError(f"{where}: was encoded by another autoencoder than this model's: encode the data again")
-    if not reads_text:
-        return
-    if options.tokens is not None:
-        raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
-    if about["context"] is None or model.text_encoder is None:
-        raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
-    if about.get("text_encoder") != digest(*model.text_encoders):
-        raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
-    if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
-        raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")
-
-
-def _no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
-    """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
-    texts = {name: dataset.empty(name) for name in ("context", "y")}
-    empty = {name: text[None].float() for name, text in texts.items() if text is not None}
-    if model.family.conditioner == "sdxl":
-        return {"context": torch.zeros_like(empty["context"]), "y": torch.zeros(1, *dataset.about["y"])}
-    return empty
-
-
 # ---- what is trained, and how ---------------------------------------------------------------------------------------
 
 
@@ -461,7 +303,7 @@ def save(
     if hint is not None:
         how |= {"height": hint.shape[1], "width": hint.shape[2]}
         how["control"] = [control_with(model, ema["control"], hint.float() / 127.5 - 1)]
-    with_ema = contextlib.nullcontext()
+    with_ema: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if ema.keys() & {"lora", "embedding"}:  # which change the model's networks
         with_ema = using(trainer.loss.networks, ema)
     else:

@@ -103,7 +103,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with replacing(path) as part, open(part, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------

@@ -368,8 +368,8 @@ def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) 
     parameters = [parameter for network in networks.values() for parameter in network.parameters()]
     values = [parameter for name in networks for parameter in averages[name].parameters()]
     before = [parameter.clone() for parameter in parameters]
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+    for parameter, average in zip(parameters, values, strict=True):
+        parameter.copy_(average)
     try:
         yield
     finally:

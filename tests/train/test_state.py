@@ -240,7 +240,8 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
         Image.new("RGB", (8, 8)).save(tmp_path / "data" / f"{i}.png")
         (tmp_path / "data" / f"{i}.txt").write_text("a")
     run = importlib.import_module("ldm_lite.train.run")
-    encoded = run.encoded
+    data = importlib.import_module("ldm_lite.train.encoded")
+    encoded = data.encoded
 
     def vanish(*args: Any) -> Any:
         (tmp_path / "data" / "0.png").unlink()
@@ -252,7 +253,7 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
     assert command.main(command_line) == 0
     assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out" / "latents")
-    monkeypatch.setattr(run, "encoded", vanish)
+    monkeypatch.setattr(data, "encoded", vanish)
     assert command.main(command_line) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
