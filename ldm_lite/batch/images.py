@@ -71,8 +71,10 @@ class ImageWorker:
             )
         folders = [(task.folder / task.table.path).parent, task.folder]
         self.rows = Rows(self.model, task.defaults, task.options.most_pixels, folders)
-        if "txt2img" in able:
-            self._check_defaults()
+        if "txt2img" in able:  # raises ValueError for options that would make every row fail
+            names = {field.name for field in dataclasses.fields(Txt2imgOptions)}
+            names &= {field.name for field in dataclasses.fields(task.defaults)}
+            prepare(self.model, Txt2imgOptions("", **{name: getattr(task.defaults, name) for name in names}))
         self._decoder, self._writers = ThreadPoolExecutor(1, "decode"), ThreadPoolExecutor(2, "png")
         check_job(task.out, self._job())
 
@@ -105,12 +107,6 @@ class ImageWorker:
             for path in self.rows.files(row):
                 code.update(contents(path).encode("utf-8", "surrogatepass"))
         return code.hexdigest()
-
-    def _check_defaults(self) -> None:
-        """Raises ValueError for options that would make every row fail."""
-        names = {field.name for field in dataclasses.fields(Txt2imgOptions)}
-        names &= {field.name for field in dataclasses.fields(self.task.defaults)}
-        prepare(self.model, Txt2imgOptions("", **{name: getattr(self.task.defaults, name) for name in names}))
 
     def _job(self) -> dict[str, Any]:
         """All that the images depend on besides the rows."""

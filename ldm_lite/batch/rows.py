@@ -75,33 +75,30 @@ class Rows:
             values = self._values(row)
             name, prompt = values.pop("id", name), values.pop("prompt", None)
             seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
-            return self._item(number, name, prompt, seed, values)
+            if "mask" in values and "init_img" not in values:
+                raise ValueError("got a mask, but no init_image")
+            files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)
+            if prompt is None and prompt_kind(self.model) != "none":
+                raise ValueError("has no prompt")
+            negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
+            kind = KINDS[len(files)]
+            names = {field.name for field in dataclasses.fields(kind)}
+            if unused := sorted(values.keys() - names):
+                task, needs = kind.__name__.removesuffix("Options").lower(), "" if files else ": it needs an init_image"
+                raise ValueError(f"got {unused[0]}, which {task} has not{needs}")
+            shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
+            options = kind(**shared | values | {"seed": seed})
+            options = dataclasses.replace(options, seed=0, negative_prompt=None)
+            side = self.model.family.resolution
+            most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
+            height = side if options.height is None else options.height
+            width = side if options.width is None else options.width
+            if height * width > most:
+                raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
+            length = text_length(self.model, (prompt, negative), options.prompt_syntax)
+            return Item(number, name, prompt or "", negative, seed, files, options, length)
         except (ValueError, TypeError, OSError) as error:
             return Failed(number, name, describe(error), seed)
-
-    def _item(self, number: int, name: str, prompt: str | None, seed: int, values: dict[str, Any]) -> Item:
-        if "mask" in values and "init_img" not in values:
-            raise ValueError("got a mask, but no init_image")
-        files = tuple(self._find(values.pop(name)) for name in ("init_img", "mask") if name in values)
-        if prompt is None and prompt_kind(self.model) != "none":
-            raise ValueError("has no prompt")
-        negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
-        kind = KINDS[len(files)]
-        names = {field.name for field in dataclasses.fields(kind)}
-        if unused := sorted(values.keys() - names):
-            needs = "" if files else ": it needs an init_image"
-            raise ValueError(f"got {unused[0]}, which {kind.__name__.removesuffix('Options').lower()} has not{needs}")
-        shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
-        options = kind(**shared | values | {"seed": seed})
-        options = dataclasses.replace(options, seed=0, negative_prompt=None)
-        side = self.model.family.resolution
-        most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
-        height = side if options.height is None else options.height
-        width = side if options.width is None else options.width
-        if height * width > most:
-            raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
-        length = text_length(self.model, (prompt, negative), options.prompt_syntax)
-        return Item(number, name, prompt or "", negative, seed, files, options, length)
 
     def files(self, row: Row) -> list[str]:
         """The files that a row names, and that exist."""

@@ -91,7 +91,16 @@ def open_table(path: Path, size: int) -> Table:
     """
     kind = path.suffix.lower()
     if kind == ".parquet":
-        table = _open_parquet(path, size)
+        parquet, arrow = extra("pyarrow.parquet", "batch"), extra("pyarrow", "batch")
+        try:
+            with open_file(path) as opened, parquet.ParquetFile(opened) as file:
+                names = list(file.schema_arrow.names)
+                known = [name for name in names if as_column(name) in COLUMNS]
+                table = Table(path, size, file.metadata.num_rows, columns=known)
+        except arrow.ArrowException as error:
+            raise ValueError(f"{path}: is not a Parquet file that can be read ({error})") from error
+        if len(known) < len(names):
+            log.warning("%s: columns %s are ignored", path, ", ".join(sorted(set(names) - set(known))))
     elif kind in (".jsonl", ".csv", ".txt"):
         table = Table(path, size, 0)
         with open_file(path) as file:
@@ -110,19 +119,6 @@ def open_table(path: Path, size: int) -> Table:
     if not table.count:
         raise ValueError(f"{path}: holds no prompt")
     return table
-
-
-def _open_parquet(path: Path, size: int) -> Table:
-    parquet, arrow = extra("pyarrow.parquet", "batch"), extra("pyarrow", "batch")
-    try:
-        with open_file(path) as opened, parquet.ParquetFile(opened) as file:
-            names = list(file.schema_arrow.names)
-            known = [name for name in names if as_column(name) in COLUMNS]
-            if len(known) < len(names):
-                log.warning("%s: columns %s are ignored", path, ", ".join(sorted(set(names) - set(known))))
-            return Table(path, size, file.metadata.num_rows, columns=known)
-    except arrow.ArrowException as error:
-        raise ValueError(f"{path}: is not a Parquet file that can be read ({error})") from error
 
 
 def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Row, int]]:

@@ -362,16 +362,6 @@ class TarShards:
         return Example(to_tensor(cut), caption.strip(), sizes=sizes_of(pixels, corner, size))
 
 
-def open_tars(paths: Sequence[Path], resolution: int) -> TarShards:
-    """Open WebDataset shards.  Raises ValueError, one line, if one cannot be read, or a caption is missing."""
-    stats = [path.stat() for path in paths]
-    tars = tuple((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in zip(paths, stats, strict=True))
-    counts = tuple(len(_members(*tar)) for tar in tars)
-    if not sum(counts):
-        raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
-    return TarShards(tars, counts, resolution)
-
-
 _Place = tuple[int, int]  # offset and size of a file in a tar
 
 
@@ -417,8 +407,15 @@ def open_data(path: Path, resolution: int) -> ImageFolder | TarShards:
 
     Raises ValueError, one line, if these are none, or a caption is missing; OSError.
     """
-    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
-    return open_tars(tars, resolution) if tars else open_folder(path, resolution)
+    paths = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
+    if not paths:
+        return open_folder(path, resolution)
+    stats = [tar.stat() for tar in paths]
+    tars = tuple((tar, (stat.st_size, stat.st_mtime_ns)) for tar, stat in zip(paths, stats, strict=True))
+    counts = tuple(len(_members(*tar)) for tar in tars)
+    if not sum(counts):
+        raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
+    return TarShards(tars, counts, resolution)
 
 
 # ---- renderers ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -38,7 +38,7 @@ from ldm_lite.cli.writing import flush, replacing, write_whole
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.networks import digest
 from ldm_lite.train import distributed
-from ldm_lite.train.batches import Batch, in_order, reported_workers
+from ldm_lite.train.batches import in_order, reported_workers
 from ldm_lite.train.data import (
     BESIDE,
     OPEN_SHARDS,
@@ -127,35 +127,6 @@ def open_encoded(folder: Path) -> EncodedDataset:
     if bad:
         raise ValueError(f"{path}: its {bad[0]} cannot be {about.get(bad[0])!r:.50}: encode the examples again")
     return EncodedDataset(folder, about, path.stat().st_mtime_ns)
-
-
-def write_encoded(
-    folder: Path, encode: Callable[[int], Iterator[Batch]], count: int, about: dict[str, Any]
-) -> EncodedDataset:
-    """Write a folder of encoded examples, or finish one that has the same `about`, which is added to the index.
-
-    `encode(first)` yields batches with moments, from example `first` on, `count` examples in all.  A shard is written
-    beside its name and renamed; memory does not grow with their number.  Raises OSError, and what `encode` raises.
-    """
-    origin = folder / ORIGIN
-    key = json.dumps(about, sort_keys=True)
-    if not origin.is_file() or read_text(origin) != key:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_whole(origin, key)
-    done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
-    batches = encode(done * SHARD) if done * SHARD < count else ()
-    examples = itertools.chain.from_iterable(
-        rows(batch.captions, {name: batch.pixels if name == "moments" else getattr(batch, name) for name in KINDS})
-        for batch in batches
-    )
-    while done * SHARD < count:
-        with replacing(folder / f"{done:05}") as part:
-            part.mkdir()
-            write_shard(part, examples, min(SHARD, count - done * SHARD))
-        done += 1
-    write_index(folder, count, SHARD, about)
-    return open_encoded(folder)
 
 
 Row = tuple[dict[str, NDArray[Any]], str]  # the arrays of an example by name, and its caption
@@ -314,7 +285,10 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
 
 
 def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
-    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same."""
+    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same.
+
+    A shard is written beside its name and renamed, and a run that was stopped goes on after the last one.
+    """
     if isinstance(dataset, Buckets):
         names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
         parts = zip(dataset.parts, names, strict=True)
@@ -332,20 +306,32 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
         parts_of_data = [(str(path), state) for path, state in dataset.tars]
     else:
         parts_of_data = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
-    origin = repr((parts_of_data, getattr(dataset, "resolution", None)))
-    about = {"data": hashlib.sha256(origin.encode()).hexdigest()[:32], "vae": encoder_digest(vae)}
-    count, device = sum(dataset.shards), next(vae.parameters()).device
-
-    @torch.no_grad()
-    def encode(first: int) -> Iterator[Batch]:
-        log.info("encoding %d images", count - first)
-        with reported_workers():
-            for batch in in_order(dataset, options.batch, options.workers, first):
-                yield replace(batch, pixels=torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu())
-
-    folder = Path(options.out) / name
+    identity = repr((parts_of_data, getattr(dataset, "resolution", None)))
+    about = {"data": hashlib.sha256(identity.encode()).hexdigest()[:32], "vae": encoder_digest(vae)}
+    folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
     if distributed.rank() == 0:
-        write_encoded(folder, encode, count, about)
+        origin, key = folder / ORIGIN, json.dumps(about, sort_keys=True)
+        if not origin.is_file() or read_text(origin) != key:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_whole(origin, key)
+        done = next(number for number in itertools.count() if not (folder / f"{number:05}").is_dir())
+
+        @torch.no_grad()
+        def encode() -> Iterator[Row]:
+            log.info("encoding %d images", count - done * SHARD)
+            with reported_workers():
+                for batch in in_order(dataset, options.batch, options.workers, done * SHARD):
+                    moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
+                    tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
+                    yield from rows(batch.captions, {"moments": moments, **tensors})
+
+        examples = encode()
+        for number in range(done, -(-count // SHARD)):
+            with replacing(folder / f"{number:05}") as part:
+                part.mkdir()
+                write_shard(part, examples, min(SHARD, count - number * SHARD))
+        write_index(folder, count, SHARD, about)
     distributed.barrier()
     return open_encoded(folder)
 

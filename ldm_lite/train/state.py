@@ -116,41 +116,32 @@ def open_logger(name: str, folder: Path, options: Mapping[str, Any], step: int) 
 
     Raises ValueError, one line, if its package is missing.
     """
-    return {"tensorboard": _tensorboard, "wandb": _wandb}[name](folder, options, step)
 
+    def imported(module: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f'`log_to={name}` needs its package: pip install "ldm_lite[loggers]"') from error
 
-def _imported(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f'`log_to={package}` needs its package: pip install "ldm_lite[loggers]"') from error
+    if name == "tensorboard":
+        imported("tensorboard")
+        writer = imported("torch.utils.tensorboard").SummaryWriter(folder / "tensorboard", purge_step=step + 1)
 
+        def log_row(row: Mapping[str, float]) -> None:
+            for key in row.keys() - {"step"}:
+                writer.add_scalar(key, row[key], int(row["step"]))
+            writer.flush()
 
-def _tensorboard(folder: Path, options: Mapping[str, Any], step: int) -> Logger:
-    _imported("tensorboard", "tensorboard")
-    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(
-        folder / "tensorboard", purge_step=step + 1
-    )
+    else:
+        config, run_name = {key: value for key, value in options.items() if value is not None}, folder.resolve().name
+        run = imported("wandb").init(
+            project="ldm_lite", name=run_name, id=run_name, resume="allow", dir=folder, config=config
+        )
 
-    def log(row: Mapping[str, float]) -> None:
-        for name in row.keys() - {"step"}:
-            writer.add_scalar(name, row[name], int(row["step"]))
-        writer.flush()
+        def log_row(row: Mapping[str, float]) -> None:
+            run.log({key: value for key, value in row.items() if key != "step"}, step=int(row["step"]))
 
-    return log
-
-
-def _wandb(folder: Path, options: Mapping[str, Any], step: int) -> Logger:
-    config = {key: value for key, value in options.items() if value is not None}
-    name = folder.resolve().name
-    run = _imported("wandb", "wandb").init(
-        project="ldm_lite", name=name, id=name, resume="allow", dir=folder, config=config
-    )
-
-    def log(row: Mapping[str, float]) -> None:
-        run.log({key: value for key, value in row.items() if key != "step"}, step=int(row["step"]))
-
-    return log
+    return log_row
 
 
 class Log:
