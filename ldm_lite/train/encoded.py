@@ -238,14 +238,15 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
     prior = validation = empty = None
     if options.class_data is not None:
         prior = latents(open_dataset(options, model, options.class_data), "latents-class")
-    if options.share is not None:
-        train, validation = held_out(train, options.share, options.seed)
+    if options.held_out_fraction is not None:
+        train, validation = held_out(train, options.held_out_fraction, options.seed)
     elif options.validation is not None:
         validation = latents(open_dataset(options, model, options.validation), "latents-validation")
         if validation.shards is None:
             raise ValueError("`validation` needs finite data: give a folder of images")
-    other_text = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
-    if isinstance(dataset, EncodedDataset) and reads_text and not any(other_text):
+    folder = None if options.held_out_fraction is not None else options.validation
+    has_other_text = any((options.class_data, options.class_prompt, folder))
+    if isinstance(dataset, EncodedDataset) and reads_text and not has_other_text:
         empty = _no_caption(model, dataset)
     return Data(train, prior, validation, is_encoded, empty)
 

@@ -143,8 +143,8 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
     debug: bool = option(False, "show the traceback of an error")
 
     @property
-    def share(self) -> float | None:
-        """The share of the data that is held out for validation, if `validation` is a number."""
+    def held_out_fraction(self) -> float | None:
+        """The fraction of the data that is held out for validation, if `validation` is a number."""
         try:
             return None if self.validation is None else float(self.validation)
         except ValueError:
@@ -167,7 +167,7 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")
     if (options.data is None) == (options.renderer is None):
         raise ValueError("wanted either `data=FOLDER` or `renderer=FILE.py`")
-    stage, share, has_lora = options.stage, options.share, options.lora_rank is not None
+    stage, fraction, has_lora = options.stage, options.held_out_fraction, options.lora_rank is not None
     has_class = options.class_data is not None or options.class_prompt is not None
     not_of_lcm = "lora_text caption_dropout masked min_snr weighting class_data class_prompt validation"
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
@@ -193,9 +193,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
                 raise ValueError(f"`{name}` has no effect {when}: leave it out")
     if options.min_snr is not None and options.weighting is not None:
         raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
-    if share is not None and not 0 < share < 1:
+    if fraction is not None and not 0 < fraction < 1:
         raise ValueError(f"got `validation` {options.validation}, wanted a folder, or a share between 0 and 1")
-    if share is not None and options.renderer is not None and options.scenes is None:
+    if fraction is not None and options.renderer is not None and options.scenes is None:
         raise ValueError("`validation` as a share needs finite data: give `scenes`, or a folder")
 
 

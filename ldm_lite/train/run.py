@@ -81,14 +81,16 @@ def train(
         if distributed.rank() == 0:
             write_whole(folder / CONFIG, as_toml(options, load))
         torch.manual_seed(options.seed)
+        # What is learned, from what, by which loss.
         model = make_model(options, load)
         reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
         data = open_all(options, model, reads_text)
         loss = make_loss(options, model, data.empty)
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
+        # Networks that no step uses; a save loads them again.
         unused = ["vae"] * data.encoded + list(text_encoders(model)) * (data.empty is not None)
-        for role in unused:  # by the steps; a save loads them again
+        for role in unused:
             getattr(model, role).to("meta")
         attached = None
         if isinstance(lora := loss.networks.get("lora"), LoRA):
@@ -97,6 +99,7 @@ def train(
             loss.prior = _prior(options, model, attached)
         if not options.shard:  # which takes contiguous weights only
             lay_out([*loss.networks.values(), *model.networks.values()])
+        # The trainer, and what changes how its networks run.
         trainer = make_trainer(options, loss)
         if options.compile_network:
             whole = options.lora_rank is None and options.stage != "embedding"
